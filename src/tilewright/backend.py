@@ -1,0 +1,47 @@
+"""The `torch.compile` entry: capture through AOTAutograd, one `compile_graph` per graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from tilewright import config
+from tilewright.graph import decompositions
+from tilewright.pipeline import compile_graph
+
+Inputs = Sequence[Any]
+
+
+def compile_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | None = None,
+               options: dict[str, Any] | None = None) -> Callable[..., Any]:  # fmt: skip
+    """What `torch.compile(backend="tilewright", mode=..., options=...)` calls."""
+    chosen = {**config.options_for_mode(mode or "default"), **(options or {})}
+    with config.patch(chosen):  # a wrong option is an error now, not when a graph is compiled
+        pass
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
+        with config.patch(chosen), _no_dispatch_modes():
+            return compile_graph(graph)
+
+    with config.patch(chosen):
+        return aot_autograd(
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            inference_compiler=compiler,
+            decompositions=decompositions.table(),
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+@contextlib.contextmanager
+def _no_dispatch_modes() -> Iterator[None]:
+    """Compile outside the tracing modes: literals are folded with real tensors."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield

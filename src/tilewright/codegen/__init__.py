@@ -1,0 +1,1 @@
+"""Code generation: fusion groups become kernel sources. `cpp/` for the CPU."""

@@ -1,0 +1,121 @@
+"""Statements: a block of C++ with the values computed so far, so that each is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tilewright.codegen.cpp.text import CTYPE, OPS, index_text, literal
+from tilewright.errors import CodegenError
+from tilewright.ir.expr import Expr, walk
+from tilewright.ir.ops import INDEX_OPS
+
+LoadText = Callable[[Expr, "Writer"], str]
+
+
+class Writer:
+    """Text with indentation, and one scope of known values per open brace."""
+
+    def __init__(self, names: Callable[[Expr], str], load: LoadText) -> None:
+        self.lines: list[str] = []
+        self._depth = 1
+        self._scopes: list[dict[Expr, str]] = [{}]
+        self._names = names
+        self._load = load
+        self._count = 0
+
+    def line(self, text: str) -> None:
+        self.lines.append(("" if text.startswith("#") else "    " * self._depth) + text)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        self.line(head + " {")
+        self._depth += 1
+        self._scopes.append({})
+        yield
+        self._scopes.pop()
+        self._depth -= 1
+        self.line("}")
+
+    def fresh(self, family: str = "t") -> str:
+        self._count += 1
+        return f"{family}{self._count}"
+
+    def know(self, e: Expr, text: str) -> None:
+        """From here on in this block, `e` is this text."""
+        self._scopes[-1][e] = text
+
+    def known(self, e: Expr) -> str | None:
+        for scope in reversed(self._scopes):
+            if e in scope:
+                return scope[e]
+        return None
+
+    def value(self, e: Expr) -> str:
+        """`e` as an operand: emits what is needed for it, once."""
+        stack = [e]
+        while stack:
+            node = stack[-1]
+            if self.known(node) is not None:
+                stack.pop()
+                continue
+            waiting = [s for s in self._needs(node) if self.known(s) is None]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            stack.pop()
+            self._define(node)
+        found = self.known(e)
+        assert found is not None
+        return found
+
+    def index(self, e: Expr) -> str:
+        """`e` as an array index."""
+        return index_text(e, self.value)
+
+    def _needs(self, node: Expr) -> tuple[Expr, ...]:
+        if node.op in ("var", "const", "sym"):
+            return ()
+        if node.op in INDEX_OPS or node.op == "load":  # their operands become one index text
+            return tuple(n for n in _atoms(node) if n.op not in ("var", "const", "sym"))
+        return node.src
+
+    def _define(self, node: Expr) -> None:
+        if node.op == "const":
+            self.know(node, literal(node.arg, node.dtype))
+        elif node.op in ("var", "sym"):
+            self.know(node, self._names(node))
+        elif node.op in INDEX_OPS:
+            self._temporary(node, self.index(node))
+        elif node.op == "load":
+            self._temporary(node, self._load(node, self))
+        elif node.op in OPS:
+            operands = [self.value(s) for s in node.src]
+            self._temporary(node, OPS[node.op](node, *operands))
+        else:
+            raise CodegenError(f"no C++ for {node.op}; it must be folded before its use")
+
+    def _temporary(self, node: Expr, text: str) -> None:
+        name = self.fresh()
+        self.line(f"const {CTYPE[node.dtype]} {name} = {text};")
+        self.know(node, name)
+
+
+def _atoms(node: Expr) -> Iterator[Expr]:
+    """What the index text of a node is made of, below its sums and products."""
+    for source in node.src:
+        if source.op in INDEX_OPS:
+            yield from _atoms(source)
+        else:
+            yield source
+
+
+def uses_flag(*exprs: Expr) -> bool:
+    """Whether computing these may report bad data in `tw_bad`."""
+    return any(
+        n.op == "index" or (n.op in ("floordiv", "truncdiv", "mod", "fmod")
+                            and not n.dtype.is_floating_point and n.dtype != torch.bool)
+        for n in walk(*exprs)
+    )  # fmt: skip

@@ -1,0 +1,500 @@
+"""`generate(program, group)`: the C++ kernel of one fusion group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tilewright.codegen.cpp.emit import Writer, uses_flag
+from tilewright.codegen.cpp.folds import Accumulator, ScanAccumulator, folds_of, scans_of
+from tilewright.codegen.cpp.segments import Segment, Structure, structure
+from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.program import Nest, Program, Store
+from tilewright.schedule.group import Group, hint_product
+from tilewright.schedule.legality import all_loops, terms
+
+LANES = 64  # elements of the vectorised outer loop handled together, when segments have loops
+CHUNK = 4096  # elements of a loop handled together: partial sums stay accurate, threads get work
+LANE_CHUNK = 512  # the same where one lane adds up a chunk alone
+SLOTS = 64  # partial results of a full reduction; fixed, so that any number of threads agree
+PARALLEL_WORK = 8192  # iterations below which starting threads costs more than it gains
+
+
+@dataclass(frozen=True)
+class Param:
+    kind: Literal["ptr", "int", "float"]
+    name: str  # a buffer, or a symbol
+
+
+@dataclass(frozen=True)
+class CppKernel:
+    text: str
+    params: tuple[Param, ...]
+    checked: bool  # may report bad indices or divisions
+    name: str = "kernel"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a local buffer lives: strides of the group's buffer -> strides of the scratch row."""
+
+    name: str
+    strides: dict[Expr, Expr]
+    length: Expr
+
+
+def generate(program: Program, group: Group) -> CppKernel:
+    return _Kernel(program, group).generate()
+
+
+class _Kernel:
+    def __init__(self, program: Program, group: Group) -> None:
+        self.buffers = program.buffers
+        self.local = group.local
+        self.shape: Structure = structure(group)
+        self.members = [m for s in self.shape.segments for m in s.members]
+        self.pointers: dict[str, str] = {}
+        self.numbers: dict[Expr, str] = {}
+        self.rows: dict[str, Row] = {}
+        self.scalars: dict[str, str] = {}
+        self.w = Writer(self._name, self._load)
+        exprs = [e for m in self.members for e in m.exprs]
+        self.flag = uses_flag(*exprs)
+        self.outer = self.shape.outer
+        self.lane = self.outer[-1] if self.shape.lanes else None
+        self.tiled = self.lane is not None and any(s.inner for s in self.shape.segments)
+
+    # ---- naming
+
+    def _name(self, e: Expr) -> str:
+        if e.op == "var":
+            return str(e.arg)
+        return self.numbers.setdefault(e, f"n{len(self.numbers)}")
+
+    def _pointer(self, buffer: str) -> str:
+        return self.pointers.setdefault(buffer, f"p{len(self.pointers)}")
+
+    def _load(self, node: Expr, w: Writer) -> str:
+        source = self._handed_over(node)
+        if source is not None:
+            return w.value(source)
+        text = self._element(node.arg, node.src[0])
+        if node.dtype == torch.bool and node.arg not in self.scalars and node.arg not in self.rows:
+            text = f"({text} != 0)"
+        if len(node.src) == 2:
+            zero = f"{CTYPE[node.dtype]}{{}}"
+            text = f"({w.value(node.src[1])} ? {text} : {zero})"
+        return text
+
+    def _handed_over(self, node: Expr) -> Expr | None:
+        """What was stored in an element of a local buffer that has no memory of its own."""
+        if node.arg not in self.local or node.arg in self.scalars or node.arg in self.rows:
+            return None
+        return next(s.value for m in self.members for s in m.stores if s.buffer == node.arg)
+
+    def _element(self, buffer: str, index: Expr) -> str:
+        if buffer in self.scalars:
+            return self.scalars[buffer] + ("[lane]" if self.tiled else "")
+        if buffer in self.rows:
+            row = self.rows[buffer]
+            return f"{row.name}[{self._row_index(row, index)}]"
+        return f"{self._pointer(buffer)}[{self.w.index(index)}]"
+
+    def _row_index(self, row: Row, index: Expr) -> str:
+        inner = [v for v in free_vars(index) if v not in self.outer]
+        total: Expr = ix.ZERO
+        for v in inner:
+            stride = ix.coefficient(index, v)
+            assert stride is not None
+            total = ix.add(total, ix.mul(v, row.strides.get(stride, stride)))
+        text = self.w.index(total)
+        return f"({text})*{LANES} + lane" if self.tiled else text
+
+    # ---- the whole kernel
+
+    def generate(self) -> CppKernel:
+        self._place_locals()
+        body = self.w
+        if self._is_full_reduction():
+            self._full_reduction()
+        elif any(s.mode != "set" or loads(s.index) for m in self.members for s in m.stores):
+            self._scatter()
+        else:
+            self._parallel()
+        if self.flag:
+            body.line("if (tw_bad) *tw_err |= tw_bad;")
+        params = [Param("ptr", b) for b in self.pointers]
+        head = [f"{memory_type(self.buffers[b].dtype)}* {p}" for b, p in self.pointers.items()]
+        for e, name in self.numbers.items():
+            params.append(Param("float" if e.dtype == torch.float64 else "int", e.arg.name))
+            ctype = "double" if e.dtype == torch.float64 else "int64_t"
+            head.append(f"{ctype} {name}")
+        if self.flag:
+            head.append("int64_t* tw_err")
+        lines = [f'extern "C" void kernel({", ".join(head)}) {{']
+        if self.flag:
+            lines.append("    int tw_bad = 0;")
+        text = PRELUDE + "\n".join([*lines, *self.w.lines, "}"]) + "\n"
+        return CppKernel(text, tuple(params), self.flag)
+
+    def _place_locals(self) -> None:
+        """A local buffer is a variable per outer point, or a row of scratch memory."""
+        for segment in self.shape.segments:
+            for m in segment.members:
+                for store in m.stores:
+                    if store.buffer in self.local:
+                        self._place_local(store, m, segment)
+
+    def _place_local(self, store: Store, nest: Nest, segment: Segment) -> None:
+        inner = [v for v in free_vars(store.index) if v not in self.outer]
+        readers = [(s, m) for s in self.shape.segments for m in s.members
+                   if store.buffer in m.reads]  # fmt: skip
+        if not nest.reduce and all(s is segment for s, _ in readers):
+            return  # handed over from statement to statement
+        name = f"l{len(self.scalars) + len(self.rows)}"
+        if not inner:
+            self.scalars[store.buffer] = name
+            return
+        found = terms(store.index, all_loops(nest))
+        assert found is not None
+        steps = sorted(((s, v.src[0]) for v, s in found[0].items() if v in inner),
+                       key=lambda p: (hint_product([p[0]]), p[0].key))  # fmt: skip
+        length: Expr = ix.ONE
+        strides: dict[Expr, Expr] = {}
+        for stride, size in steps:
+            strides[stride] = length
+            length = ix.mul(length, size)
+        self.rows[store.buffer] = Row(name, strides, length)
+
+    # ---- parallel loops
+
+    def _work(self) -> Expr:
+        sizes = [ix.product(v.src[0] for v in all_loops(m)) for m in self.members]
+        return max(sizes, key=lambda s: hint_product([s]))
+
+    def _threads(self) -> str:
+        """The clause that keeps small problems on one thread; empty when known to be large."""
+        work = self._work()
+        known = ix.value_of(work)
+        if known is not None:
+            return "" if known >= PARALLEL_WORK else "never"
+        return f" if({self.w.index(work)} >= {PARALLEL_WORK})"
+
+    def _flag_clause(self) -> str:
+        return " reduction(|:tw_bad)" if self.flag else ""
+
+    def _parallel(self) -> None:
+        threads = self._threads()
+        parallel = threads != "never" and bool(self.outer)
+        with ExitStack() as region:
+            if parallel:
+                self.w.line(f"#pragma omp parallel{threads}{self._flag_clause()}")
+                region.enter_context(self.w.block(""))
+            self._open_scratch()
+            with ExitStack() as loops:
+                self._outer_loops(loops, parallel)
+                self._declare_scalars()
+                for segment in self.shape.segments:
+                    self._segment(segment)
+            for row in self.rows.values():
+                self.w.line(f"__builtin_free({row.name});")
+
+    def _open_scratch(self) -> None:
+        for buffer, row in self.rows.items():
+            ctype = CTYPE[self.buffers[buffer].dtype]
+            length = self.w.index(row.length)
+            size = f"sizeof({ctype})*({length})" + (f"*{LANES}" if self.tiled else "")
+            self.w.line(f"{ctype}* const {row.name} = ({ctype}*)__builtin_malloc({size} + 64);")
+
+    def _outer_loops(self, stack: ExitStack, parallel: bool) -> None:
+        if not self.outer:
+            return
+        w = self.w
+        shared = list(self.outer)
+        if self.lane is not None:
+            shared.pop()
+        whole = self.lane is not None and not self.tiled and not shared
+        chunked = self.lane is not None and not self.tiled and bool(shared)
+        loops: list[str] = [self._for(v) for v in shared]
+        if self.lane is not None and (self.tiled or chunked):
+            step = LANES if self.tiled else CHUNK
+            loops.append(f"for (int64_t tile = 0; tile < {w.index(self.lane.src[0])}; "
+                         f"tile += {step})")  # fmt: skip
+        if parallel:
+            if whole:
+                w.line(f"#pragma omp for simd schedule(static){self._flag_clause()}")
+            else:
+                collapse = f" collapse({len(loops)})" if len(loops) > 1 else ""
+                w.line(f"#pragma omp for{collapse} schedule(static) nowait")
+        elif whole:
+            w.line(f"#pragma omp simd{self._flag_clause()}")
+        for text in loops:
+            stack.enter_context(w.block(text))
+        if self.lane is None:
+            return
+        if whole:
+            stack.enter_context(w.block(self._for(self.lane)))
+            return
+        size = w.index(self.lane.src[0])
+        step = LANES if self.tiled else CHUNK
+        w.line(f"const int64_t stop = {size} - tile < {step} ? {size} - tile : {step};")
+        if not self.tiled:
+            stack.enter_context(self._lane_loop())
+
+    def _for(self, v: Expr) -> str:
+        return f"for (int64_t {v.arg} = 0; {v.arg} < {self.w.index(v.src[0])}; ++{v.arg})"
+
+    def _lane_loop(self) -> ExitStack:
+        """The vectorised loop over one tile of the last outer loop."""
+        assert self.lane is not None
+        stack = ExitStack()
+        self.w.line(f"#pragma omp simd{self._flag_clause()}")
+        stack.enter_context(self.w.block("for (int64_t lane = 0; lane < stop; ++lane)"))
+        self.w.line(f"const int64_t {self.lane.arg} = tile + lane;")
+        return stack
+
+    def _declare_scalars(self) -> None:
+        for buffer, name in self.scalars.items():
+            ctype = CTYPE[self.buffers[buffer].dtype]
+            extent = f"[{LANES}]" if self.tiled else ""
+            self.w.line(f"{'alignas(64) ' if extent else ''}{ctype} {name}{extent};")
+
+    # ---- segments
+
+    def _segment(self, segment: Segment) -> None:
+        w = self.w
+        folds = folds_of(segment, self.w.fresh)
+        scans = scans_of(segment, self.w.fresh)
+        with ExitStack() as stack:
+            if scans:
+                self._scan_segment(segment, scans)
+                return
+            for v in segment.loops if folds else segment.inner[:-1]:
+                stack.enter_context(w.block(self._for(v)))
+            if folds:
+                self._fold_segment(segment, folds)
+            elif not segment.inner:
+                with self._lane_loop() if self.tiled else ExitStack():
+                    self._stores(segment.members)
+            else:
+                last = segment.inner[-1]
+                if self.tiled:
+                    stack.enter_context(w.block(self._for(last)))
+                    with self._lane_loop():
+                        self._stores(segment.members)
+                else:
+                    w.line(f"#pragma omp simd{self._flag_clause()}")
+                    with w.block(self._for(last)):
+                        self._stores(segment.members)
+
+    def _stores(self, members: Sequence[Nest]) -> None:
+        for m in members:
+            for store in m.stores:
+                self._store(store)
+
+    def _store(self, store: Store) -> None:
+        w = self.w
+        buffer = self.buffers[store.buffer]
+        value = w.value(store.value)
+        if store.value.dtype != buffer.dtype:
+            value = f"tw::cast<{CTYPE[buffer.dtype]}>({value})"
+        for node in self._loads_of(store):
+            w.know(node, value)  # later reads of this element in the same iteration
+        placed = store.buffer in self.scalars or store.buffer in self.rows
+        if store.buffer in self.local and not placed:
+            return
+        target = self._element(store.buffer, store.index)
+        if buffer.dtype == torch.bool and not placed:
+            value = f"uint8_t({value})"
+        w.line(f"{target} = {value};")
+
+    def _loads_of(self, store: Store) -> list[Expr]:
+        return [n for m in self.members for n in loads(*m.exprs)
+                if n.arg == store.buffer and n.src[0] is store.index and len(n.src) == 1]  # fmt: skip
+
+    def _scan_segment(self, segment: Segment, scans: list[ScanAccumulator]) -> None:
+        """One loop in order, carrying the accumulators."""
+        w = self.w
+        (axis,) = segment.loops
+        for scan in scans:
+            scan.declare(w, LANES if self.tiled else 0)
+        with w.block(self._for(axis)), self._lane_loop() if self.tiled else ExitStack():
+            for scan in scans:
+                scan.step(w, "[lane]" if self.tiled else "")
+            self._stores(segment.members)
+
+    # ---- folds
+
+    def _fold_segment(self, segment: Segment, folds: list[Accumulator]) -> None:
+        """Loops over the reduction, with the members that do not reduce inside the same loop."""
+        w = self.w
+        for fold in folds:
+            fold.declare(w, LANES if self.tiled else 0)
+        self._fold_loops(segment, folds)
+        reducing = [m for m in segment.members if m.reduce]
+        with self._lane_loop() if self.tiled else ExitStack():
+            for fold in folds:
+                fold.finish(w, "[lane]" if self.tiled else "")
+            self._stores(reducing)
+
+    def _fold_loops(self, segment: Segment, folds: list[Accumulator],
+                    bounds: tuple[str, str] | None = None) -> None:  # fmt: skip
+        """The reduction loops; `bounds` restrict the outermost."""
+        w = self.w
+        with ExitStack() as stack:
+            for k, v in enumerate(segment.reduce[:-1]):
+                low, high = bounds if bounds and k == 0 else ("0", w.index(v.src[0]))
+                stack.enter_context(
+                    w.block(f"for (int64_t {v.arg} = {low}; {v.arg} < {high}; ++{v.arg})"))
+            last = segment.reduce[-1]
+            low, high = bounds if bounds and len(segment.reduce) == 1 else (
+                "0", w.index(last.src[0]))  # fmt: skip
+            if self.tiled:
+                self._lane_fold(last, folds, segment, low, high)
+            else:
+                self._chunked_fold(last, folds, segment, low, high)
+
+    def _fold_point(self, segment: Segment, folds: list[Accumulator],
+                    step: Callable[[Accumulator], None]) -> None:  # fmt: skip
+        """One point of a reduction's loop: members in order, each folding or storing."""
+        waiting = {fold.node: fold for fold in folds}
+        for m in segment.members:
+            if not m.reduce:
+                self._stores([m])
+                continue
+            for node in walk(*m.exprs):
+                if node in waiting:
+                    step(waiting.pop(node))
+
+    def _chunked_fold(self, v: Expr, folds: list[Accumulator], segment: Segment, low: str,
+                      high: str) -> None:  # fmt: skip
+        w = self.w
+        with w.block(f"for (int64_t chunk = {low}; chunk < {high}; chunk += {CHUNK})"):
+            w.line(f"const int64_t stop = {high} - chunk < {CHUNK} ? {high} : chunk + {CHUNK};")
+            clauses = [fold.start_chunk(w) for fold in folds]
+            w.line(f"#pragma omp simd{''.join(clauses)}{self._flag_clause()}")
+            with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < stop; ++{v.arg})"):
+                self._fold_point(segment, folds, lambda fold: fold.step_chunk(w))
+            for fold in folds:
+                fold.end_chunk(w, v.arg)
+
+    def _lane_fold(self, v: Expr, folds: list[Accumulator], segment: Segment, low: str,
+                   high: str) -> None:  # fmt: skip
+        w = self.w
+        with w.block(f"for (int64_t chunk = {low}; chunk < {high}; chunk += {LANE_CHUNK})"):
+            w.line(f"const int64_t last = {high} - chunk < {LANE_CHUNK} ? {high} : "
+                   f"chunk + {LANE_CHUNK};")  # fmt: skip
+            for fold in folds:
+                fold.start_lanes(w, LANES)
+            with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < last; ++{v.arg})"):
+                for fold in folds:
+                    fold.before_lanes(w)
+                with self._lane_loop():
+                    self._fold_point(segment, folds, lambda fold: fold.step_lane(w))
+            for fold in folds:
+                fold.end_lanes(w, LANES)
+
+    # ---- full reductions: partial results per slot, so that the result does not depend on threads
+
+    def _is_full_reduction(self) -> bool:
+        first = self.shape.segments[0]
+        return (not self.outer and bool(first.reduce) and not first.loops
+                and self._threads() != "never" and all(m.reduce for m in first.members)
+                and all(not s.inner for s in self.shape.segments[1:]))  # fmt: skip
+
+    def _full_reduction(self) -> None:
+        w = self.w
+        first, *rest = self.shape.segments
+        folds = folds_of(first, w.fresh)
+        extent = w.index(first.reduce[0].src[0])
+        w.line(f"const int64_t share = ({extent} + {SLOTS - 1}) / {SLOTS};")
+        for fold in folds:
+            fold.declare_slots(w, SLOTS)
+        w.line(f"#pragma omp parallel for schedule(static){self._threads()}{self._flag_clause()}")
+        with w.block(f"for (int64_t slot = 0; slot < {SLOTS}; ++slot)"):
+            w.line("const int64_t begin = slot * share;")
+            w.line(f"const int64_t end = begin + share < {extent} ? begin + share : {extent};")
+            for fold in folds:
+                fold.declare(w, 0)
+            self._fold_loops(first, folds, ("begin", "end"))
+            for fold in folds:
+                fold.save_slot(w)
+        for fold in folds:
+            fold.combine_slots(w, SLOTS)
+            fold.finish(w, "")
+        self._declare_scalars()
+        self._stores(first.members)
+        for segment in rest:
+            self._segment(segment)
+
+    # ---- scatters: threads split only loops along which no two iterations meet
+
+    def _scatter(self) -> None:
+        (nest,) = self.members
+        safe = [v for v in nest.loops if all(_disjoint(s.index, v, nest) for s in nest.stores)]
+        parallel = bool(safe) and self._threads() != "never"
+        order = [*safe, *(v for v in nest.loops if v not in safe)]
+        w = self.w
+        with ExitStack() as stack:
+            if parallel:
+                collapse = f" collapse({len(safe)})" if len(safe) > 1 else ""
+                w.line(f"#pragma omp parallel for{collapse} schedule(static){self._threads()}"
+                       f"{self._flag_clause()}")  # fmt: skip
+            for v in order:
+                stack.enter_context(w.block(self._for(v)))
+            for store in nest.stores:
+                self._scatter_store(store, stack)
+
+    def _scatter_store(self, store: Store, stack: ExitStack) -> None:
+        w = self.w
+        if store.mask is not None:
+            stack.enter_context(w.block(f"if ({w.value(store.mask)})"))
+        buffer = self.buffers[store.buffer]
+        target = self._element(store.buffer, store.index)
+        value = w.value(store.value)
+        memory = memory_type(buffer.dtype)
+        if store.mode == "set":
+            w.line(f"{target} = tw::cast<{memory}>({value});")
+            return
+        wide = "float" if CTYPE[buffer.dtype].startswith("tw::") else CTYPE[buffer.dtype]
+        operation = f"tw::{store.mode}(tw::cast<{wide}>({target}), tw::cast<{wide}>({value}))"
+        w.line(f"{target} = tw::cast<{memory}>({operation});")
+
+
+def _disjoint(index: Expr, v: Expr, nest: Nest) -> bool:
+    """Whether different values of `v` always store to different elements, whatever is gathered."""
+    stride = ix.coefficient(index, v)
+    if stride is None or ix.value_of(stride) in (None, 0):
+        return False
+    step = abs(ix.value_of(stride) or 0)
+    reach = ix.mul(step, v.src[0])
+    smaller: Expr = ix.ZERO
+    for monomial, c in ix.poly(index).items():
+        if v in monomial or not monomial:
+            continue
+        if ix.known_le(reach, abs(c)) and all(a.op in ("index", "var", "load") for a in monomial):
+            continue
+        if len(monomial) == 1 and monomial[0].op == "var":
+            smaller = ix.add(smaller, ix.mul(abs(c), ix.sub(monomial[0].src[0], 1)))
+            continue
+        return False
+    return ix.known_lt(smaller, step) and _aligned(index, v, reach)
+
+
+def _aligned(index: Expr, v: Expr, reach: Expr) -> bool:
+    """Whether all larger strides are multiples of the block that `v` walks."""
+    for monomial, c in ix.poly(index).items():
+        if v in monomial or not monomial:
+            continue
+        if ix.known_le(reach, abs(c)) and ix.mod(abs(c), reach) is not ix.ZERO:
+            return False
+    return True
+
+
+__all__ = ["CppKernel", "Param", "generate"]

@@ -1,0 +1,144 @@
+"""The loop structure of a kernel: shared outer loops, and segments of jammed inner loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, loads, walk
+from tilewright.ir.program import Nest
+from tilewright.schedule.group import Group, hint, hint_product
+from tilewright.schedule.legality import accesses, all_loops
+from tilewright.schedule.loops import is_fold, merge
+
+
+@dataclass
+class Segment:
+    """Members that run in one loop. `loops` are outside the folds, `reduce` are folded."""
+
+    loops: tuple[Expr, ...]
+    reduce: tuple[Expr, ...]
+    members: list[Nest] = field(default_factory=list[Nest])
+
+    @property
+    def inner(self) -> tuple[Expr, ...]:
+        return (*self.loops, *self.reduce)
+
+
+@dataclass
+class Structure:
+    outer: tuple[Expr, ...]
+    segments: list[Segment]
+    lanes: bool  # the last outer loop is vectorised, not the segments' own loops
+
+
+def structure(group: Group) -> Structure:
+    members, outer = _merge_loops(list(group.members), _without_scan(group))
+    segments = _segments(members, outer)
+    return Structure(outer, segments, _prefers_lanes(segments, outer))
+
+
+def _without_scan(group: Group) -> tuple[Expr, ...]:
+    """A loop that a scan runs along stays inside, in order."""
+    axes = {n.arg.axis for m in group.members for n in walk(*m.exprs) if n.op == "scan"}
+    return tuple(v for v in group.outer if v.arg not in axes)
+
+
+def _merge_loops(members: list[Nest], outer: tuple[Expr, ...]
+                 ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
+    """Join adjacent loops that every index walks as one: long loops vectorise, short do not."""
+    if any(is_fold(m, "scan") for m in members):
+        return members, outer
+    changed = True
+    while changed:
+        changed = False
+        for chain in (outer, *_chains(members, outer)):
+            for a, b in zip(chain, chain[1:], strict=False):
+                found = merge(members, a, b)
+                if found is None:
+                    continue
+                members, joined = found
+                outer = tuple(joined if v is a else v for v in outer if v is not b)
+                changed = True
+                break
+            if changed:
+                break
+    return members, outer
+
+
+def _chains(members: Sequence[Nest], outer: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
+    chains: list[tuple[Expr, ...]] = []
+    for m in members:
+        chains.append(tuple(v for v in m.loops if v not in outer))
+        chains.append(m.reduce)
+    return chains
+
+
+def _segments(members: Sequence[Nest], outer: tuple[Expr, ...]) -> list[Segment]:
+    segments: list[Segment] = []
+    for m in members:
+        loops = tuple(v for v in m.loops if v not in outer)
+        place = _earliest(segments, m)
+        target = next((s for s in segments[place:] if _jams(s, loops, m)), None)
+        if target is None:
+            target = Segment(loops, m.reduce)
+            segments.append(target)
+        elif m.reduce and not target.reduce:
+            target.loops, target.reduce = loops, m.reduce
+        target.members.append(m)
+    return segments
+
+
+def _earliest(segments: Sequence[Segment], nest: Nest) -> int:
+    """The first segment the nest may run in: after what it needs, or beside it point by point."""
+    earliest = 0
+    for k, segment in enumerate(segments):
+        for other in segment.members:
+            hazards = (other.writes & (nest.reads | nest.writes)) | (other.reads & nest.writes)
+            if not hazards:
+                continue
+            same = not other.reduce and all(
+                a is b for buffer in hazards for a in accesses(other, buffer)
+                for b in accesses(nest, buffer)
+            )  # fmt: skip
+            earliest = max(earliest, k if same and set(all_loops(other)) == set(all_loops(nest))
+                           else k + 1)  # fmt: skip
+    return earliest
+
+
+def _jams(segment: Segment, loops: tuple[Expr, ...], nest: Nest) -> bool:
+    if set(segment.inner) != {*loops, *nest.reduce}:
+        return False
+    if segment.reduce and nest.reduce:
+        return set(segment.reduce) == set(nest.reduce)
+    return True
+
+
+def _prefers_lanes(segments: Sequence[Segment], outer: tuple[Expr, ...]) -> bool:
+    """Whether to vectorise the last outer loop: when memory is contiguous along it, or when the
+    inner loops are too short to fill a vector."""
+    if not outer:
+        return False
+    if all(not s.inner for s in segments):
+        return True
+    last = outer[-1]
+    along_outer = along_inner = 0
+    shortest = 1 << 62
+    for segment in segments:
+        if not segment.inner:
+            continue
+        inner = segment.inner[-1]
+        shortest = min(shortest, hint_product(v.src[0] for v in segment.inner))
+        for nest in segment.members:
+            indices = [n.src[0] for n in loads(*nest.exprs)] + [s.index for s in nest.stores]
+            along_outer += sum(ix.coefficient(i, last) is ix.ONE for i in indices)
+            along_inner += sum(ix.coefficient(i, inner) is ix.ONE for i in indices
+                               if inner in _vars(i))  # fmt: skip
+    if shortest <= 4 and hint(last.src[0]) >= 16:
+        return True
+    return along_outer > along_inner and hint(last.src[0]) >= 8
+
+
+def _vars(index: Expr) -> set[Expr]:
+    return {n for n in walk(index) if n.op == "var"}

@@ -1,0 +1,273 @@
+"""Every option of tilewright, in one typed list.
+
+Read them as attributes (`config.max_autotune`, `config.cpp.simdlen`), set them the same way, or
+for a while with `config.patch(...)`. Each can be given in the environment when the process
+starts: `TILEWRIGHT_MAX_AUTOTUNE=1`, `TILEWRIGHT_CPP_SIMDLEN=256`. An option declared with
+`affects_code=True` is part of every cache key, through `code_key()`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tilewright import options
+from tilewright.errors import UnknownModeError
+from tilewright.options import Group, Option, Patch, Value, is_regex, option
+
+# What a run shows and checks ---------------------------------------------------------------
+
+debug: int = option(
+    0,
+    "How much is dumped: 1 kernels and times, 2 choices and reasons, 3 sources, "
+    "4 the IR after every stage, 5 every rewrite.",
+    affects_code=False,
+    choices=(0, 1, 2, 3, 4, 5),
+)
+debug_dir: str | None = option(
+    None,
+    "Folder for dumps; none: `tilewright_debug` in the current folder.",
+    affects_code=False,
+)
+verify_ir: bool = option(
+    False, "Check every IR invariant between stages, not only the cheap ones.", affects_code=False
+)
+size_asserts: bool = option(
+    True, "Generated programs check the sizes and strides of their inputs.", affects_code=True
+)
+
+# Caches and builds -------------------------------------------------------------------------
+
+cache_dir: str | None = option(
+    None,
+    "Folder of the artefact store; none: `$XDG_CACHE_HOME/tilewright` or `~/.cache/tilewright`.",
+    affects_code=False,
+)
+force_disable_caches: bool = option(
+    False, "Neither read nor write any cache that outlives the process.", affects_code=False
+)
+fx_graph_cache: bool = option(
+    True, "Keep whole compiled graphs, so that a new process lowers nothing.", affects_code=False
+)
+compile_threads: int = option(
+    0,
+    "Kernels built at the same time; 0: one per core.",
+    affects_code=False,
+    check=lambda n: n >= 0,
+)
+
+# Semantics ---------------------------------------------------------------------------------
+
+fallback_random: bool = option(
+    False,
+    "Draw the random numbers that eager would draw, at the cost of fusion.",
+    affects_code=True,
+)
+emulate_precision_casts: bool = option(
+    True, "Round low-precision results wherever eager stores a tensor.", affects_code=True
+)
+deterministic: bool = option(
+    False, "Decide nothing by timing and use no order-dependent accumulation.", affects_code=True
+)
+implicit_fallbacks: bool = option(
+    True,
+    "Leave an operator we cannot lower to ATen; off: raise a LoweringError.",
+    affects_code=True,
+)
+
+# Graph and lowering ------------------------------------------------------------------------
+
+pattern_matcher: bool = option(
+    True, "Rewrite the graph with the rule lists before lowering.", affects_code=True
+)
+realize_opcount_threshold: int = option(
+    30, "Store a value once computing it takes more operations than this.", affects_code=True
+)
+realize_reads_threshold: int = option(
+    4, "Store a value used more than once when it reads more buffers than this.", affects_code=True
+)
+realize_acc_reads_threshold: int = option(
+    8, "Store a value when it reads more buffers than this, however used.", affects_code=True
+)
+unroll_reductions_threshold: int = option(
+    8, "Write out reductions over fewer elements than this as plain arithmetic.", affects_code=True
+)
+max_pointwise_cat_inputs: int = option(
+    8, "Compute a concatenation of up to this many inputs in one loop.", affects_code=True
+)
+
+# Scheduling --------------------------------------------------------------------------------
+
+max_fusion_size: int = option(64, "Most loop nests in one fused kernel.", affects_code=True)
+split_reductions: bool = option(
+    True,
+    "Cut a long reduction into parallel partial ones when there are few outputs.",
+    affects_code=True,
+)
+inplace_buffers: bool = option(
+    True, "Let a kernel write over an input that nobody reads again.", affects_code=True
+)
+allow_buffer_reuse: bool = option(
+    True, "Give the memory of dead buffers to later ones.", affects_code=True
+)
+
+# Tuning ------------------------------------------------------------------------------------
+
+max_autotune: bool = option(
+    False, "Measure candidates for products, convolutions and loop kernels.", affects_code=True
+)
+max_autotune_gemm: bool = option(
+    False, "Measure candidates for products and convolutions only.", affects_code=True
+)
+max_autotune_pointwise: bool = option(
+    False, "Measure candidates for loop kernels only.", affects_code=True
+)
+max_autotune_gemm_backends: str = option(
+    "ATEN,TRITON,CPP",
+    "Comma list, in any case, of who may offer products; empty: nobody.",
+    affects_code=True,
+)
+coordinate_descent_tuning: bool = option(
+    False, "Refine the best measured configuration one parameter at a time.", affects_code=True
+)
+
+
+class Triton(Group):
+    """Triton kernels and how they are launched."""
+
+    cudagraphs: bool = option(
+        False, "Record launches in a CUDA graph and replay it.", affects_code=True
+    )
+
+
+class Cuda(Group):
+    """What is generated for NVIDIA cards."""
+
+    arch: str | None = option(
+        None, "Generate for this architecture (`sm_90`); none: the card's own.", affects_code=True
+    )
+
+
+class Cpp(Group):
+    """C++ kernels for the CPU."""
+
+    threads: int = option(
+        -1,
+        "OpenMP threads of a kernel; -1: what `torch.get_num_threads()` says.",
+        affects_code=True,
+        check=lambda n: n == -1 or n > 0,
+    )
+    simdlen: int | None = option(
+        None,
+        "Vector bits to generate for, 1 meaning scalar code; none: the widest here.",
+        affects_code=True,
+        choices=(None, 1, 256, 512),
+    )
+    cxx: str = option(
+        "g++", "The C++ compiler: a name on the PATH or a full path.", affects_code=True
+    )
+    min_chunk_size: int = option(
+        4096,
+        "Fewest elements worth a thread of their own.",
+        affects_code=True,
+        check=lambda n: n > 0,
+    )
+
+
+class TestConfigs(Group):
+    """Hooks for tests; no program needs them."""
+
+    autotune_choice_name_regex: str | None = option(
+        None, "Keep only candidates whose name matches.", affects_code=True, check=is_regex
+    )
+    autotune_choice_desc_regex: str | None = option(
+        None, "Keep only candidates whose description matches.", affects_code=True, check=is_regex
+    )
+    max_mm_configs: int | None = option(
+        None, "Most configurations a template may offer for one product.", affects_code=True
+    )
+
+
+triton = Triton()
+cuda = Cuda()
+cpp = Cpp()
+test_configs = TestConfigs()
+
+_MODES: dict[str, dict[str, Value]] = {
+    "default": {},
+    "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune-no-cudagraphs": {"max_autotune": True, "coordinate_descent_tuning": True},
+    "max-autotune": {
+        "max_autotune": True,
+        "coordinate_descent_tuning": True,
+        "triton.cudagraphs": True,
+    },
+}
+
+_registry = options.install(__name__)
+
+
+def patch(
+    changes: str | Mapping[str, object] | None = None,
+    value: object = options.ABSENT,
+    /,
+    **named: object,
+) -> Patch:
+    """Change options for a `with` block or for the calls of a decorated function.
+
+    Three spellings: `patch(max_autotune=True)`, `patch({"cpp.threads": 1})` and
+    `patch("cpp.threads", 1)`. Names and values are checked at once; leaving restores the values
+    found on entry, after an exception too.
+    """
+    return options.patch_of(_registry, changes, value, named)
+
+
+def options_for_mode(mode: str | None) -> dict[str, Value]:
+    """The options a `mode=` of torch.compile stands for."""
+    name = mode or "default"
+    if name not in _MODES:
+        raise UnknownModeError(mode, tuple(_MODES))
+    return dict(_MODES[name])
+
+
+def checked(changes: Mapping[str, object]) -> dict[str, Value]:
+    """The `options=` of torch.compile with every name and value checked."""
+    return _registry.checked(changes)
+
+
+def code_key() -> tuple[tuple[str, Value], ...]:
+    """The options that shape generated code, as a sorted and hashable part of a cache key."""
+    return tuple(
+        (name, _registry.get(name))
+        for name, spec in sorted(_registry.options.items())
+        if spec.affects_code
+    )
+
+
+def snapshot() -> dict[str, Value]:
+    """All options with their values now; `patch(snapshot)` brings them back elsewhere."""
+    return {name: _registry.get(name) for name in _registry.options}
+
+
+def declared() -> tuple[Option, ...]:
+    """Every option as it was declared, in the order of this file."""
+    return tuple(_registry.options.values())
+
+
+def table() -> str:
+    """The reference of all options in Markdown; `docs/config.md` is made from it."""
+    return "\n".join(options.markdown(_registry)).rstrip() + "\n"
+
+
+def cache_root() -> Path:
+    """The folder of the artefact store, as the options and the environment have it now."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tilewright"
+
+
+def debug_root() -> Path:
+    """The folder that dumps go to."""
+    return Path(debug_dir).expanduser() if debug_dir is not None else Path("tilewright_debug")

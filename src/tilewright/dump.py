@@ -1,0 +1,45 @@
+"""`TILEWRIGHT_DEBUG`: shows every stage. 1 prints generated host code, 2 adds kernels, 3 and above
+the text of each stage; with `debug_dir` set, each goes to a numbered file instead."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.fx
+
+from tilewright import config, metrics
+from tilewright.ir.show import show
+
+_numbers = itertools.count()
+
+
+def stage(name: str, value: Any) -> None:
+    if config.debug >= 3:
+        text = value.print_readable(False) if isinstance(value, torch.fx.GraphModule) else show(value)
+        _write(name, text)
+
+
+def code(host: str, kernels: Sequence[tuple[Any, str]]) -> None:
+    if config.debug < 1 and not metrics.on_code:
+        return
+    parts = [host, *(f"// {call.name}\n{text}" for call, text in kernels)]
+    for listener in metrics.on_code:
+        listener("\n".join(parts))
+    if config.debug >= 1:
+        _write("host", host)
+    if config.debug >= 2:
+        _write("kernels", "\n".join(parts[1:]))
+
+
+def _write(name: str, text: str) -> None:
+    number = next(_numbers)
+    if not config.debug_dir:
+        print(f"---- {number:02d} {name}\n{text}", file=sys.stderr)
+        return
+    os.makedirs(config.debug_dir, exist_ok=True)
+    with open(os.path.join(config.debug_dir, f"{number:04d}_{name}.txt"), "w") as file:
+        file.write(text)

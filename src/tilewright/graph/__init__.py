@@ -1,0 +1,5 @@
+"""From the graph AOTAutograd hands over to the graph that is lowered.
+
+- `decompositions.py` which ATen ops are rewritten into simpler ones while the graph is traced
+- `simplify.py`       rule lists on the traced graph: no-ops, dead code, common subexpressions
+"""

@@ -1,0 +1,91 @@
+"""Sizes, views and arguments as Python text."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+from tilewright.ir.expr import Expr
+from tilewright.ir.program import Buffer, Handle, View
+
+
+def number(e: Expr) -> str:
+    match e.op:
+        case "const":
+            return repr(e.arg)
+        case "sym":
+            return e.arg.name
+        case "iadd":
+            return "(" + " + ".join(number(s) for s in e.src) + ")"
+        case "imul":
+            return "*".join(number(s) for s in e.src)
+        case "ifloordiv":
+            return f"({number(e.src[0])} // ({number(e.src[1])}))"
+        case "imod":
+            return f"({number(e.src[0])} % ({number(e.src[1])}))"
+        case "imin" | "imax":
+            return f"{e.op[1:]}({number(e.src[0])}, {number(e.src[1])})"
+        case _:
+            raise ValueError(f"the host program cannot compute {e.op}")
+
+
+def numbers(es: Sequence[Expr]) -> str:
+    return "(" + "".join(f"{number(e)}, " for e in es).strip() + ")"
+
+
+def view(v: View, buffer: Buffer) -> str:
+    """The buffer itself where the window is all of it."""
+    if v.size == buffer.size and v.stride == buffer.stride and v.offset.arg == 0:
+        return v.buffer
+    return f"window({v.buffer}, {numbers(v.size)}, {numbers(v.stride)}, {number(v.offset)})"
+
+
+def argument(value: Any, buffers: dict[str, Buffer], constant: Callable[[Any], str]) -> str:
+    """An argument of an opaque call; what has no text of its own becomes a constant."""
+
+    def text(x: Any) -> str:
+        return argument(x, buffers, constant)
+
+    match value:
+        case View():
+            return view(value, buffers[value.buffer])
+        case Expr():
+            return number(value)
+        case Handle():
+            return value.name
+        case bool() | int() | str() | None:
+            return repr(value)
+        case float():
+            return repr(value) if value == value and abs(value) != float("inf") else (
+                f'float("{value}")')  # fmt: skip
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+        case torch.device():
+            return f"torch.device({str(value)!r})"
+        case slice():
+            return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
+        case list():
+            return "[" + ", ".join(text(x) for x in value) + "]"
+        case tuple():
+            return "(" + "".join(text(x) + ", " for x in value) + ")"
+        case dict():
+            return "{" + ", ".join(f"{text(k)}: {text(v)}" for k, v in value.items()) + "}"
+        case _:
+            return constant(value)
+
+
+def target_path(target: Any) -> str | None:
+    """A path from which the callable can be found again in another process."""
+    if isinstance(target, OpOverload):
+        return f"torch.ops.{target}"
+    if isinstance(target, HigherOrderOperator):
+        found = getattr(torch.ops.higher_order, target._name, None)
+        return f"torch.ops.higher_order.{target._name}" if found is target else None
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if target.__class__ is type(operator.add):
+        return f"{module.lstrip('_')}:{name}"
+    return f"{module}:{name}" if module and name and "<" not in name else None

@@ -1,0 +1,182 @@
+"""Buffers, loop nests and opaque calls: a `Program` is what lowering makes of one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, loads, syms
+
+StoreMode = Literal["set", "add", "mul", "min", "max"]
+BufferKind = Literal["input", "constant", "temporary"]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory with a name. Indices into it count elements from its first byte's element.
+
+    `size` and `stride` are the layout the buffer is allocated with (or, for an input, arrives
+    with): facts from the moment it exists.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    size: tuple[Expr, ...]
+    stride: tuple[Expr, ...]
+    kind: BufferKind = "temporary"
+
+    @property
+    def numel(self) -> Expr:
+        return ix.product(self.size)
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided window on a buffer: what an opaque call takes, or the graph returns."""
+
+    buffer: str
+    size: tuple[Expr, ...]
+    stride: tuple[Expr, ...]
+    offset: Expr
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A run-time value that is not a plain strided tensor: opaque calls hand it on by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Store:
+    """`buffer[index] = value`, or combined with what is there (`mode`), atomically if it may race.
+
+    A masked store (`mask`) writes only where the mask holds.
+    """
+
+    buffer: str
+    index: Expr
+    value: Expr
+    mode: StoreMode = "set"
+    mask: Expr | None = None
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        found = (self.index, self.value)
+        return found if self.mask is None else (*found, self.mask)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node came from: the FX nodes' names and the user's source line."""
+
+    nodes: tuple[str, ...]
+    location: str = ""
+
+
+@dataclass(frozen=True)
+class Nest:
+    """A perfect loop nest. `loops` run in parallel; `reduce` are folded by `reduce` nodes.
+
+    Loop order is from the outermost. Variables carry their own sizes.
+    """
+
+    name: str
+    loops: tuple[Expr, ...]
+    reduce: tuple[Expr, ...]
+    stores: tuple[Store, ...]
+    origin: Origin
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        return tuple(e for store in self.stores for e in store.exprs)
+
+    @property
+    def reads(self) -> set[str]:
+        return {node.arg for node in loads(*self.exprs)}
+
+    @property
+    def writes(self) -> set[str]:
+        return {store.buffer for store in self.stores}
+
+    @property
+    def symbols(self) -> set[Expr]:
+        sizes = tuple(v.src[0] for v in (*self.loops, *self.reduce))
+        return syms(*self.exprs, *sizes)
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A call the loop IR does not look into: a library product, a fallback, a sub-graph.
+
+    `args` and `kwargs` are the call's own, with `View`, `Expr` and nested containers in place of
+    tensors and sizes. `results[i]` names the buffer that holds flattened result `i` (None: no
+    tensor). `mutates` are buffers it writes.
+    """
+
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[str | None, ...]
+    mutates: tuple[str, ...]
+    origin: Origin
+    binds: tuple[tuple[str, Any], ...] = ()  # (symbol, path into the result) for unbacked sizes
+    single: bool = True  # the result is one tensor, not a tuple
+    aliases: bool = False  # a result may share memory with an operand
+
+    @property
+    def reads(self) -> set[str]:
+        return {leaf.buffer for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, View)}
+
+    @property
+    def writes(self) -> set[str]:
+        return {r for r in self.results if r is not None} | set(self.mutates)
+
+    @property
+    def symbols(self) -> set[Expr]:
+        found: list[Expr] = []
+        for leaf in leaves((self.args, self.kwargs)):
+            if isinstance(leaf, Expr):
+                found.append(leaf)
+            elif isinstance(leaf, View):
+                found.extend((*leaf.size, *leaf.stride, leaf.offset))
+        return syms(*found)
+
+
+Node = Nest | Opaque
+Output = View | Expr | Handle | None
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        yield from leaves(tuple(tree.values()))
+    elif isinstance(tree, slice):
+        yield from leaves((tree.start, tree.stop, tree.step))
+    else:
+        yield tree
+
+
+@dataclass
+class Program:
+    """One graph after lowering: nodes in an order that respects every dependence.
+
+    `inputs` name the arguments in order: a buffer, or a symbol for a number. `outputs` are views,
+    numbers as expressions, or None.
+    """
+
+    buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
+    nodes: list[Node] = field(default_factory=list[Node])
+    inputs: list[str] = field(default_factory=list[str])
+    outputs: list[Output] = field(default_factory=list["Output"])
+    symbols: dict[str, Expr] = field(default_factory=dict[str, Expr])
+    constants: dict[str, Any] = field(default_factory=dict[str, Any])

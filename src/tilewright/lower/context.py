@@ -1,0 +1,308 @@
+"""`Lowering`: builds the `Program` of one graph. Op families call it; nothing here knows an op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from tilewright import config
+from tilewright.errors import at_node
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const, free_vars, load, loads, substitute, sym, var
+from tilewright.ir.program import Buffer, Nest, Opaque, Origin, Program, Store, StoreMode, View
+from tilewright.lower.sizes import Sizes
+from tilewright.lower.tensor import Size, Tensor, is_stored, placeholders, reads_buffer
+
+UNROLLABLE = {"sum": "add", "prod": "mul", "min": "min", "max": "max", "any": "bit_or",
+              "all": "bit_and"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A reduction's result: what is stored of the folded value, with which type."""
+
+    dtype: torch.dtype
+    value: Callable[[Expr], Expr] = lambda fold: fold
+
+
+class Lowering:
+    """The state of lowering one graph: the program so far, and where each node came from."""
+
+    def __init__(self) -> None:
+        self.program = Program()
+        self.sizes = Sizes()
+        self.node: torch.fx.Node | None = None
+        self.env: dict[torch.fx.Node, Any] = {}
+        self._counts: dict[str, int] = {}
+        self._seeds: Expr | None = None
+
+    # ---- names and origins
+
+    def fresh(self, family: str) -> str:
+        count = self._counts.get(family, 0)
+        self._counts[family] = count + 1
+        return f"{family}{count}"
+
+    def origin(self) -> Origin:
+        if self.node is None:
+            return Origin(())
+        return Origin((self.node.name,), at_node(self.node).location)
+
+    # ---- buffers
+
+    def buffer(self, size: Size, dtype: torch.dtype, device: torch.device,
+               stride: Size | None = None, family: str = "buf") -> Buffer:  # fmt: skip
+        made = Buffer(self.fresh(family), dtype, device, size,
+                      stride or ix.contiguous_strides(size))  # fmt: skip
+        self.program.buffers[made.name] = made
+        return made
+
+    def stored(self, buffer: Buffer) -> Tensor:
+        """The tensor held by a buffer."""
+        index = ix.linearize(placeholders(buffer.size), buffer.stride)
+        body = load(buffer.name, buffer.dtype, index)
+        return Tensor(buffer.size, buffer.dtype, buffer.device, body)
+
+    def realize(self, t: Tensor, stride: Size | None = None) -> Tensor:
+        """`t` as one plain load per element; stores it unless it already is."""
+        return t if is_stored(t) else self.copy(t, stride)
+
+    def copy(self, t: Tensor, stride: Size | None = None) -> Tensor:
+        """`t` stored in a new buffer of its own, one element for each of its own."""
+        if stride is not None and any(s is ix.ZERO and n is not ix.ONE
+                                      for s, n in zip(stride, t.size, strict=True)):  # fmt: skip
+            stride = None
+        made = self.buffer(t.size, t.dtype, t.device, stride)
+        self.assign(made, t)
+        return self.stored(made)
+
+    def assign(self, buffer: Buffer, t: Tensor) -> None:
+        """Store every element of `t` into `buffer`, whose size is the same."""
+        where = placeholders(t.size)
+        self.nest(where, (), [Store(buffer.name, ix.linearize(where, buffer.stride), t.body)],
+                  order=buffer.stride)  # fmt: skip
+
+    def nest(self, loops: Sequence[Expr], reduce: Sequence[Expr], stores: Sequence[Store],
+             order: Sequence[Expr] | None = None) -> None:  # fmt: skip
+        """Append a loop nest. Loops of one iteration are dropped; `order` gives each loop's stride
+        in the result, so that the innermost loop walks memory in steps of one."""
+        kept = [(v, k) for k, v in enumerate(loops) if v.op == "var"]
+        if order is not None:
+            strides = order
+            kept.sort(key=lambda pair: -_magnitude(strides[pair[1]]))
+        self.program.nodes.append(
+            Nest(self.fresh("nest"), tuple(v for v, _ in kept),
+                 tuple(v for v in reduce if v.op == "var"), tuple(stores), self.origin())
+        )  # fmt: skip
+
+    # ---- reductions
+
+    def reduce(self, kind: str, t: Tensor | Sequence[Tensor], dims: Sequence[int], keepdim: bool,
+               *fills: Fill, stride: Size | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+        """Fold `t` (all tensors of one size) over `dims`; one result per fill.
+
+        A fold with several results (`welford`) is a `reduce` node that fills take apart with
+        `build.part`.
+        """
+        tensors = [t] if isinstance(t, Tensor) else list(t)
+        size, device = tensors[0].size, tensors[0].device
+        folded = set(dims)
+        loops = [ix.ZERO if k in folded or s is ix.ONE else var(f"d{k}", s)
+                 for k, s in enumerate(size)]  # fmt: skip
+        inner = [var(f"r{k}", s) for k, s in enumerate(size) if k in folded and s is not ix.ONE]
+        if not inner and self._unroll(kind, tensors, loops, inner) is None:
+            inner = [var(f"r{dims[0] if dims else 0}", ix.ONE)]  # a fold needs a loop to run in
+        point = [next((r for r in inner if r.arg == f"r{k}"), loops[k]) for k in range(len(size))]
+        out_size = tuple(ix.ONE if k in folded else s
+                         for k, s in enumerate(size) if keepdim or k not in folded)  # fmt: skip
+        unrolled = self._unroll(kind, tensors, loops, inner)
+        values = [x.at(point) for x in tensors]
+        fold = build.reduce(kind, *values, dtype=values[-1].dtype) if unrolled is None else unrolled
+        positions = [v for k, v in enumerate(loops) if keepdim or k not in folded]
+        if unrolled is not None:
+            return tuple(self._renumber(f.value(fold), out_size, positions, device) for f in fills)
+        stores, results = [], []
+        for fill in fills:
+            made = self.buffer(out_size, fill.dtype, device, stride)
+            index = ix.linearize(positions, made.stride)
+            stores.append(Store(made.name, index, fill.value(fold)))
+            results.append(self.stored(made))
+        self.nest(loops, inner, stores)
+        return tuple(results)
+
+    def _unroll(self, kind: str, tensors: Sequence[Tensor], loops: Sequence[Expr],
+                inner: Sequence[Expr]) -> Expr | None:  # fmt: skip
+        """A short fold written out, so that it can be part of a larger expression."""
+        count = ix.value_of(ix.product(v.src[0] for v in inner))
+        if kind not in UNROLLABLE or count is None or count > config.unroll_reductions_threshold:
+            return None
+        if len(inner) > 1 or count == 0:
+            return None
+        (t,) = tensors
+        total: Expr | None = None
+        for k in range(count):
+            point = [const(k) if inner and inner[0].arg == f"r{d}" else loops[d]
+                     for d in range(t.rank)]  # fmt: skip
+            value = t.at(point)
+            total = value if total is None else build.op(UNROLLABLE[kind], total, value)
+        return total
+
+    def _renumber(self, body: Expr, size: Size, positions: Sequence[Expr],
+                  device: torch.device) -> Tensor:  # fmt: skip
+        """A body over the loops of a reduction as a tensor over its own placeholders."""
+        own = placeholders(size)
+        mapping = {v: p for v, p in zip(positions, own, strict=True) if v.op == "var"}
+        return Tensor(size, body.dtype, device, substitute(body, mapping))
+
+    # ---- scatter
+
+    def scatter(self, into: Tensor, size: Size, index: Callable[..., Sequence[Expr]],
+                value: Callable[..., Expr], mode: StoreMode = "set",
+                mask: Callable[..., Expr] | None = None) -> Tensor:  # fmt: skip
+        """A copy of `into` in which, for every point of `size`, the element at `index(point)` is
+        replaced by (or combined with) `value(point)`."""
+        target = self.copy(into)
+        buffer = self.program.buffers[target.body.arg]
+        loops = placeholders(size)
+        where = ix.linearize(tuple(index(*loops)), buffer.stride)
+        store = Store(buffer.name, where, value(*loops), mode,
+                      None if mask is None else mask(*loops))  # fmt: skip
+        self.nest(loops, (), [store])
+        return target
+
+    # ---- strided access, for opaque calls and outputs
+
+    def view_of(self, t: Tensor, stride: Size | None = None) -> View:
+        """`t` as a strided window on a buffer; stores it first if it is not one."""
+        found = as_view(t)
+        if found is None:
+            found = as_view(self.copy(t, stride))
+            assert found is not None, "a stored tensor is a view of its buffer"
+        return found
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any,
+             mutates: tuple[str, ...] = (), binds: tuple[tuple[str, Any], ...] = (),
+             aliases: bool = True) -> Any:  # fmt: skip
+        """An opaque call. `value` is what it gives, as fake tensors; returns the same structure
+        with a `Tensor` over a new buffer for each."""
+        self.flush_writes(mutates)
+        single = not isinstance(value, (tuple, list))
+        made: list[Any] = []
+        names: list[str | None] = []
+        for item in [value] if single else value:
+            if isinstance(item, torch.Tensor) and is_plain(item):
+                buffer = self.buffer(self.sizes.tuple(item.size()), item.dtype, item.device,
+                                     self.sizes.tuple(item.stride()))  # fmt: skip
+                names.append(buffer.name)
+                made.append(self.stored(buffer))
+            else:
+                names.append(None)
+                made.append(item)
+        self.program.nodes.append(
+            Opaque(self.fresh("call"), target, args, kwargs, tuple(names), mutates, self.origin(),
+                   binds, single, aliases)
+        )  # fmt: skip
+        return made[0] if single else type(value)(made)
+
+    # ---- mutation
+
+    def flush_writes(self, buffers: Sequence[str]) -> None:
+        """Before these buffers change, store every tensor still to be used that reads them."""
+        for name in buffers:
+            for node, t in list(self.env.items()):
+                if isinstance(t, Tensor) and self._needed(node) and reads_buffer(t, name):
+                    self.env[node] = self.copy(t)
+
+    def _needed(self, node: torch.fx.Node) -> bool:
+        """Whether a node after the current one uses this node's value."""
+        return any(user not in self.env and user is not self.node for user in node.users)
+
+    # ---- random numbers
+
+    def seed(self) -> Expr:
+        """A number drawn from torch's generator once per random op and call of the program."""
+        name = self.fresh("seed")
+        bound = sym(name)
+        self.program.symbols[name] = bound
+        self.program.nodes.append(
+            Opaque(self.fresh("call"), draw_seed, (), {}, (), (), self.origin(), ((name, ()),))
+        )
+        return bound
+
+
+def draw_seed() -> int:
+    """A fresh seed from the default generator: seeded runs repeat, calls differ."""
+    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64).item())
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether raw strided memory is all there is to `t` (not sparse, quantised, complex, ...)."""
+    return (
+        t.layout == torch.strided
+        and not t.is_quantized
+        and not t.is_complex()
+        and t.dtype in PLAIN_TYPES
+        and not t.is_neg()
+    )
+
+
+PLAIN_TYPES = frozenset((
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+))  # fmt: skip
+
+
+def as_view(t: Tensor) -> View | None:
+    """The strided window `t` is, if its body is one plain affine load."""
+    body = t.body
+    if not is_stored(t) or body.dtype != t.dtype:
+        return None
+    index = body.src[0]
+    points = placeholders(t.size)
+    strides: list[Expr] = []
+    for p, size in zip(points, t.size, strict=True):
+        stride = ix.ZERO if p.op != "var" else ix.coefficient(index, p)
+        if stride is None or free_vars(stride) or _is_negative(stride):
+            return None
+        # the stride of a dimension of one element is free: make it what dense layouts have
+        strides.append(stride if size is not ix.ONE else ix.ONE)
+    offset = ix.without(index, [p for p in points if p.op == "var"])
+    if free_vars(offset) or loads(offset):
+        return None
+    return View(body.arg, t.size, tuple(strides), offset, t.dtype)
+
+
+def _is_negative(stride: Expr) -> bool:
+    """A stride keeps its sign whatever the sizes are, so their hints decide what bounds cannot."""
+    return not ix.known_nonneg(stride) and _magnitude(stride) < 0
+
+
+def _magnitude(stride: Expr) -> float:
+    """A number to sort strides by; unknown sizes count as their hints."""
+    parts = [_magnitude(s) for s in stride.src]
+    match stride.op:
+        case "const":
+            return float(stride.arg)
+        case "sym":
+            return 64.0 if stride.arg.hint is None else float(stride.arg.hint)
+        case "iadd":
+            return sum(parts)
+        case "imul":
+            return math.prod(parts)
+        case "ifloordiv" if parts[1]:
+            return parts[0] // parts[1]
+        case "imod" if parts[1]:
+            return parts[0] % parts[1]
+        case "imin":
+            return min(parts)
+        case "imax":
+            return max(parts)
+        case _:
+            return 64.0

@@ -1,0 +1,161 @@
+"""What the families that fold over dimensions share: dimensions, counts, sums, moments.
+
+Accumulation is done in the compute type (float32 for the low-precision floats); a result is rounded
+once, where it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const
+from tilewright.lower.context import Fill, Lowering
+from tilewright.lower.promote import compute_type
+from tilewright.lower.tensor import Size, Tensor, cost, is_stored, placeholders, pointwise
+
+Dims = int | Sequence[int] | None
+Finish = Callable[[Expr], Expr]
+FromMoments = Callable[[Expr, Expr], Expr]
+
+KEEP_WORK = 16  # in additions: dearer elements are stored rather than computed once per pass
+KEEP_READS = 2
+
+
+def dims_of(t: Tensor, dim: Dims) -> list[int]:
+    """The dimensions as sorted positions; None and the empty list mean all of them."""
+    if t.rank == 0:
+        return []
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(t.rank))
+    given = [dim] if isinstance(dim, int) else dim
+    return sorted({d % t.rank for d in given})
+
+
+def axis_of(t: Tensor, dim: int) -> int:
+    return dim % max(t.rank, 1)
+
+
+def count_of(t: Tensor, dims: Sequence[int]) -> Expr:
+    """How many elements are folded into one, as an index expression."""
+    return ix.product(t.size[d] for d in dims)
+
+
+def number(value: Expr | float, dtype: torch.dtype) -> Expr:
+    return build.cast(value, dtype) if isinstance(value, Expr) else const(value, dtype)
+
+
+def accumulator(t: Tensor) -> Tensor:
+    """`t` in the type it is accumulated in."""
+    return t.to(compute_type(t.dtype))
+
+
+def fake_of(ctx: Lowering, position: int | None = None) -> torch.Tensor:
+    """The graph's own idea of the node's result (of one of its results)."""
+    assert ctx.node is not None
+    value = ctx.node.meta["val"]
+    return value if position is None else value[position]
+
+
+def dtype_of(ctx: Lowering, position: int | None = None) -> torch.dtype:
+    return fake_of(ctx, position).dtype
+
+
+def stride_of(ctx: Lowering, position: int | None = None) -> Size:
+    return ctx.sizes.tuple(fake_of(ctx, position).stride())
+
+
+def rounded(dtype: torch.dtype, finish: Finish | None = None) -> Fill:
+    """Store the fold, or what `finish` makes of it, as `dtype`."""
+    return Fill(dtype, lambda fold: build.cast(fold if finish is None else finish(fold), dtype))
+
+
+def keep(ctx: Lowering, t: Tensor) -> Tensor:
+    """`t` for several passes over it: stored if computing an element again costs too much."""
+    work, reads = cost(t.body)
+    if is_stored(t) or (work <= KEEP_WORK and reads <= KEEP_READS):
+        return t
+    return ctx.realize(t)
+
+
+def fold(ctx: Lowering, kind: str, t: Tensor, dims: Sequence[int], keepdim: bool,
+         dtype: torch.dtype | None = None, finish: Finish | None = None,
+         stride: Size | None = None) -> Tensor:  # fmt: skip
+    """One fold with one result."""
+    (result,) = ctx.reduce(kind, t, dims, keepdim, rounded(dtype or t.dtype, finish), stride=stride)
+    return result
+
+
+def total(ctx: Lowering, t: Tensor, dims: Sequence[int], keepdim: bool = True) -> Tensor:
+    return fold(ctx, "sum", t, dims, keepdim)
+
+
+def moments(ctx: Lowering, t: Tensor, dims: Sequence[int], keepdim: bool,
+            *fills: tuple[torch.dtype, FromMoments]) -> tuple[Tensor, ...]:  # fmt: skip
+    """Welford's fold: each fill makes a result of (mean, sum of squared deviations)."""
+    if all(t.size[d] is ix.ONE for d in dims):  # the only element is its own mean
+        squeezed = t if keepdim else squeeze(t, dims)
+
+        def one(dtype: torch.dtype, make: FromMoments) -> Tensor:
+            # x - x is zero, but NaN for an infinite or NaN x, as the deviation is
+            return squeezed.map(lambda x: build.cast(make(x, build.op("sub", x, x)), dtype))
+
+        return tuple(one(dtype, make) for dtype, make in fills)
+
+    def taken(make: FromMoments) -> Finish:
+        return lambda both: make(build.part(both, 0), build.part(both, 1))
+
+    return ctx.reduce("welford", t, dims, keepdim,
+                      *(rounded(dtype, taken(make)) for dtype, make in fills))  # fmt: skip
+
+
+def squeeze(t: Tensor, dims: Sequence[int]) -> Tensor:
+    """`t` without these dimensions, each of one element."""
+    kept = [d for d in range(t.rank) if d not in dims]
+    size = tuple(t.size[d] for d in kept)
+    indices: list[ix.IndexLike] = [0] * t.rank
+    for d, p in zip(kept, placeholders(size), strict=True):
+        indices[d] = p
+    return Tensor(size, t.dtype, t.device, t.at(indices))
+
+
+def along(t: Tensor, dims: Sequence[int], size: Size) -> Tensor:
+    """A tensor whose dimensions are `dims` of `size`, broadcast over the others of it."""
+    indices: list[ix.IndexLike] = []
+    point = placeholders(size)
+    for k, d in enumerate(dims):
+        indices.append(0 if t.size[k] is ix.ONE else point[d])
+    return Tensor(size, t.dtype, t.device, t.at(indices))
+
+
+def apply(fn: Callable[..., Expr], *tensors: Tensor) -> Tensor:
+    """`fn` over the broadcast elements, each in its compute type."""
+    return pointwise(fn, *(accumulator(t) for t in tensors))
+
+
+def full(size: Size, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return Tensor(size, dtype, device, const(value, dtype))
+
+
+def add(a: Expr, b: Expr) -> Expr:
+    return build.op("add", a, b)
+
+
+def sub(a: Expr, b: Expr) -> Expr:
+    return build.op("sub", a, b)
+
+
+def mul(a: Expr, b: Expr) -> Expr:
+    return build.op("mul", a, b)
+
+
+def div(a: Expr, b: Expr) -> Expr:
+    return build.op("div", a, b)
+
+
+def optional(t: Tensor | None, fn: Callable[[Tensor], Any]) -> Any:
+    return None if t is None else fn(t)

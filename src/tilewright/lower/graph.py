@@ -1,0 +1,343 @@
+"""`lower(gm)`: one walk over the FX graph. Each node goes to its lowering, or to ATen."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+from tilewright import config, metrics
+from tilewright.errors import LoweringError, TilewrightError, at_node
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const, sym
+from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
+from tilewright.lower import families
+from tilewright.lower.context import Lowering, as_view, is_plain
+from tilewright.lower.table import LOWERINGS, Unsupported
+from tilewright.lower.tensor import Tensor, cost, is_stored
+
+assert families.LOADED  # importing the families fills the op table
+
+
+def lower(gm: torch.fx.GraphModule) -> Program:
+    """The program of one functional ATen graph, whose nodes carry fake values in `meta["val"]`."""
+    ctx = Lowering()
+    for node in gm.graph.nodes:
+        ctx.node = node
+        try:
+            _STEPS[node.op](ctx, gm, node)
+        except TilewrightError:
+            raise
+        except Exception as error:
+            raise LoweringError(f"{type(error).__name__}: {error}", site=at_node(node)) from error
+    ctx.program.symbols.update(ctx.sizes.symbols)
+    metrics.ir_nodes += len(ctx.program.nodes)
+    return ctx.program
+
+
+# ---- inputs and constants
+
+
+def _placeholder(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    value = node.meta.get("val")
+    name = f"arg{len(ctx.program.inputs)}"
+    ctx.program.inputs.append(name)
+    if isinstance(value, torch.Tensor) and is_plain(value):
+        buffer = Buffer(name, value.dtype, value.device, ctx.sizes.tuple(value.size()),
+                        ctx.sizes.tuple(value.stride()), "input")  # fmt: skip
+        ctx.program.buffers[name] = buffer
+        ctx.env[node] = ctx.stored(buffer)
+    elif isinstance(value, torch.SymInt):
+        found = ctx.sizes.index(value)
+        ctx.env[node] = found
+        ctx.program.symbols[name] = found
+    elif isinstance(value, (torch.SymFloat, torch.SymBool, int, float, bool)):
+        dtype = torch.bool if isinstance(value, (bool, torch.SymBool)) else (
+            torch.int64 if isinstance(value, int) else torch.float64)  # fmt: skip
+        ctx.env[node] = ctx.program.symbols[name] = sym(name, dtype)
+    else:
+        ctx.env[node] = Handle(name)
+
+
+def _get_attr(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    name = f"constant_{node.name}"
+    if isinstance(value, torch.Tensor) and is_plain(value) and type(value) in (
+        torch.Tensor, torch.nn.Parameter):  # fmt: skip
+        ctx.program.constants[name] = value
+        buffer = Buffer(name, value.dtype, value.device, ctx.sizes.tuple(value.size()),
+                        ctx.sizes.tuple(value.stride()), "constant")  # fmt: skip
+        ctx.program.buffers[name] = buffer
+        ctx.env[node] = ctx.stored(buffer)
+    else:
+        ctx.program.constants[name] = value
+        ctx.env[node] = Handle(name)
+
+
+# ---- calls
+
+
+def _call(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    value = node.meta.get("val")
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+        ctx.env[node] = _number(ctx, node, value)
+        return
+    if node.target is operator.getitem and not isinstance(ctx.env[node.args[0]], Handle):
+        ctx.env[node] = ctx.env[node.args[0]][node.args[1]]
+        return
+    lowering = LOWERINGS.get(node.target)
+    if lowering is not None and _is_native(node):
+        mark = len(ctx.program.nodes)
+        try:
+            args, kwargs = _arguments(ctx, node)
+            result = lowering(ctx, *args, **kwargs)
+        except Unsupported:
+            del ctx.program.nodes[mark:]
+        else:
+            metrics.native_nodes += 1
+            ctx.env[node] = _settle(ctx, node, result)
+            return
+    ctx.env[node] = fallback(ctx, node)
+
+
+def _arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def lookup(arg: torch.fx.Node) -> Any:
+        found = ctx.env[arg]
+        if isinstance(found, Handle):
+            raise Unsupported("operand is not a plain strided tensor")
+        return found
+
+    return torch.fx.node.map_arg((tuple(node.args), dict(node.kwargs)), lookup)
+
+
+def _is_native(node: torch.fx.Node) -> bool:
+    """Whether all tensors in and out are plain and on a device we generate loops for."""
+    values: list[Any] = [node.meta.get("val")]
+    for arg in node.all_input_nodes:
+        values.append(arg.meta.get("val"))
+    tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+    return all(is_plain(t) and t.device.type == "cpu" for t in tensors)
+
+
+def _number(ctx: Lowering, node: torch.fx.Node, value: Any) -> Expr:
+    """A node that gives a number: an index expression, or computed by the host program."""
+    if isinstance(value, bool | int | float):
+        dtype = torch.bool if isinstance(value, bool) else (
+            torch.int64 if isinstance(value, int) else torch.float64)  # fmt: skip
+        return const(value, dtype)
+    bound = node.meta.get("unbacked_bindings")
+    if isinstance(value, torch.SymInt) and not bound:
+        found = ctx.sizes.try_index(value)
+        if found is not None:
+            return found
+    if bound and isinstance(value, torch.SymInt):
+        result = ctx.sizes.index(value)
+        name = result.arg.name if result.op == "sym" else ctx.fresh("number")
+    else:
+        name = ctx.fresh("number")
+        result = sym(name, torch.int64 if isinstance(value, torch.SymInt) else
+                     torch.bool if isinstance(value, torch.SymBool) else torch.float64)  # fmt: skip
+    ctx.program.symbols[name] = result
+    args, kwargs = _opaque_arguments(ctx, node)
+    ctx.program.nodes.append(
+        Opaque(ctx.fresh("call"), node.target, args, kwargs, (), (), ctx.origin(), ((name, ()),))
+    )
+    return result
+
+
+def _settle(ctx: Lowering, node: torch.fx.Node, result: Any) -> Any:
+    """Decide which results are stored now; check them against the graph's own types and sizes."""
+    value = node.meta["val"]
+    if isinstance(result, Tensor):
+        return _settle_one(ctx, node, result, value, node)
+    if isinstance(result, (tuple, list)):
+        parts = {n.args[1]: n for n in node.users if n.target is operator.getitem}
+        settled: list[Any] = []
+        for k, (r, v) in enumerate(zip(result, value, strict=True)):
+            user = parts.get(k)
+            settled.append(_settle_one(ctx, node, r, v, user) if isinstance(r, Tensor) else r)
+        return settled
+    return result
+
+
+def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tensor,
+                holder: torch.fx.Node | None) -> Tensor:  # fmt: skip
+    if t.dtype != fake.dtype:
+        raise LoweringError(f"{node.target} was lowered to {t.dtype}, the graph says {fake.dtype}",
+                            site=at_node(node))  # fmt: skip
+    if len(t.size) != fake.dim():
+        raise LoweringError(f"{node.target} was lowered to rank {len(t.size)}, the graph says "
+                            f"{fake.dim()}", site=at_node(node))  # fmt: skip
+    if holder is not None and should_store(holder, t):
+        return ctx.realize(t, ctx.sizes.tuple(fake.stride()))
+    return t
+
+
+def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
+    """Whether computing `t` once and keeping it beats computing it again in every user."""
+    if is_stored(t):
+        return False
+    work, reads = cost(t.body)
+    if work > 16 * config.realize_opcount_threshold or reads > config.realize_acc_reads_threshold:
+        return True
+    users = len(holder.users)
+    if users > 1:
+        return work >= 4 or reads > config.realize_reads_threshold
+    return False
+
+
+# ---- ATen fallback
+
+
+def _opaque_arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments with every tensor as a view of memory, laid out as eager has it."""
+
+    def lookup(arg: torch.fx.Node) -> Any:
+        found = ctx.env[arg]
+        if not isinstance(found, Tensor):
+            return found
+        view = as_view(found)
+        if view is None:
+            fake = arg.meta["val"]
+            found = ctx.env[arg] = ctx.copy(found, ctx.sizes.tuple(fake.stride()))
+            view = as_view(found)
+            assert view is not None
+        return view
+
+    args, kwargs = torch.fx.node.map_arg((tuple(node.args), dict(node.kwargs)), lookup)
+    return _plain(args), _plain(kwargs)
+
+
+def _plain(tree: Any) -> Any:
+    """FX's immutable containers as ordinary ones."""
+    if isinstance(tree, (list, tuple)):
+        items = [_plain(x) for x in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, dict):
+        return {k: _plain(v) for k, v in tree.items()}
+    return tree
+
+
+def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
+    """Let ATen (or the higher-order operator itself) compute this node."""
+    if not isinstance(node.target, (OpOverload, HigherOrderOperator)) and not callable(node.target):
+        raise LoweringError(f"cannot call {node.target}", site=at_node(node))
+    if node.target is not operator.getitem:
+        metrics.fallback_nodes += 1
+        metrics.fallback_ops[str(node.target)] += 1
+    args, kwargs = _opaque_arguments(ctx, node)
+    value = node.meta.get("val")
+    binds: list[tuple[str, Any]] = []
+    for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
+        bound = ctx.sizes._symbol(symbol, _shape_env(value))
+        assert bound is not None
+        ctx.program.symbols[symbol.name] = bound
+        binds.append((symbol.name, path))
+    result = ctx.call(node.target, args, kwargs, value, _mutated(node, args, kwargs), tuple(binds),
+                      _may_alias(node))  # fmt: skip
+    return _lift(ctx, result)
+
+
+def _may_alias(node: torch.fx.Node) -> bool:
+    """Whether a result can share memory with an operand, by the op's own word."""
+    if not isinstance(node.target, OpOverload):
+        return True
+    return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def _lift(ctx: Lowering, result: Any) -> Any:
+    """Name the results that are not plain tensors, so that later calls can take them."""
+    call = ctx.program.nodes[-1]
+    assert isinstance(call, Opaque)
+    if call.single:
+        return result if isinstance(result, Tensor) else Handle(f"{call.name}_r0")
+    return [r if isinstance(r, Tensor) else _lift_item(ctx, call, k, r)
+            for k, r in enumerate(result)]  # fmt: skip
+
+
+def _lift_item(ctx: Lowering, call: Opaque, k: int, value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return ctx.sizes.index(value)
+    return value if value is None else Handle(f"{call.name}_r{k}")
+
+
+def _shape_env(value: Any) -> Any:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            for n in (*leaf.size(), *leaf.stride()):
+                if isinstance(n, torch.SymInt):
+                    return n.node.shape_env
+        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return leaf.node.shape_env
+    raise ValueError("an unbacked size without a ShapeEnv")
+
+
+def _mutated(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The buffers an op writes, from its schema."""
+    if not isinstance(node.target, OpOverload):
+        return ()
+    found: list[str] = []
+    for k, arg in enumerate(node.target._schema.arguments):
+        if arg.alias_info is None or not arg.alias_info.is_write:
+            continue
+        given = args[k] if k < len(args) else kwargs.get(arg.name)
+        found += [v.buffer for v in pytree.tree_leaves(given, is_leaf=lambda x: isinstance(x, View))
+                  if isinstance(v, View)]  # fmt: skip
+    return tuple(found)
+
+
+# ---- outputs
+
+
+def _output(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    """Results keep eager's layout, and share memory exactly where eager's do."""
+    owners: dict[str, Any] = {}
+    for placeholder in gm.graph.nodes:
+        if placeholder.op == "placeholder" and isinstance(ctx.env[placeholder], Tensor):
+            owners[ctx.env[placeholder].body.arg] = _storage(placeholder.meta["val"])
+    for arg in node.args[0]:  # type: ignore[union-attr]
+        if not isinstance(arg, torch.fx.Node):
+            ctx.program.outputs.append(None if arg is None else const(arg))  # type: ignore[arg-type]
+            continue
+        value = ctx.env[arg]
+        if not isinstance(value, Tensor):
+            ctx.program.outputs.append(value)
+            continue
+        ctx.program.outputs.append(_output_view(ctx, arg, value, owners))
+
+
+def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str, Any]) -> View:
+    fake = arg.meta["val"]
+    stride = ctx.sizes.tuple(fake.stride())
+    found = as_view(t)
+    storage = _storage(fake)
+    if found is None or owners.get(found.buffer, storage) != storage or not _same_layout(
+        found, stride):  # fmt: skip
+        found = as_view(ctx.copy(t, stride))
+        assert found is not None
+        ctx.env[arg] = ctx.stored(ctx.program.buffers[found.buffer])
+    owners[found.buffer] = storage
+    return found
+
+
+def _same_layout(view: View, stride: tuple[Expr, ...]) -> bool:
+    return all(a is b or n is ix.ONE for a, b, n in zip(view.stride, stride, view.size, strict=True))
+
+
+def _storage(fake: torch.Tensor) -> int:
+    return fake.untyped_storage()._cdata
+
+
+_STEPS: dict[str, Callable[[Lowering, torch.fx.GraphModule, torch.fx.Node], None]] = {
+    "placeholder": _placeholder,
+    "get_attr": _get_attr,
+    "call_function": _call,
+    "output": _output,
+}

@@ -1,0 +1,284 @@
+"""Tensors put side by side, padded, repeated or turned: each element is found, none is searched.
+
+A border is a condition on the index; loads behind a condition are guarded, so nothing outside a
+tensor is ever read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright import config
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr
+from tilewright.ir.program import Store
+from tilewright.lower.context import Lowering
+from tilewright.lower.promote import compute_type, scalar
+from tilewright.lower.table import LOWERINGS, lowers
+from tilewright.lower.tensor import Size, Tensor, cost, from_indices, placeholders, view
+from tilewright.lower.views import axis, inside, permute, replaced, reshape, result_size, zero
+
+aten = torch.ops.aten
+
+MAX_POINTWISE_CAT_WORK = 24
+"""Every input's arithmetic is done at every element of the result: above this, store each input
+into its place instead."""
+
+
+# ---- cat, stack
+
+
+@lowers(aten.cat.default)
+def _cat(ctx: Lowering, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    assert ctx.node is not None
+    size, dtype = result_size(ctx), ctx.node.meta["val"].dtype
+    # a one-dimensional tensor without elements joins anything
+    inputs = [t.to(dtype) for t in tensors if t.rank == len(size) and not (
+        t.rank == 1 and t.size[0] is ix.ZERO)]  # fmt: skip
+    if not inputs:
+        return tensors[0].to(dtype)
+    dim = axis(dim, len(size))
+    if len(inputs) == 1:
+        return inputs[0]
+    starts = [ix.ZERO]
+    for t in inputs:
+        starts.append(ix.add(starts[-1], t.size[dim]))
+    if _join_in_one_loop(ctx, inputs):
+        return _choose(inputs, starts, dim, size)
+    made = ctx.buffer(size, dtype, inputs[0].device,
+                      ctx.sizes.tuple(ctx.node.meta["val"].stride()))  # fmt: skip
+    for t, start in zip(inputs, starts, strict=False):
+        point = placeholders(t.size)
+        index = ix.linearize(replaced(point, dim, ix.add(point[dim], start)), made.stride)
+        ctx.nest(point, (), [Store(made.name, index, t.body)], order=made.stride)
+    return ctx.stored(made)
+
+
+def _join_in_one_loop(ctx: Lowering, inputs: Sequence[Tensor]) -> bool:
+    """Whether to choose an input per element, so that users fuse; pays if there are such users."""
+    assert ctx.node is not None
+    work = sum(cost(t.body)[0] for t in inputs)
+    return (
+        len(inputs) <= config.max_pointwise_cat_inputs
+        and work <= MAX_POINTWISE_CAT_WORK
+        and any(user.target in LOWERINGS for user in ctx.node.users)
+    )
+
+
+def _choose(inputs: Sequence[Tensor], starts: Sequence[Expr], dim: int, size: Size) -> Tensor:
+    def value(*i: Expr) -> Expr:
+        result: Expr | None = None
+        for k in reversed(range(len(inputs))):
+            mask = inside(i[dim], starts[k], starts[k + 1])
+            new = inputs[k].at(replaced(i, dim, ix.sub(i[dim], starts[k])))
+            new = build.guard(new, mask)
+            before = build.op("lt", i[dim], starts[k + 1])
+            result = new if result is None else build.where(before, new, result)
+        assert result is not None
+        return result
+
+    return from_indices(size, inputs[0].device, value)
+
+
+@lowers(aten.stack.default)
+def _stack(ctx: Lowering, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim = axis(dim, tensors[0].rank + 1)
+    rows = [reshape(t, (*t.size[:dim], ix.ONE, *t.size[dim:])) for t in tensors]
+    return _cat(ctx, rows, dim)
+
+
+# ---- padding
+
+Place = Callable[[Expr, Expr], Expr]  # (position relative to the first element, size) -> index
+
+
+@lowers(aten.constant_pad_nd.default)
+def _constant_pad(ctx: Lowering, t: Tensor, pad: Sequence[ix.IndexLike], value: Any = 0) -> Tensor:
+    fill = scalar(value, t.dtype)
+
+    def element(*i: Expr) -> Expr:
+        point, mask = list(i), build.TRUE
+        for k, low, _ in _by_dimension(pad, t.rank):
+            point[k] = ix.sub(i[k], low)
+            mask = build.both(mask, inside(point[k], 0, t.size[k]))
+        return build.where(mask, build.guard(t.at(point), mask), fill)
+
+    return from_indices(result_size(ctx), t.device, element)
+
+
+def _by_dimension(pad: Sequence[ix.IndexLike], rank: int) -> list[tuple[int, Expr, Expr]]:
+    """(dimension, before, after) of a list that starts at the last dimension."""
+    return [(rank - 1 - k, ix.as_index(pad[2 * k]), ix.as_index(pad[2 * k + 1]))
+            for k in range(len(pad) // 2)]  # fmt: skip
+
+
+def _reflect(i: Expr, size: Expr) -> Expr:
+    last = ix.sub(size, 1)
+    away = ix.sub(last, ix.maximum(i, ix.neg(i)))
+    return ix.sub(last, ix.maximum(away, ix.neg(away)))
+
+
+def _replicate(i: Expr, size: Expr) -> Expr:
+    return ix.minimum(ix.maximum(i, 0), ix.sub(size, 1))
+
+
+def _source(pad: Sequence[ix.IndexLike], size: Size, place: Place) -> Callable[..., list[Expr]]:
+    """The element of the padded tensor's source that each of its elements repeats."""
+
+    def reindex(*i: Expr) -> list[Expr]:
+        point = list(i)
+        for k, low, _ in _by_dimension(pad, len(size)):
+            point[k] = place(ix.sub(i[k], low), size[k])
+        return point
+
+    return reindex
+
+
+@lowers(aten.reflection_pad1d.default, aten.reflection_pad2d.default,
+        aten.reflection_pad3d.default)  # fmt: skip
+def _reflection_pad(ctx: Lowering, t: Tensor, padding: Sequence[ix.IndexLike]) -> Tensor:
+    return view(t, result_size(ctx), _source(padding, t.size, _reflect))
+
+
+@lowers(aten.replication_pad1d.default, aten.replication_pad2d.default,
+        aten.replication_pad3d.default)  # fmt: skip
+def _replication_pad(ctx: Lowering, t: Tensor, padding: Sequence[ix.IndexLike]) -> Tensor:
+    return view(t, result_size(ctx), _source(padding, t.size, _replicate))
+
+
+@lowers(aten.reflection_pad1d_backward.default, aten.reflection_pad2d_backward.default,
+        aten.reflection_pad3d_backward.default)  # fmt: skip
+def _reflection_pad_backward(ctx: Lowering, grad: Tensor, t: Tensor,
+                             padding: Sequence[ix.IndexLike]) -> Tensor:  # fmt: skip
+    """Each element gathers from itself and its at most two mirror images, per dimension."""
+    total = grad.to(compute_type(grad.dtype))
+    for k, low, _ in _by_dimension(padding, t.rank):
+        total = _gather_mirrors(total, k, t.size[k], low)
+    return total.to(grad.dtype)
+
+
+def _gather_mirrors(grad: Tensor, dim: int, size: Expr, low: Expr) -> Tensor:
+    def value(*i: Expr) -> Expr:
+        j, last = i[dim], ix.sub(size, 1)
+        itself = ix.add(j, low)
+        images = (
+            (itself, build.TRUE),
+            (ix.sub(low, j), build.op("ge", j, ix.ONE)),  # mirrored at the first element
+            (ix.add(low, ix.mul(last, 2), ix.neg(j)), build.op("lt", j, last)),  # at the last
+        )
+        total: Expr | None = None
+        for position, exists in images:
+            mask = build.both(exists, inside(position, 0, grad.size[dim]))
+            term = build.guard(grad.at(replaced(i, dim, position)), mask)
+            term = build.where(mask, term, zero(grad.dtype))
+            total = term if total is None else build.op("add", total, term)
+        assert total is not None
+        return total
+
+    return from_indices((*grad.size[:dim], size, *grad.size[dim + 1 :]), grad.device, value)
+
+
+@lowers(aten.replication_pad1d_backward.default, aten.replication_pad2d_backward.default,
+        aten.replication_pad3d_backward.default)  # fmt: skip
+def _replication_pad_backward(ctx: Lowering, grad: Tensor, t: Tensor,
+                              padding: Sequence[ix.IndexLike]) -> Tensor:  # fmt: skip
+    into = Tensor(t.size, grad.dtype, grad.device, zero(grad.dtype))
+    return ctx.scatter(into, grad.size, _source(padding, t.size, _replicate),
+                       lambda *i: grad.at(i), mode="add")  # fmt: skip
+
+
+# ---- turned and repeated
+
+
+def flip(t: Tensor, dims: Sequence[int]) -> Tensor:
+    turned = {axis(d, t.rank) for d in dims}
+    return view(t, t.size, lambda *i: [ix.sub(ix.sub(t.size[k], 1), x) if k in turned else x
+                                       for k, x in enumerate(i)])  # fmt: skip
+
+
+@lowers(aten.flip.default)
+def _flip(ctx: Lowering, t: Tensor, dims: Sequence[int]) -> Tensor:
+    return flip(t, dims) if t.rank else t
+
+
+@lowers(aten.rot90.default)
+def _rot90(ctx: Lowering, t: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    a, b = (axis(d, t.rank) for d in dims)
+    order = list(range(t.rank))
+    order[a], order[b] = b, a
+    match k % 4:
+        case 1:
+            return permute(flip(t, [b]), order)
+        case 2:
+            return flip(t, [a, b])
+        case 3:
+            return permute(flip(t, [a]), order)
+        case _:
+            return t
+
+
+@lowers(aten.roll.default)
+def _roll(ctx: Lowering, t: Tensor, shifts: Sequence[ix.IndexLike],
+          dims: Sequence[int] = ()) -> Tensor:  # fmt: skip
+    if any(s is ix.ZERO for s in t.size) or not t.rank:
+        return t
+    if not dims:
+        return reshape(_rolled(reshape(t, (t.numel,)), [(0, shifts[0])]), t.size)
+    return _rolled(t, [(axis(d, t.rank), s) for d, s in zip(dims, shifts, strict=True)])
+
+
+def _rolled(t: Tensor, shifts: Sequence[tuple[int, ix.IndexLike]]) -> Tensor:
+    def reindex(*i: Expr) -> list[Expr]:
+        point = list(i)
+        for dim, shift in shifts:
+            point[dim] = ix.mod(ix.sub(point[dim], shift), t.size[dim])
+        return point
+
+    return view(t, t.size, reindex)
+
+
+@lowers(aten.repeat.default)
+def _repeat(ctx: Lowering, t: Tensor, repeats: Any) -> Tensor:
+    size = result_size(ctx)
+    lead = len(size) - t.rank
+
+    def reindex(*i: Expr) -> list[Expr]:
+        if any(s is ix.ZERO for s in size):
+            return [ix.ZERO] * t.rank
+        return [ix.mod(x, s) for x, s in zip(i[lead:], t.size, strict=True)]
+
+    return view(t, size, reindex)
+
+
+@lowers(aten.pixel_shuffle.default)
+def _pixel_shuffle(ctx: Lowering, t: Tensor, factor: int) -> Tensor:
+    def reindex(*i: Expr) -> list[Expr]:
+        c, h, w = i[-3:]
+        channel = ix.add(ix.mul(c, factor * factor), ix.mul(ix.mod(h, factor), factor),
+                         ix.mod(w, factor))  # fmt: skip
+        return [*i[:-3], channel, ix.floordiv(h, factor), ix.floordiv(w, factor)]
+
+    return view(t, result_size(ctx), reindex)
+
+
+@lowers(aten.pixel_unshuffle.default)
+def _pixel_unshuffle(ctx: Lowering, t: Tensor, factor: int) -> Tensor:
+    def reindex(*i: Expr) -> list[Expr]:
+        c, h, w = i[-3:]
+        within = ix.mod(c, factor * factor)
+        return [*i[:-3], ix.floordiv(c, factor * factor),
+                ix.add(ix.mul(h, factor), ix.floordiv(within, factor)),
+                ix.add(ix.mul(w, factor), ix.mod(within, factor))]  # fmt: skip
+
+    return view(t, result_size(ctx), reindex)
+
+
+@lowers(aten.channel_shuffle.default, aten.native_channel_shuffle.default)
+def _channel_shuffle(ctx: Lowering, t: Tensor, groups: ix.IndexLike) -> Tensor:
+    each = ix.floordiv(t.size[1], groups)
+    split = reshape(t, (t.size[0], ix.as_index(groups), each, *t.size[2:]))
+    return reshape(permute(split, [0, 2, 1, *range(3, split.rank)]), t.size)

@@ -1,0 +1,453 @@
+"""Pointwise maths: arithmetic, comparison, logic, bits, powers, special functions, selection.
+
+Formulas are eager's CPU ones, computed in float32 for low-precision types and rounded once.
+Activations and their gradients are in `activations.py`; casts and copies in `casts.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewright.ir import build
+from tilewright.ir.expr import Expr
+from tilewright.lower import formula as f
+from tilewright.lower.context import Lowering
+from tilewright.lower.promote import KIND, Operand, compute_type, elementwise, operand, promoted
+from tilewright.lower.table import LoweringFn, Unsupported, lowers
+from tilewright.lower.tensor import Tensor, pointwise
+
+aten = torch.ops.aten
+
+
+def _one(fn: Callable[[Expr], Expr], kind: KIND) -> LoweringFn:
+    def lowering(ctx: Lowering, x: Tensor) -> Tensor:
+        return elementwise(ctx, fn, x, kind=kind)
+
+    return lowering
+
+
+def _two(fn: Callable[[Expr, Expr], Expr], kind: KIND) -> LoweringFn:
+    """Two operands, each a tensor or a number, rounded to their common type first."""
+
+    def lowering(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
+        return elementwise(ctx, fn, a, b, kind=kind, rounds=True)
+
+    return lowering
+
+
+def _unless_integer(fn: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
+    """Integers are whole, finite and real already: for them the op changes nothing."""
+    return lambda x: fn(x) if x.dtype.is_floating_point else x
+
+
+# ---- one operand
+
+
+def _sinc(x: Expr) -> Expr:
+    scaled = f.mul(x, math.pi)
+    return f.where(f.eq(x, 0), 1.0, f.div(f.sin(scaled), scaled))
+
+
+def _angle(x: Expr) -> Expr:
+    return f.where(f.isnan(x), x, f.where(f.lt(x, 0), math.pi, f.like(0.0, x)))
+
+
+def _entr(x: Expr) -> Expr:
+    inside = f.mul(f.neg(x), f.log(x))
+    outside = f.where(f.eq(x, 0), 0.0, f.like(-math.inf, x))
+    return f.where(f.isnan(x), x, f.where(f.gt(x, 0), inside, outside))
+
+
+def _trigamma(x: Expr) -> Expr:
+    """Reflection to the right half line, six steps up, then the asymptotic series."""
+    mirrored = f.lt(x, 0.5)
+    sine = f.sin(f.mul(x, math.pi))
+    y = f.where(mirrored, f.sub(1.0, x), x)
+    total = f.where(mirrored, f.neg(f.div(math.pi**2, f.square(sine))), 0.0)
+    for _ in range(6):
+        total = f.add(total, f.reciprocal(f.square(y)))
+        y = f.add(y, 1.0)
+    r = f.reciprocal(f.square(y))
+    series = f.mul(r, f.sub(1 / 6, f.mul(r, f.sub(1 / 30, f.mul(r, 1 / 42)))))
+    half = f.reciprocal(f.mul(y, 2.0))
+    total = f.add(total, f.div(f.add(f.add(half, 1.0), series), y))
+    return f.where(mirrored, f.neg(total), total)
+
+
+def _is_infinite(sign: float | None) -> Callable[[Expr], Expr]:
+    def test(x: Expr) -> Expr:
+        if not x.dtype.is_floating_point:
+            return build.FALSE
+        return f.is_infinite(x) if sign is None else f.eq(x, sign * math.inf)
+
+    return test
+
+
+def _is_nan(x: Expr) -> Expr:
+    return f.isnan(x) if x.dtype.is_floating_point else build.FALSE
+
+
+def _truth(x: Expr) -> Expr:
+    return build.cast(x, torch.bool)
+
+
+_FLOAT_ROWS = (
+    "acos acosh asin asinh atan atanh cos cosh digamma erf erfc erfinv exp exp2 expm1 i0 lgamma log "
+    "log10 log1p log2 rsqrt sigmoid sin sinh sqrt tan tanh special_airy_ai special_bessel_j0 "
+    "special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx special_i0e special_i1 "
+    "special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
+    "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
+    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+    "special_spherical_bessel_j0"
+).split()
+"""ATen ops that are one row of `ir.ops.TABLE`; integers become floats."""
+
+for _name in _FLOAT_ROWS:
+    _row = f.unary(_name.removeprefix("special_"))
+    lowers(getattr(aten, _name).default)(_one(_row, KIND.INT_TO_FLOAT))
+
+_ONE: list[tuple[Any, Callable[[Expr], Expr], KIND]] = [
+    (aten.reciprocal, f.reciprocal, KIND.INT_TO_FLOAT),
+    (aten.sinc, _sinc, KIND.INT_TO_FLOAT),
+    (aten.special_entr, _entr, KIND.INT_TO_FLOAT),
+    (aten.angle, _angle, KIND.INT_TO_FLOAT),
+    (aten.deg2rad, lambda x: f.mul(x, math.pi / 180), KIND.INT_TO_FLOAT),
+    (aten.rad2deg, lambda x: f.mul(x, 180 / math.pi), KIND.INT_TO_FLOAT),
+    (aten.abs, f.abs_, KIND.DEFAULT),
+    (aten.neg, f.neg, KIND.DEFAULT),
+    (aten._neg_view, f.neg, KIND.DEFAULT),
+    (aten.sign, f.unary("sign"), KIND.DEFAULT),
+    (aten.sgn, f.unary("sign"), KIND.DEFAULT),
+    (aten.frac, lambda x: f.sub(x, f.trunc(x)), KIND.DEFAULT),
+    (aten.bitwise_not, f.not_, KIND.DEFAULT),
+    (aten.floor, _unless_integer(f.unary("floor")), KIND.DEFAULT),
+    (aten.ceil, _unless_integer(f.unary("ceil")), KIND.DEFAULT),
+    (aten.trunc, _unless_integer(f.trunc), KIND.DEFAULT),
+    (aten.round, _unless_integer(f.round_), KIND.DEFAULT),
+    (aten.isnan, _is_nan, KIND.ALWAYS_BOOL),
+    (aten.isinf, _is_infinite(None), KIND.ALWAYS_BOOL),
+    (aten.isposinf, _is_infinite(1.0), KIND.ALWAYS_BOOL),
+    (aten.isneginf, _is_infinite(-1.0), KIND.ALWAYS_BOOL),
+    (aten.signbit, f.unary("signbit"), KIND.ALWAYS_BOOL),
+    (aten.logical_not, lambda x: f.not_(_truth(x)), KIND.ALWAYS_BOOL),
+]
+
+for _packet, _fn, _kind in _ONE:
+    lowers(_packet.default)(_one(_fn, _kind))
+
+
+@lowers(aten.round.decimals)
+def round_decimals(ctx: Lowering, x: Tensor, *, decimals: int = 0) -> Tensor:
+    scale = float(10 ** abs(decimals))
+
+    def body(a: Expr) -> Expr:
+        if decimals < 0:
+            return f.mul(f.round_(f.div(a, scale)), scale)
+        return f.div(f.round_(f.mul(a, scale)), scale)
+
+    return elementwise(ctx, _unless_integer(body), x)
+
+
+@lowers(aten.polygamma.default)
+def polygamma(ctx: Lowering, n: int, x: Tensor) -> Tensor:
+    def body(a: Expr) -> Expr:
+        if n == 0:
+            return build.op("digamma", a)
+        if n == 1:
+            return _trigamma(a)
+        factor = math.exp(math.lgamma(n + 1)) * (1 if n % 2 else -1)
+        return f.mul(build.op("zeta", f.like(n + 1, a), a), factor)
+
+    return elementwise(ctx, body, x, kind=KIND.INT_TO_FLOAT)
+
+
+@lowers(aten.nan_to_num.default)
+def nan_to_num(ctx: Lowering, x: Tensor, nan: float | None = None, posinf: float | None = None,
+               neginf: float | None = None) -> Tensor:  # fmt: skip
+    if not x.dtype.is_floating_point:
+        return x
+    info = torch.finfo(x.dtype)
+    high = f.literal(info.max if posinf is None else posinf, x.dtype)
+    low = f.literal(info.min if neginf is None else neginf, x.dtype)
+    other = f.literal(0.0 if nan is None else nan, x.dtype)
+
+    def body(a: Expr) -> Expr:
+        top, bottom, hole = (build.cast(e, a.dtype) for e in (high, low, other))
+        infinite = f.where(f.eq(a, -math.inf), bottom, a)
+        infinite = f.where(f.eq(a, math.inf), top, infinite)
+        return f.where(f.isnan(a), hole, infinite)
+
+    return elementwise(ctx, body, x)
+
+
+@lowers(aten.frexp.Tensor)
+def frexp(ctx: Lowering, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mantissa in [0.5, 1) and exponent, taken from the bits; subnormals are scaled up first."""
+    wide = x.to(compute_type(x.dtype))
+    bits, width, bias = (
+        (torch.int64, 52, 1022) if wide.dtype == torch.float64 else (torch.int32, 23, 126)
+    )
+    field = (1 << (11 if bits == torch.int64 else 8)) - 1
+
+    def parts(a: Expr) -> tuple[Expr, Expr, Expr]:
+        small = f.lt(f.abs_(a), torch.finfo(a.dtype).tiny)
+        scaled = build.op("bitcast", f.where(small, f.mul(a, 2.0**60), a), arg=bits)
+        exponent = f.both(f.shr(scaled, width), field)
+        kept = f.both(scaled, ~(field << width))
+        mantissa = build.op("bitcast", f.either(kept, bias << width), arg=a.dtype)
+        offset = f.where(small, f.like(bias + 60, exponent), bias)
+        plain = f.either(f.eq(a, 0), f.either(f.is_infinite(a), f.isnan(a)))
+        return plain, mantissa, f.sub(exponent, offset)
+
+    def mantissa(a: Expr) -> Expr:
+        plain, value, _ = parts(a)
+        return f.where(plain, a, value)
+
+    def exponent(a: Expr) -> Expr:
+        plain, _, value = parts(a)
+        return build.cast(f.where(plain, 0, value), torch.int32)
+
+    return wide.map(mantissa).to(x.dtype), wide.map(exponent)
+
+
+# ---- arithmetic of two operands: numbers beside low-precision tensors stay at full precision
+
+
+def _scaled(ctx: Lowering, value: Expr, factor: Any) -> Expr:
+    """`value * factor`, where a factor of one costs nothing."""
+    if isinstance(factor, Expr):
+        return f.mul(value, build.cast(factor, value.dtype))
+    return f.mul(value, factor)
+
+
+def _sum(ctx: Lowering, a: Operand, b: Operand, alpha: Any, name: str) -> Tensor:
+    return elementwise(ctx, lambda x, y: build.op(name, x, _scaled(ctx, y, alpha)), a, b)
+
+
+@lowers(aten.add.Tensor, aten.add.Scalar)
+def add(ctx: Lowering, a: Operand, b: Operand, alpha: Any = 1) -> Tensor:
+    return _sum(ctx, a, b, alpha, "add")
+
+
+@lowers(aten.sub.Tensor, aten.sub.Scalar)
+def sub(ctx: Lowering, a: Operand, b: Operand, alpha: Any = 1) -> Tensor:
+    return _sum(ctx, a, b, alpha, "sub")
+
+
+@lowers(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(ctx: Lowering, a: Operand, b: Operand, alpha: Any = 1) -> Tensor:
+    return _sum(ctx, b, a, alpha, "sub")
+
+
+@lowers(aten.mul.Tensor, aten.mul.Scalar)
+def mul(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
+    return elementwise(ctx, f.mul, a, b)
+
+
+@lowers(aten.div.Tensor, aten.div.Scalar)
+def div(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
+    return elementwise(ctx, f.div, a, b, kind=KIND.INT_TO_FLOAT)
+
+
+@lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | None) -> Tensor:
+    if rounding_mode is None:
+        return div(ctx, a, b)
+    row = {"trunc": "truncdiv", "floor": "floordiv"}[rounding_mode]
+    return elementwise(ctx, f.binary(row), a, b)
+
+
+@lowers(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
+    return elementwise(ctx, f.binary("floordiv"), a, b)
+
+
+@lowers(aten.addcmul.default)
+def addcmul(ctx: Lowering, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
+    def body(base: Expr, y: Expr, z: Expr) -> Expr:
+        return f.add(base, f.mul(_scaled(ctx, y, value), z))
+
+    return elementwise(ctx, body, x, a, b)
+
+
+@lowers(aten.addcdiv.default)
+def addcdiv(ctx: Lowering, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
+    def body(base: Expr, y: Expr, z: Expr) -> Expr:
+        return f.add(base, f.div(_scaled(ctx, y, value), z))
+
+    return elementwise(ctx, body, x, a, b)
+
+
+@lowers(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(ctx: Lowering, start: Tensor, end: Tensor, weight: Operand) -> Tensor:
+    """From the nearer end, so that both ends are met exactly."""
+
+    def body(a: Expr, b: Expr, w: Expr) -> Expr:
+        step = f.sub(b, a)
+        low = f.add(a, f.mul(w, step))
+        high = f.sub(b, f.mul(step, f.sub(1.0, w)))
+        return f.where(f.lt(f.abs_(w), 0.5), low, high)
+
+    return elementwise(ctx, body, start, end, weight)
+
+
+# ---- powers
+
+
+@lowers(aten.pow.Tensor_Scalar)
+def pow_scalar(ctx: Lowering, x: Tensor, exponent: Any) -> Tensor:
+    """Eager's special cases: small whole exponents multiply, halves take roots."""
+    if isinstance(exponent, Expr):
+        return pow_tensor(ctx, x, exponent)
+    special: dict[float, Callable[[Expr], Expr]] = {
+        0: lambda a: f.like(1, a),
+        1: lambda a: a,
+        2: f.square,
+        3: lambda a: f.mul(f.square(a), a),
+    }
+    if promoted(ctx, (x, exponent), KIND.BOOL_TO_LONG)[1].is_floating_point:
+        special |= {0.5: f.sqrt, -0.5: f.unary("rsqrt"), -1: f.reciprocal,
+                    -2: lambda a: f.reciprocal(f.square(a))}  # fmt: skip
+    elif exponent < 0:
+        raise Unsupported("a negative power of integers is eager's error to report")
+    if exponent in special:
+        fn = special[exponent]
+        return elementwise(ctx, lambda a, _: fn(a), x, exponent, kind=KIND.BOOL_TO_LONG)
+    return pow_tensor(ctx, x, exponent)
+
+
+@lowers(aten.pow.Tensor_Tensor)
+def pow_tensor(ctx: Lowering, x: Operand, exponent: Operand) -> Tensor:
+    return elementwise(ctx, f.pow_, x, exponent, kind=KIND.BOOL_TO_LONG, rounds=True)
+
+
+@lowers(aten.pow.Scalar)
+def pow_number(ctx: Lowering, base: Any, exponent: Tensor) -> Tensor:
+    if base == 2 and promoted(ctx, (base, exponent), KIND.BOOL_TO_LONG)[1].is_floating_point:
+        return elementwise(ctx, lambda _, b: f.exp2(b), base, exponent, kind=KIND.BOOL_TO_LONG)
+    return pow_tensor(ctx, base, exponent)
+
+
+# ---- two operands
+
+
+def _fextreme(larger: bool) -> Callable[[Expr, Expr], Expr]:
+    """The extreme of two where NaN loses; of two zeros the first."""
+    compare = f.ge if larger else f.le
+
+    def body(a: Expr, b: Expr) -> Expr:
+        wins = compare(a, b)
+        return f.where(f.either(wins, _is_nan(b)), a, b)
+
+    return body
+
+
+def _heaviside(x: Expr, at_zero: Expr) -> Expr:
+    return f.where(f.eq(x, 0), at_zero, build.cast(f.gt(x, 0), x.dtype))
+
+
+def _xlog(log: Callable[[Expr], Expr]) -> Callable[[Expr, Expr], Expr]:
+    def body(x: Expr, y: Expr) -> Expr:
+        product = f.where(f.eq(x, 0), 0.0, f.mul(x, log(y)))
+        return f.where(f.isnan(y), y, product)
+
+    return body
+
+
+def _log_sum(power: Callable[[Expr], Expr], scale: float) -> Callable[[Expr, Expr], Expr]:
+    def body(a: Expr, b: Expr) -> Expr:
+        same = f.both(f.is_infinite(a), f.eq(a, b))
+        tail = f.log1p(power(f.neg(f.abs_(f.sub(a, b)))))
+        return f.where(same, a, f.add(f.maximum(a, b), f.mul(tail, scale)))
+
+    return body
+
+
+def _logical(row: str) -> Callable[[Expr, Expr], Expr]:
+    return lambda a, b: build.op(row, _truth(a), _truth(b))
+
+
+_TWO: list[tuple[Any, Callable[[Expr, Expr], Expr], KIND]] = [
+    (aten.maximum, f.maximum, KIND.DEFAULT),
+    (aten.minimum, f.minimum, KIND.DEFAULT),
+    (aten.fmax, _fextreme(True), KIND.DEFAULT),
+    (aten.fmin, _fextreme(False), KIND.DEFAULT),
+    (aten.remainder, f.binary("mod"), KIND.DEFAULT),
+    (aten.fmod, f.binary("fmod"), KIND.DEFAULT),
+    (aten.hypot, f.binary("hypot"), KIND.DEFAULT),
+    (aten.atan2, f.binary("atan2"), KIND.INT_TO_FLOAT),
+    (aten.copysign, f.binary("copysign"), KIND.INT_TO_FLOAT),
+    (aten.igamma, f.binary("igamma"), KIND.DEFAULT),
+    (aten.igammac, f.binary("igammac"), KIND.DEFAULT),
+    (aten.special_zeta, f.binary("zeta"), KIND.INT_TO_FLOAT),
+    (aten.heaviside, _heaviside, KIND.DEFAULT),
+    (aten.xlogy, _xlog(f.log), KIND.INT_TO_FLOAT),
+    (aten.special_xlog1py, _xlog(f.log1p), KIND.INT_TO_FLOAT),
+    (aten.logaddexp, _log_sum(f.exp, 1.0), KIND.DEFAULT),
+    (aten.logaddexp2, _log_sum(f.exp2, 1 / math.log(2)), KIND.DEFAULT),
+    *((getattr(aten, name), f.binary(name), KIND.ALWAYS_BOOL)
+      for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    (aten.logical_and, _logical("bit_and"), KIND.ALWAYS_BOOL),
+    (aten.logical_or, _logical("bit_or"), KIND.ALWAYS_BOOL),
+    (aten.logical_xor, _logical("bit_xor"), KIND.ALWAYS_BOOL),
+    (aten.bitwise_and, f.both, KIND.DEFAULT),
+    (aten.bitwise_or, f.either, KIND.DEFAULT),
+    (aten.bitwise_xor, f.binary("bit_xor"), KIND.DEFAULT),
+    (aten.bitwise_left_shift, f.shl, KIND.DEFAULT),
+    (aten.bitwise_right_shift, f.shr, KIND.DEFAULT),
+    (aten.__lshift__, f.shl, KIND.DEFAULT),
+    (aten.__rshift__, f.shr, KIND.DEFAULT),
+]  # fmt: skip
+
+_FORMS = ("default", "Tensor", "Scalar", "Scalar_Tensor", "Tensor_Scalar", "Scalar_Self",
+          "Scalar_Other", "self_scalar", "other_scalar")  # fmt: skip
+
+for _packet, _fn, _kind in _TWO:
+    _overloads = [getattr(_packet, form) for form in _FORMS if form in _packet.overloads()]
+    lowers(*_overloads)(_two(_fn, _kind))
+
+
+@lowers(aten.nextafter.default)
+def nextafter(ctx: Lowering, a: Tensor, b: Tensor) -> Tensor:
+    if compute_type(a.dtype) != a.dtype:
+        raise Unsupported("the neighbours of a low-precision number are its own type's")
+    return elementwise(ctx, f.binary("nextafter"), a, b)
+
+
+# ---- limits and selection
+
+
+@lowers(aten.clamp.default, aten.clamp.Tensor)
+def clamp(ctx: Lowering, x: Tensor, low: Operand | None = None, high: Operand | None = None
+          ) -> Tensor:  # fmt: skip
+    given = [bound for bound in (low, high) if bound is not None]
+
+    def body(a: Expr, *bounds: Expr) -> Expr:
+        rest = list(bounds)
+        lower = None if low is None else rest.pop(0)
+        return f.clamp(a, lower, None if high is None else rest.pop(0))
+
+    return elementwise(ctx, body, x, *given, rounds=True)
+
+
+@lowers(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(ctx: Lowering, x: Tensor, low: Operand) -> Tensor:
+    return clamp(ctx, x, low, None)
+
+
+@lowers(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(ctx: Lowering, x: Tensor, high: Operand) -> Tensor:
+    return clamp(ctx, x, None, high)
+
+
+@lowers(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+def where(ctx: Lowering, condition: Tensor, a: Operand, b: Operand) -> Tensor:
+    _, result = promoted(ctx, (a, b), KIND.NO_OPMATH)
+    chosen = [operand(ctx, x, result) for x in (a, b)]
+    return pointwise(build.where, condition.to(torch.bool), *chosen)
+
+

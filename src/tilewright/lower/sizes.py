@@ -1,0 +1,109 @@
+"""The border with `ShapeEnv`: sympy sizes in, index expressions out. Nothing else sees sympy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const, sym
+
+_BINARY: dict[str, Callable[[Expr, Expr], Expr]] = {
+    "FloorDiv": ix.floordiv,
+    "CleanDiv": ix.floordiv,
+    "PythonMod": ix.mod,
+    "Mod": ix.mod,
+    "CeilDiv": lambda a, b: ix.neg(ix.floordiv(ix.neg(a), b)),
+    "Max": ix.maximum,
+    "Min": ix.minimum,
+}
+
+
+class Sizes:
+    """Converts the numbers of one graph; remembers each symbol it has met."""
+
+    def __init__(self) -> None:
+        self.symbols: dict[str, Expr] = {}
+        self._done: dict[sympy.Basic, Expr | None] = {}
+
+    def index(self, value: Any) -> Expr:
+        """An int or SymInt as an index expression; an expression the algebra lacks is an error."""
+        if isinstance(value, Expr):
+            return value
+        if isinstance(value, int):
+            return const(value)
+        found = self.try_index(value)
+        if found is None:
+            raise ValueError(f"size expression {value} cannot be expressed")
+        return found
+
+    def try_index(self, value: torch.SymInt) -> Expr | None:
+        node = value.node
+        return self._convert(node.expr, node.shape_env)
+
+    def tuple(self, values: Any) -> tuple[Expr, ...]:
+        return tuple(self.index(v) for v in values)
+
+    def _convert(self, e: Any, env: Any) -> Expr | None:
+        if e not in self._done:
+            self._done[e] = self._convert_new(e, env)
+        return self._done[e]
+
+    def _convert_new(self, e: Any, env: Any) -> Expr | None:
+        if e.is_Integer:
+            return const(int(e))
+        if e.is_Symbol:
+            return self._symbol(e, env)
+        parts = [self._convert(a, env) for a in e.args]
+        known = [p for p in parts if p is not None]
+        if len(known) != len(parts) or not known:
+            return None
+        if e.is_Add:
+            return ix.add(*known)
+        if e.is_Mul:
+            return ix.mul(*known)
+        name = type(e).__name__
+        if name in ("Pow", "PowByNatural") and known[1].op == "const" and known[1].arg >= 0:
+            return ix.mul(1, *[known[0]] * known[1].arg)
+        if name == "ModularIndexing":
+            return ix.mod(ix.floordiv(known[0], known[1]), known[2])
+        if name not in _BINARY:
+            return None
+        total = known[0]
+        for operand in known[1:]:  # Max and Min take any number
+            total = _BINARY[name](total, operand)
+        return total
+
+    def _symbol(self, s: Any, env: Any) -> Expr | None:
+        if s.name not in self.symbols:
+            lower, upper = _range(s, env)
+            self.symbols[s.name] = sym(s.name, lower=lower, upper=upper, hint=_hint(s, env))
+        return self.symbols[s.name]
+
+
+def _range(s: Any, env: Any) -> tuple[int | None, int | None]:
+    found = env.var_to_range.get(s)
+    if found is None:
+        return None, None
+    return _finite(found.lower), _finite(found.upper)
+
+
+def _finite(bound: Any) -> int | None:
+    """Bounds near the top of int64 mean "unknown"."""
+    try:
+        value = float(bound)
+    except TypeError:
+        return None
+    return int(bound) if math.isfinite(value) and abs(value) < 2**62 else None
+
+
+def _hint(s: Any, env: Any) -> int | None:
+    for name in ("backed_var_to_val", "var_to_val"):  # the name differs between torch versions
+        values = getattr(env, name, None)
+        if values is not None and s in values:
+            return int(values[s])
+    return None

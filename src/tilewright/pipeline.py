@@ -1,0 +1,75 @@
+"""The compiler on one screen: the named stages in order. No stage calls the next."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.fx
+
+from tilewright import dump, metrics
+from tilewright.codegen.cpp.kernel import CppKernel, generate
+from tilewright.graph.simplify import simplify
+from tilewright.host.program import HostProgram, KernelCall, assemble
+from tilewright.ir.program import Program
+from tilewright.ir.verify import verify
+from tilewright.lower.graph import lower
+from tilewright.runtime.cxx import CxxSource, submit
+from tilewright.schedule.group import Group
+from tilewright.schedule.plan import Schedule, schedule
+
+Compiled = Callable[[list[Any]], Any]
+
+
+def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
+    """A functional ATen graph with fake values on its nodes, as a callable program."""
+    start = time.perf_counter()
+    dump.stage("graph", gm)
+
+    simplify(gm)
+    dump.stage("simplified", gm)
+
+    program: Program = lower(gm)
+    verify(program)
+    dump.stage("lowered", program)
+
+    plan: Schedule = schedule(program)
+    dump.stage("scheduled", plan)
+
+    kernels = [_generate(program, step.group) for step in plan.steps]
+    building = submit([CxxSource(k.text, k.name, _kinds(k)) for k in kernels if k is not None])
+
+    calls = _names(plan, kernels)
+    host: HostProgram = assemble(program, plan.steps, calls)
+    dump.code(host.text, [(c, k.text) for c, k in zip(calls, kernels, strict=True) if c and k])
+
+    loaded = iter(building.result())
+    functions = {c.name: next(loaded).function for c in calls if c is not None}
+    metrics.compile_seconds += time.perf_counter() - start
+    return host.load(functions)
+
+
+def _generate(program: Program, group: Group) -> CppKernel | None:
+    if group.call is not None:
+        return None
+    metrics.generated_kernel_count += 1
+    return generate(program, group)
+
+
+def _kinds(kernel: CppKernel) -> tuple[Any, ...]:
+    return (*(p.kind for p in kernel.params), *(("ptr",) if kernel.checked else ()))
+
+
+def _names(plan: Schedule, kernels: list[CppKernel | None]) -> list[KernelCall | None]:
+    calls: list[KernelCall | None] = []
+    for k, (step, kernel) in enumerate(zip(plan.steps, kernels, strict=True)):
+        if kernel is None:
+            calls.append(None)
+            continue
+        nodes = dict.fromkeys(n for m in step.group.members for n in m.origin.nodes)
+        ops = "_".join(dict.fromkeys(re.sub(r"_\d+$", "", n) for n in nodes))[:60].strip("_")
+        args = tuple((p.kind, p.name) for p in kernel.params)
+        calls.append(KernelCall(f"cpp_fused_{ops}_{k}", args, kernel.checked))
+    return calls

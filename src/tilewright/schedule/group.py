@@ -1,0 +1,158 @@
+"""Fusion groups, and how nests are gathered into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tilewright import config
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr
+from tilewright.ir.program import Buffer, Nest, Node, Opaque, Program
+from tilewright.schedule.legality import Fit, Misfit, align, is_alone
+
+
+@dataclass
+class Group:
+    """Nests that become one kernel, or one opaque call.
+
+    `outer` are the loops all members share; `local` the buffers that never leave the kernel.
+    """
+
+    members: tuple[Nest, ...] = ()
+    outer: tuple[Expr, ...] = ()
+    call: Opaque | None = None
+    local: frozenset[str] = frozenset()
+    ancestors: int = 0  # a bit per earlier group this one depends on, also through others
+    refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.members if self.call is None else (self.call,)
+
+    @property
+    def reads(self) -> set[str]:
+        return {b for node in self.nodes for b in node.reads}
+
+    @property
+    def writes(self) -> set[str]:
+        return {b for node in self.nodes for b in node.writes}
+
+
+class Grouping:
+    """Takes nodes in program order; each joins the group with which it shares most, or none."""
+
+    def __init__(self, program: Program) -> None:
+        self.buffers = program.buffers
+        self.groups: list[Group] = []
+        self._writer: dict[str, int] = {}
+        self._users: dict[str, list[int]] = {}
+
+    def add(self, node: Node) -> None:
+        depends = self._dependences(node)
+        refused: dict[str, str] = {}
+        if isinstance(node, Nest) and not is_alone(node):
+            for k in self._candidates(node):
+                if any(self.groups[d].ancestors >> k & 1 for d in depends if d != k):
+                    continue
+                fit = self._fit(self.groups[k], node)
+                if isinstance(fit, Fit):
+                    self._join(k, fit, depends)
+                    return
+                refused[self.groups[k].nodes[0].name] = fit.reason
+        group = Group((node,), node.loops) if isinstance(node, Nest) else Group(call=node)
+        group.refused = refused
+        self.groups.append(group)
+        self._note(len(self.groups) - 1, node, depends)
+
+    def _dependences(self, node: Node) -> set[int]:
+        found = {self._writer[b] for b in node.reads | node.writes if b in self._writer}
+        for b in node.writes:
+            found.update(self._users.get(b, ()))
+        return found
+
+    def _candidates(self, node: Nest) -> list[int]:
+        """Groups sharing a buffer, most shared bytes first."""
+        shared: dict[int, float] = {}
+        for b in node.reads | node.writes:
+            for k in dict.fromkeys(self._users.get(b, [])[-8:]):
+                group = self.groups[k]
+                if group.call is None and not is_alone(group.members[0]):
+                    shared[k] = shared.get(k, 0) + hint_bytes(self.buffers[b])
+        return sorted(shared, key=lambda k: (-shared[k], -k))[:6]
+
+    def _fit(self, group: Group, node: Nest) -> Fit | Misfit:
+        if len(group.members) >= config.max_fusion_size:
+            return Misfit("the group is full")
+        fit = align(group.members, group.outer, node)
+        if not isinstance(fit, Fit):
+            return fit
+        whole = max(work(m) for m in fit.members)
+        lanes = hint_product(v.src[0] for v in fit.outer)
+        if lanes < 16 and whole > 16384 and lanes < hint_product(v.src[0] for v in group.outer):
+            return Misfit("too few shared iterations to run in parallel")
+        return fit
+
+    def _join(self, k: int, fit: Fit, depends: set[int]) -> None:
+        group = self.groups[k]
+        group.members, group.outer = fit.members, fit.outer
+        self._note(k, fit.members[-1], depends - {k})
+
+    def _note(self, k: int, node: Node, depends: set[int]) -> None:
+        group = self.groups[k]
+        gained = 0
+        for d in depends:
+            gained |= 1 << d | self.groups[d].ancestors
+        group.ancestors |= gained
+        if gained:
+            for other in self.groups:
+                if other.ancestors >> k & 1:
+                    other.ancestors |= gained
+        for b in node.writes:
+            self._writer[b] = k
+        for b in node.reads | node.writes:
+            self._users.setdefault(b, []).append(k)
+
+    def ordered(self) -> list[Group]:
+        """The groups in an order that respects their dependences, near the program's own."""
+        done = 0
+        result: list[Group] = []
+        waiting = list(enumerate(self.groups))
+        while waiting:
+            rest: list[tuple[int, Group]] = []
+            for k, group in waiting:
+                if group.ancestors & ~done:
+                    rest.append((k, group))
+                else:
+                    done |= 1 << k
+                    result.append(group)
+            assert len(rest) < len(waiting), "fusion made a cycle"
+            waiting = rest
+        return result
+
+
+def hint(e: Expr) -> int:
+    """A likely value of a size: its literal, or the sizes the graph was traced with."""
+    total = 0
+    for monomial, c in ix.poly(e).items():
+        term = c
+        for atom in monomial:
+            known = atom.arg.hint if atom.op == "sym" else None
+            term *= 64 if known is None else known
+        total += term
+    return max(total, 0)
+
+
+def hint_product(sizes: Iterable[Expr]) -> int:
+    total = 1
+    for size in sizes:
+        total *= hint(size)
+    return total
+
+
+def hint_bytes(buffer: Buffer) -> int:
+    return hint_product(buffer.size) * buffer.dtype.itemsize
+
+
+def work(nest: Nest) -> int:
+    return hint_product(v.src[0] for v in (*nest.loops, *nest.reduce))

@@ -1,0 +1,110 @@
+"""Transformations of a loop nest. Each returns a new nest that computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, substitute, var, walk
+from tilewright.ir.program import Nest, Store
+
+
+def substitute_nest(nest: Nest, mapping: Mapping[Expr, Expr], loops: Sequence[Expr],
+                    reduce: Sequence[Expr]) -> Nest:  # fmt: skip
+    """The nest over other loops: `mapping` says what each old variable is in terms of the new."""
+
+    def swap(store: Store) -> Store:
+        mask = None if store.mask is None else substitute(store.mask, mapping)
+        return replace(store, index=substitute(store.index, mapping),
+                       value=substitute(store.value, mapping), mask=mask)  # fmt: skip
+
+    return replace(nest, loops=tuple(loops), reduce=tuple(reduce),
+                   stores=tuple(swap(s) for s in nest.stores))  # fmt: skip
+
+
+def rename(nest: Nest, names: Mapping[Expr, Expr]) -> Nest:
+    """Variables replaced by variables of the same size."""
+    return substitute_nest(nest, names, [names.get(v, v) for v in nest.loops],
+                           [names.get(v, v) for v in nest.reduce])  # fmt: skip
+
+
+def split(nest: Nest, v: Expr, inner: Expr) -> tuple[Nest, Expr, Expr]:
+    """Loop `v` as two loops, the inner of extent `inner`, which divides its size."""
+    outer = ix.floordiv(v.src[0], inner)
+    high, low = var(f"{v.arg}o", outer), var(f"{v.arg}i", inner)
+    mapping = {v: ix.add(ix.mul(high, inner), low)}
+
+    def spread(vs: Sequence[Expr]) -> list[Expr]:
+        return [w for u in vs for w in ((high, low) if u is v else (u,))]
+
+    return substitute_nest(nest, mapping, spread(nest.loops), spread(nest.reduce)), high, low
+
+
+def split_divisions(nest: Nest) -> Nest:
+    """Split loops so that quotients and remainders by literal factors of their sizes vanish.
+
+    A reshape that merges dimensions reads `x[v // 8, v % 8]`; over two loops that is affine again,
+    which vectorises and can be matched with other nests.
+    """
+    for _ in range(8):
+        found = _division(nest)
+        if found is None:
+            return nest
+        nest = split(nest, *found)[0]
+    return nest
+
+
+def _division(nest: Nest) -> tuple[Expr, Expr] | None:
+    candidates: list[tuple[int, Expr, Expr]] = []
+    mine = set(nest.loops) | set(nest.reduce)
+    for node in walk(*nest.exprs):
+        if node.op not in ("ifloordiv", "imod"):
+            continue
+        inside, divisor = node.src
+        extent = ix.value_of(divisor)
+        if inside not in mine or extent is None:
+            continue
+        size = ix.value_of(inside.src[0])
+        if size is not None and size % extent == 0 and 1 < extent < size:
+            candidates.append((extent, inside, divisor))
+    if not candidates or _scans(nest):
+        return None
+    _, v, divisor = min(candidates, key=lambda c: (c[0], c[1].arg))
+    return v, divisor
+
+
+def _scans(nest: Nest) -> bool:
+    return any(node.op == "scan" for node in walk(*nest.exprs))
+
+
+def merge(nests: Sequence[Nest], outer: Expr, inner: Expr) -> tuple[list[Nest], Expr] | None:
+    """Two loops, the second directly inside the first, as one; None if an index would need `//`."""
+    joined = var(f"{outer.arg}{inner.arg}", ix.mul(outer.src[0], inner.src[0]))
+    mapping = {outer: ix.floordiv(joined, inner.src[0]), inner: ix.mod(joined, inner.src[0])}
+    merged: list[Nest] = []
+    for nest in nests:
+        present = [outer in (*nest.loops, *nest.reduce), inner in (*nest.loops, *nest.reduce)]
+        if not any(present):
+            merged.append(nest)
+            continue
+        if not all(present):
+            return None
+
+        def join(vs: Sequence[Expr]) -> list[Expr]:
+            return [joined if v is outer else v for v in vs if v is not inner]
+
+        new = substitute_nest(nest, mapping, join(nest.loops), join(nest.reduce))
+        if any(n.op in ("ifloordiv", "imod") and joined in free_vars(n) and n not in _before(nest)
+               for n in walk(*new.exprs)):  # fmt: skip
+            return None
+        merged.append(new)
+    return merged, joined
+
+
+def _before(nest: Nest) -> set[Expr]:
+    return {n for n in walk(*nest.exprs) if n.op in ("ifloordiv", "imod")}
+
+
+def is_fold(nest: Nest, op: str) -> bool:
+    return any(node.op == op for node in walk(*nest.exprs))

@@ -1,0 +1,66 @@
+"""`schedule(program)`: dead code out, loops normalised, nests grouped, memory planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright import metrics
+from tilewright.ir.program import Nest, Program, View
+from tilewright.schedule.group import Group, Grouping
+from tilewright.schedule.loops import split_divisions
+from tilewright.schedule.memory import Step, plan
+from tilewright.schedule.traffic import accessed, moved
+
+
+@dataclass
+class Schedule:
+    program: Program
+    steps: list[Step]
+
+
+def schedule(program: Program) -> Schedule:
+    live = _live(program)
+    grouping = Grouping(program)
+    for node in program.nodes:
+        if node.name in live:
+            grouping.add(split_divisions(node) if isinstance(node, Nest) else node)
+    groups = grouping.ordered()
+    _mark_local(program, groups)
+    _count(program, groups)
+    return Schedule(program, plan(program, groups))
+
+
+def _live(program: Program) -> set[str]:
+    """Nodes something visible depends on. An opaque call is kept: it may have effects."""
+    needed = {o.buffer for o in program.outputs if isinstance(o, View)}
+    needed |= {b.name for b in program.buffers.values() if b.kind == "input"}
+    live: set[str] = set()
+    for node in reversed(program.nodes):
+        if not isinstance(node, Nest) or node.writes & needed:
+            live.add(node.name)
+            needed |= node.reads
+    return live
+
+
+def _mark_local(program: Program, groups: list[Group]) -> None:
+    """Buffers written and read by one group alone never reach memory."""
+    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    users: dict[str, set[int]] = {}
+    for k, group in enumerate(groups):
+        for b in group.reads | group.writes:
+            users.setdefault(b, set()).add(k)
+    for k, group in enumerate(groups):
+        if group.call is None:
+            group.local = frozenset(
+                b for b in group.writes
+                if users[b] == {k} and b not in visible
+                and program.buffers[b].kind == "temporary" and len(group.members) > 1
+            )  # fmt: skip
+
+
+def _count(program: Program, groups: list[Group]) -> None:
+    for group in groups:
+        size = accessed(program, group)
+        metrics.num_bytes_accessed += size
+        metrics.num_bytes_moved += moved(program, group)
+        metrics.nodes_num_elem.append((group.nodes[0].name, size // 4))

@@ -1,0 +1,74 @@
+"""Helpers for tests, of this package and of programs that use it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from tilewright import caches, config, metrics
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run_and_get_code(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, list[str]]:
+    """Call `fn` and return its result and every distinct code text it caused to be generated.
+
+    Dynamo is reset first, so a function compiled before is compiled again. The texts come in
+    the order they were made: a forward graph, and then its backward if `fn` runs one.
+    """
+    codes: list[str] = []
+
+    def listen(code: str) -> None:
+        if code not in codes:
+            codes.append(code)
+
+    torch._dynamo.reset()
+    metrics.on_code.append(listen)
+    try:
+        result = fn(*args, **kwargs)
+    finally:
+        metrics.on_code.remove(listen)
+    return result, codes
+
+
+@contextlib.contextmanager
+def fresh_cache() -> Generator[Path, None, None]:
+    """An empty cache for a `with` block or a decorated function; yields its folder.
+
+    Dynamo and every in-memory cache are cleared on entry and on exit. The folder is deleted at
+    the end, and kept for inspection when the block raised.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="tilewright_cache_"))
+    _forget()
+    try:
+        with config.patch(cache_dir=str(folder)), _environment("TRITON_CACHE_DIR", folder):
+            yield folder
+    finally:
+        _forget()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    caches.clear()
+
+
+@contextlib.contextmanager
+def _environment(name: str, folder: Path) -> Generator[None, None, None]:
+    before = os.environ.get(name)
+    os.environ[name] = str(folder / "triton")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,63 @@
+"""Every test runs with its own cache, full IR checks, and options as it found them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Options are read from the environment when tilewright is imported, and child processes (xdist
+# workers, scripts under test) inherit it: so this comes before any import of tilewright.
+_OWN_CACHE = None
+if "TILEWRIGHT_CACHE_DIR" not in os.environ:
+    _OWN_CACHE = os.environ["TILEWRIGHT_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilewright_tests_")
+os.environ.setdefault("TILEWRIGHT_VERIFY_IR", "1")
+
+from tests import sizes  # noqa: E402
+from tilewright import config, metrics  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_unconfigure() -> None:
+    if _OWN_CACHE is not None:
+        shutil.rmtree(_OWN_CACHE, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("size of src/tilewright")
+    for line in sizes.report(ROOT / "src" / "tilewright"):
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def _isolated() -> Iterator[None]:
+    """Counters at zero, nothing compiled, torch seeded; and no option left changed."""
+    metrics.reset()
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()
+    before = config.snapshot()
+    yield
+    after = config.snapshot()
+    changed = {name: value for name, value in after.items() if value != before[name]}
+    for name, value in before.items():
+        _set(name, value)
+    assert not changed, f"the test left options changed: {changed}"
+
+
+def _set(name: str, value: object) -> None:
+    group, _, leaf = name.rpartition(".")
+    setattr(getattr(config, group) if group else config, leaf, value)
+
+
+@pytest.fixture
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT

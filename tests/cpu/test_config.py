@@ -1,0 +1,242 @@
+"""`tilewright.config`: typed options, patches, environment, modes, the cache key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tilewright import config
+from tilewright.errors import (
+    InvalidOptionError,
+    TilewrightError,
+    UnknownModeError,
+    UnknownOptionError,
+)
+
+
+def read_in_child(name: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The repr of an option in a new process with some environment variables set."""
+    return subprocess.run(
+        [sys.executable, "-c", f"from tilewright import config; print(repr(config.{name}))"],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_defaults_are_typed_values():
+    assert config.max_autotune is False
+    assert config.emulate_precision_casts is True
+    assert config.realize_opcount_threshold == 30
+    assert config.cpp.simdlen is None
+    assert config.triton.cudagraphs is False
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda: config.patch({"cpp.threads": 3}),
+        lambda: config.patch("cpp.threads", 3),
+        lambda: config.patch({"cpp.threads": 3}, max_autotune=True),
+    ],
+)
+def test_patch_spellings(patch):
+    with patch():
+        assert config.cpp.threads == 3
+    assert config.cpp.threads == -1
+    assert config.max_autotune is False
+
+
+def test_ma_a3_patch_nests_and_restores_after_an_exception():
+    def fail_inside() -> None:
+        with config.patch(max_fusion_size=1):
+            with config.patch(max_fusion_size=2, debug=1):
+                assert (config.max_fusion_size, config.debug) == (2, 1)
+            assert (config.max_fusion_size, config.debug) == (1, 0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert config.max_fusion_size == 64
+
+
+def test_ma_a3_truthy_strings_act_as_booleans():
+    with config.patch(max_autotune="1", size_asserts="0"):
+        assert config.max_autotune is True
+        assert config.size_asserts is False
+
+
+def test_patch_decorates_a_recursive_function():
+    @config.patch({"cpp.threads": 1})
+    def depth(n: int) -> int:
+        assert config.cpp.threads == 1
+        return 0 if n == 0 else 1 + depth(n - 1)
+
+    assert depth(3) == 3
+    assert config.cpp.threads == -1
+
+
+def test_patch_is_seen_by_other_threads():
+    seen: list[bool] = []
+    with config.patch(max_autotune=True):
+        thread = threading.Thread(target=lambda: seen.append(config.max_autotune))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+def test_a_bad_patch_changes_nothing():
+    with pytest.raises(UnknownOptionError):
+        config.patch({"max_autotune": True, "no_such_thing": 1})
+    assert config.max_autotune is False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("max_autotune_gem", "max_autotune_gemm"),
+        ("cpp.thread", "cpp.threads"),
+        ("simdlen", "cpp.simdlen"),
+        ("triton.cuda_graphs", "triton.cudagraphs"),
+    ],
+)
+def test_unknown_names_say_the_nearest(wrong, right):
+    with pytest.raises(UnknownOptionError, match=f"'{wrong}'(.|\n)*did you mean '{right}'"):
+        config.patch({wrong: 1})
+
+
+def test_unknown_attributes():
+    with pytest.raises(UnknownOptionError, match="max_autotune"):
+        config.max_autotun = True
+    with pytest.raises(UnknownOptionError, match=r"cpp\.simdlen"):
+        config.cpp.simd_len = 1
+    with pytest.raises(UnknownOptionError, match=r"cpp\.threads"):
+        _ = config.cpp.thread
+    assert not hasattr(config, "max_autotun")
+    assert not hasattr(config.cpp, "thread")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_autotune", 3, "bool"),
+        ("max_autotune", "perhaps", "bool"),
+        ("max_fusion_size", True, "int"),
+        ("max_fusion_size", None, "int"),
+        ("max_autotune_gemm_backends", ["ATEN"], "str"),
+        ("cache_dir", 3, "str or None"),
+        ("cpp.simdlen", 128, "one of None, 1, 256, 512"),
+        ("debug", 6, "one of 0, 1, 2"),
+        ("cpp.threads", 0, "int"),
+        ("test_configs.autotune_choice_name_regex", "(", "str or None"),
+    ],
+)
+def test_wrong_values_name_what_is_expected(name, value, expected):
+    with pytest.raises(InvalidOptionError, match=f"{name}(.|\n)*it must be {expected}"):
+        config.patch(name, value)
+
+
+def test_setting_an_attribute_checks_it():
+    with pytest.raises(InvalidOptionError):
+        config.cpp.threads = "many"
+    with config.patch():
+        before = config.cpp.threads
+        config.cpp.threads = 2
+        assert config.cpp.threads == 2
+        config.cpp.threads = before
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name", "value"),
+    [
+        ("TILEWRIGHT_DEBUG", "3", "debug", "3"),
+        ("TILEWRIGHT_MAX_AUTOTUNE", "yes", "max_autotune", "True"),
+        ("TILEWRIGHT_SIZE_ASSERTS", "0", "size_asserts", "False"),
+        ("TILEWRIGHT_CPP_SIMDLEN", "256", "cpp.simdlen", "256"),
+        ("TILEWRIGHT_CPP_SIMDLEN", "none", "cpp.simdlen", "None"),
+        ("TILEWRIGHT_MAX_AUTOTUNE_GEMM_BACKENDS", "", "max_autotune_gemm_backends", "''"),
+    ],
+)
+def test_environment_overrides(variable, text, name, value):
+    child = read_in_child(name, {variable: text})
+    assert child.stdout.strip() == value, child.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("TILEWRIGHT_DEBUG", "loud", "one of 0, 1"),
+        ("TILEWRIGHT_MAX_AUTOTUNE", "maybe", "it must be bool"),
+        ("TILEWRIGHT_CPP_SIMDLEN", "77", "one of None, 1, 256, 512"),
+    ],
+)
+def test_bad_environment_names_the_variable(variable, text, expected):
+    child = read_in_child("debug", {variable: text})
+    assert child.returncode != 0
+    assert f"environment variable {variable} cannot be {text!r}" in child.stderr
+    assert expected in child.stderr
+
+
+def test_ma_a2_modes():
+    tuned = {"max_autotune": True, "coordinate_descent_tuning": True}
+    graphs = {"triton.cudagraphs": True}
+    assert config.options_for_mode(None) == config.options_for_mode("default") == {}
+    assert config.options_for_mode("reduce-overhead") == graphs
+    assert config.options_for_mode("max-autotune-no-cudagraphs") == tuned
+    assert config.options_for_mode("max-autotune") == {**tuned, **graphs}
+    for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
+        config.checked(config.options_for_mode(mode))
+
+
+def test_ma_a2_unknown_mode_lists_the_valid_ones():
+    with pytest.raises(RuntimeError) as caught:
+        config.options_for_mode("fastest")
+    assert isinstance(caught.value, UnknownModeError)
+    for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
+        assert mode in str(caught.value)
+
+
+def test_code_key_holds_what_shapes_code_and_nothing_else():
+    key = config.code_key()
+    assert hash(key) == hash(config.code_key())
+    assert [name for name, _ in key] == sorted(o.name for o in config.declared() if o.affects_code)
+    with config.patch({"cpp.simdlen": 1}):
+        assert config.code_key() != key
+    with config.patch(debug=5, cache_dir="elsewhere", compile_threads=1, verify_ir=False):
+        assert config.code_key() == key
+
+
+def test_snapshot_patches_back():
+    with config.patch({"cpp.threads": 7}, debug=2):
+        taken = config.snapshot()
+    with config.patch(taken):
+        assert (config.cpp.threads, config.debug) == (7, 2)
+
+
+def test_every_option_is_documented_and_has_its_own_variable():
+    declared = config.declared()
+    assert all(o.doc.endswith(".") for o in declared)
+    assert len({o.env for o in declared}) == len(declared)
+    assert all(f"`{o.name}`" in config.table() for o in declared)
+
+
+def test_folders(monkeypatch, tmp_path):
+    with config.patch(cache_dir=str(tmp_path), debug_dir=str(tmp_path / "d")):
+        assert config.cache_root() == tmp_path
+        assert config.debug_root() == tmp_path / "d"
+    with config.patch(cache_dir=None):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert config.cache_root() == tmp_path / "tilewright"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert config.cache_root() == Path.home() / ".cache" / "tilewright"
+
+
+def test_patch_without_a_value_is_refused():
+    with pytest.raises(TilewrightError, match="has no value"):
+        config.patch("cpp.threads")

@@ -1,0 +1,89 @@
+"""Counts and groups the verdicts of a run, and prints them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from tests.sweep.cases import Case
+from tests.sweep.judge import FAILED, SOFT_FAILED, Verdict
+
+KNOWN = "known difference"
+STALE = "listed as a difference, but passes"
+
+
+@dataclass
+class Report:
+    """``known`` are the listed differences: failures among them are expected."""
+
+    known: dict[Case, str]
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    failures: list[Verdict] = field(default_factory=list)
+    soft: list[Verdict] = field(default_factory=list)
+    stale: list[Case] = field(default_factory=list)
+
+    def add(self, verdict: Verdict) -> str:
+        name = verdict.name
+        listed = verdict.case is not None and verdict.case in self.known
+        if listed and name == FAILED:
+            name = KNOWN
+        elif listed and verdict.case is not None:
+            name = STALE
+            self.stale.append(verdict.case)
+        self.counts[name] += 1
+        self.seconds += verdict.outcome.seconds
+        if name == FAILED:
+            self.failures.append(verdict)
+        elif name == SOFT_FAILED:
+            self.soft.append(verdict)
+        return name
+
+    def show(self) -> None:
+        total = sum(self.counts.values())
+        print(f"\n{total} cases, {self.seconds:.0f} s of work")
+        for name, count in self.counts.most_common():
+            print(f"  {count:7d}  {name}")
+        self._show_groups("failures", self.failures)
+        self._show_groups("strides (soft)", self.soft)
+        for case in self.stale:
+            print(f"remove it from differences.toml, it passes: {case}")
+
+    def _show_groups(self, title: str, verdicts: list[Verdict]) -> None:
+        if not verdicts:
+            return
+        by_reason: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+        for verdict in verdicts:
+            outcome = verdict.outcome
+            reason = f"{outcome.status} ({outcome.stage}): {generalise(outcome.text)}"
+            by_reason[verdict.group.op, reason].append(verdict)
+        operators = len({v.group.op for v in verdicts})
+        print(f"\n{title}: {len(verdicts)} cases of {operators} operators")
+        for (op, reason), found in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+            print(f"  {len(found):5d}  {op}: {reason}")
+            print(f"         {reproduce(found[0])}")
+
+    @property
+    def exit_status(self) -> int:
+        return int(bool(self.failures or self.stale))
+
+
+def generalise(text: str) -> str:
+    """A message without its numbers, so that the same failure counts once."""
+    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "#", text)[:180]
+
+
+def reproduce(verdict: Verdict) -> str:
+    target = f"--case '{verdict.case}'" if verdict.case else f"--op '^{verdict.group.op}$' --all"
+    return f"python -m tests.sweep --backend {verdict.backend} {target}"
+
+
+def progress(done: int, groups: int, report: Report, started: float, now: float) -> None:
+    bad = report.counts[FAILED]
+    line = f"{done} cases, about {groups} groups left, {bad} failed, {now - started:.0f} s"
+    if sys.stderr.isatty():
+        print(f"\r{line}   ", end="", file=sys.stderr, flush=True)
+    else:
+        print(line, file=sys.stderr, flush=True)
