@@ -146,7 +146,7 @@ def show(console: Console, suite: str, table: Table, backends: tuple[str, ...]) 
     for i, text in enumerate(head):
         out.add_column(text, justify="left" if i == 0 else "right")
     for i, row in enumerate(rows):
-        out.add_row(*row, end_section=i == len(rows) - 2)
+        out.add_row(*row, end_section=i == len(rows) - 2 and rows[-1][0].startswith("geomean"))
     console.print(out)
 
 

@@ -212,6 +212,7 @@ def cold_and_warm(name: str, backend: str, options: Options) -> Result:
             result.error = answer["error"]
             return result
         result.extra[state] = answer["first_call"]
+        result.extra[f"{state}_cpu"] = answer["cpu"]
         result.extra["peak_mb"] = answer["peak_mb"]
     result.compile_seconds = result.extra["cold"]
     return result

@@ -22,6 +22,7 @@ LAYERS: list[set[str]] = [
     {"codegen"},
     {"gemm"},
     {"host"},
+    {"dump"},  # writes any stage out for a reader
     {"pipeline"},
     {"backend", "explain", "cli", "testing"},
 ]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from bench.models import MODELS, Case, build
 from torch import Tensor
 
+from bench.models import MODELS, Case, build
 from tilewright import metrics
 from tilewright.testing import fresh_cache
 

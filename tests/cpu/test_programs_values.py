@@ -23,7 +23,7 @@ def scaled_sin(x: Tensor, scale: float) -> Tensor:
 
 @scaled_sin.register_fake
 def _scaled_sin_fake(x: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=x.dtype)
 
 
 def _scaled_sin_setup(ctx: Any, inputs: Any, output: Any) -> None:

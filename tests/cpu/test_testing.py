@@ -42,9 +42,14 @@ def test_ma_a11_fresh_cache_is_empty_and_deleted():
 
 def test_ma_a11_fresh_cache_is_kept_on_error():
     folders: list[Path] = []
-    with pytest.raises(ZeroDivisionError), fresh_cache() as folder:
-        folders.append(folder)
-        _ = 1 // 0
+
+    @fresh_cache()
+    def fail() -> None:
+        folders.append(config.cache_root())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert folders[0].exists()
     folders[0].rmdir()
 

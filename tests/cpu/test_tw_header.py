@@ -1,4 +1,4 @@
-"""`tw.h` against torch: maths against float64, semantics against eager, loops against the assembler."""
+"""`tw.h`: maths against float64, semantics against eager, loops against their assembly."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
 
 
 def ulps(got: torch.Tensor, want: torch.Tensor, absolute: float = 0.0) -> float:
-    """The largest error in units of the last place of the result; inf where NaN or infinity differ."""
+    """The largest error in units of the last place; inf where NaN or infinity differ."""
     rounded = want.to(got.dtype).numpy()
     g, w = got.numpy(), want.numpy()
     with np.errstate(all="ignore"):
@@ -120,10 +120,17 @@ def ulps(got: torch.Tensor, want: torch.Tensor, absolute: float = 0.0) -> float:
 
 # ------------------------------------------------------------------------------------ unary maths
 
+# fmt: off
 COMMON = (
-    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh "
-    "asinh acosh atanh erf erfc floor ceil trunc round sigmoid lgamma abs sign neg"
-).split()
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan",
+    "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc",
+    "floor", "ceil", "trunc", "round", "sigmoid", "lgamma", "abs", "sign", "neg",
+)
+LIBMVEC = (
+    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc",
+    "log2", "log10",
+)
+# fmt: on
 UNARY = tuple(Row(f"tw::{name}(x)", dtype, dtype, dtype) for name in COMMON for dtype in FLOATS)
 
 
@@ -142,7 +149,7 @@ def test_unary_maths(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(torch.signbit(got[zero]), torch.signbit(want[zero]))
 
 
-@pytest.mark.parametrize("name", ["exp", "log", "tanh", "erf", "expm1", "log1p", "exp2"])
+@pytest.mark.parametrize("name", ["exp", "log", "tanh", "expm1", "log1p", "exp2"])
 def test_our_polynomials_are_within_two_ulps(name: str) -> None:
     x = sample(torch.float32)
     got, _ = run(UNARY, Row(f"tw::{name}(x)", torch.float32, torch.float32, torch.float32), x)
@@ -166,7 +173,7 @@ PREDICATE_ROWS = tuple(
 def test_predicates(row: Row) -> None:
     x = sample(row.a)
     got, _ = run(PREDICATE_ROWS, row, x)
-    name = re.findall(r"tw::(\w+)", row.expression)[0]
+    name = str(re.findall(r"tw::(\w+)", row.expression)[0])
     assert torch.equal(got.bool(), getattr(torch, name)(x))
 
 
@@ -219,9 +226,7 @@ WAVES = {
     "bessel_y1": functools.partial(mpmath.bessely, 1),
     "airy_ai": mpmath.airyai,
 }
-WAVE_ROWS = tuple(
-    Row(f"tw::{name}(x)", dtype, dtype, dtype) for name in WAVES for dtype in FLOATS
-)
+WAVE_ROWS = tuple(Row(f"tw::{name}(x)", dtype, dtype, dtype) for name in WAVES for dtype in FLOATS)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -257,12 +262,26 @@ POLYNOMIALS = (
     "laguerre_polynomial_l",
     "legendre_polynomial_p",
 )
-ELEMENTWISE = ("atan2", "hypot", "copysign", "nextafter", "pow", "fmod", "ldexp")
-ELEMENTWISE += ("mod", "floordiv", "div", "max", "min", "fmax", "fmin")
+# fmt: off
+ELEMENTWISE = (
+    "atan2", "hypot", "copysign", "nextafter", "pow", "fmod", "ldexp", "mod", "floordiv", "div",
+    "max", "min", "fmax", "fmin",
+)
+# fmt: on
 GAMMAS = ("igamma", "igammac", "zeta")
-TORCH_NAME = {"mod": "remainder", "floordiv": "floor_divide", "max": "maximum", "min": "minimum"}
-TORCH_NAME |= {"shl": "bitwise_left_shift", "shr": "bitwise_right_shift", "truncdiv": "div"}
-TORCH_NAME |= {f"bit_{op}": f"bitwise_{op}" for op in ("and", "or", "xor", "not")}
+TORCH_NAME = {
+    "mod": "remainder",
+    "floordiv": "floor_divide",
+    "truncdiv": "div",
+    "max": "maximum",
+    "min": "minimum",
+    "shl": "bitwise_left_shift",
+    "shr": "bitwise_right_shift",
+    "bit_and": "bitwise_and",
+    "bit_or": "bitwise_or",
+    "bit_xor": "bitwise_xor",
+    "bit_not": "bitwise_not",
+}
 BINARY = tuple(
     Row(f"tw::{name}(x, y)", dtype, dtype, dtype)
     for name in (*ELEMENTWISE, *GAMMAS, *POLYNOMIALS)
@@ -271,7 +290,7 @@ BINARY = tuple(
 
 
 def pairs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    special = torch.tensor([*SPECIALS, 3.0, -3.0, 7.25, 1e30, -1e30, 1e-37], dtype=dtype)
+    special = torch.tensor([*SPECIALS, 3.0, -3.0, 7.25, 1e30, -1e30, 1e-5], dtype=dtype)
     a, b = (grid.flatten() for grid in torch.meshgrid(special, special, indexing="ij"))
     generator = torch.Generator().manual_seed(4)
     c, d = torch.randn(2, 20000, generator=generator, dtype=torch.float64).to(dtype) * 5
@@ -312,7 +331,14 @@ def test_gamma_functions(name: str, dtype: torch.dtype) -> None:
 
 
 def test_incomplete_gamma_is_exact_for_large_arguments() -> None:
-    cases = [(25.0, 28.0), (20.4, 17.3), (200.0, 190.0), (1000.0, 1050.0), (1e4, 1.01e4), (3.5, 90.0)]
+    cases = [
+        (25.0, 28.0),
+        (20.4, 17.3),
+        (200.0, 190.0),
+        (1000.0, 1050.0),
+        (1e4, 1.01e4),
+        (3.5, 90.0),
+    ]
     a, x = torch.tensor(cases, dtype=torch.float64).T.contiguous()
     for name in ("igamma", "igammac"):
         row = Row(f"tw::{name}(x, y)", torch.float64, torch.float64, torch.float64)
@@ -397,11 +423,10 @@ def test_integer_arithmetic(name: str, dtype: torch.dtype) -> None:
         b = b.clamp(-9, 60)
     bad = ", tw_bad" if name in DIVISIONS else ""
     got, error = run(INTEGER_ROWS, Row(f"tw::{name}(x, y{bad})", dtype, dtype, dtype), a, b)
-    extra = {"rounding_mode": "trunc"} if name == "truncdiv" else {}
-    reference = {"min": torch.minimum, "max": torch.maximum}.get(
-        name, getattr(torch, TORCH_NAME.get(name, name))
-    )
-    assert torch.equal(got, reference(a, b, **extra))
+    reference = getattr(torch, TORCH_NAME.get(name, name))
+    if name == "truncdiv":
+        reference = functools.partial(torch.div, rounding_mode="trunc")
+    assert torch.equal(got, reference(a, b))
     assert error == 0
 
 
@@ -428,7 +453,7 @@ UNARY_INTEGER = tuple(
 @pytest.mark.parametrize("row", UNARY_INTEGER, ids=lambda row: f"{row.expression}-{row.a}")
 def test_unary_integer_arithmetic(row: Row) -> None:
     a, _ = integer_pairs(row.a)
-    name = re.findall(r"tw::(\w+)", row.expression)[0]
+    name = str(re.findall(r"tw::(\w+)", row.expression)[0])
     got, _ = run(UNARY_INTEGER, row, a)
     assert torch.equal(got, getattr(torch, TORCH_NAME.get(name, name))(a))
 
@@ -587,7 +612,9 @@ extern "C" void run(const {T}* x, int64_t n, int64_t* argmax, int64_t* argmin, d
 
 @pytest.mark.parametrize("dtype", [F32, F64, torch.int32, I64, torch.uint8])
 def test_arg_reductions_and_welford(dtype: torch.dtype) -> None:
-    source = cxx.CxxSource(REDUCE.format(T=CTYPE[dtype]), "run", ("ptr", "int", "ptr", "ptr", "ptr"))
+    source = cxx.CxxSource(
+        REDUCE.format(T=CTYPE[dtype]), "run", ("ptr", "int", "ptr", "ptr", "ptr")
+    )
     kernel = cxx.build([source])[0]
     cases = [torch.randint(0, 9, (50,)), torch.tensor([3]), torch.zeros(5)]
     if dtype.is_floating_point:
@@ -637,7 +664,7 @@ VECTOR_LOOPS = {
     "exp": ("float", "float", "tw::exp(x)", "vfmadd"),
     "log": ("float", "float", "tw::log(x)", "vfmadd"),
     "tanh": ("float", "float", "tw::tanh(x)", "vdivps"),
-    "erf": ("float", "float", "tw::erf(x)", "vfmadd"),
+    "erf": ("float", "float", "tw::erf(x)", "_ZGVdN8v_erff"),
     "sigmoid": ("float", "float", "tw::sigmoid(x)", "vdivps"),
     "expm1": ("float", "float", "tw::expm1(x)", "vfmadd"),
     "log1p": ("float", "float", "tw::log1p(x)", "vfmadd"),
@@ -648,10 +675,7 @@ VECTOR_LOOPS = {
     "exp_double": ("double", "double", "tw::exp(x)", "_ZGVdN4v_exp"),
     "erf_double": ("double", "double", "tw::erf(x)", "_ZGVdN4v_erf"),
     "tanh_double": ("double", "double", "tw::tanh(x)", "_ZGVdN4v_tanh"),
-    **{
-        name: ("float", "float", f"tw::{name}(x)", f"_ZGVdN8v_{name}f")
-        for name in "sin cos tan asin acos atan sinh cosh asinh acosh atanh erfc log2 log10".split()
-    },
+    **{name: ("float", "float", f"tw::{name}(x)", f"_ZGVdN8v_{name}f") for name in LIBMVEC},
     "pow": ("float", "float", "tw::pow(x, 1.7f)", "_ZGVdN8vv_powf"),
     "bf16": ("tw::bf16", "tw::bf16", "tw::cast<tw::bf16>(tw::exp(tw::cast<float>(x)))", "vfmadd"),
     "f16": ("tw::f16", "tw::f16", "tw::cast<tw::f16>(tw::cast<float>(x) * 3)", "vmulps"),
@@ -660,7 +684,7 @@ VECTOR_LOOPS = {
     "from_bool": ("uint8_t", "float", "x != 0 ? tw::exp(float(int32_t(i))) : 0.0f", "vfmadd"),
     "floordiv": ("int32_t", "int32_t", "tw::floordiv(x, int32_t(i), tw_bad)", "vdivpd"),
     "rand": ("float", "float", "tw::rand(7, i) > 0.1f ? x : 0.0f", "vpmuludq"),
-    "randn": ("float", "float", "x + tw::randn(7, i)", "vpmuludq"),
+    "randn": ("float", "float", "x + tw::randn(uint64_t(n), i)", "vpmuludq"),
     "index": ("int64_t", "int64_t", "tw::index(x, 100, tw_bad)", "vpcmpgtq"),
 }
 

@@ -7,8 +7,9 @@ op families of `lower/`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -20,21 +21,95 @@ POINTWISE: list[Any] = [
     aten.ldexp, aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.mvlgamma,
     aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor,
     aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor,
-    aten.tril_indices, aten.triu_indices,
 ]  # fmt: skip
-VIEWS: list[Any] = []
+VIEWS: list[Any] = [aten.block_diag]
 INDEXING: list[Any] = []
 REDUCTIONS: list[Any] = []
 NORMS: list[Any] = []
 POOLING: list[Any] = []
 OPTIMIZERS: list[Any] = []
 OTHERS: list[Any] = [
-    aten._euclidean_dist, aten.addr, aten.isin, aten.linalg_cross, aten.renorm,
+    aten._euclidean_dist, aten.addr, aten.isin,
 ]  # fmt: skip
+
+
+def _statistics_in_float32(op: Any) -> Callable[..., Any]:
+    """A norm of low-precision input with float32 parameters has float32 statistics on the CPU.
+
+    The op's shape function says they have the input's type, so the norm is traced over the input
+    converted to float32, and its result converted back.
+    """
+
+    def traced(x: torch.Tensor, *args: Any) -> Any:
+        parameters = [t.dtype for t in args if isinstance(t, torch.Tensor)]
+        if x.device.type != "cpu" or x.dtype.itemsize != 2 or torch.float32 not in parameters:
+            return NotImplemented  # traced as itself
+        out, *statistics = op(x.to(torch.float32), *args)
+        return out.to(x.dtype), *statistics
+
+    return traced
+
+
+def _layer_norm_backward_in_float32(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+    """The same for its backward, whose shape function gives the parameters' gradients that type."""
+    parameters = [t.dtype for t in args if isinstance(t, torch.Tensor)]
+    if x.device.type != "cpu" or x.dtype.itemsize != 2 or torch.float32 not in parameters:
+        return NotImplemented
+    wide = (grad.to(torch.float32), x.to(torch.float32))
+    gradient, *others = aten.native_layer_norm_backward.default(*wide, *args)
+    return None if gradient is None else gradient.to(x.dtype), *others
+
+
+OWN: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm_backward.default: _layer_norm_backward_in_float32,
+    **{
+        op: _statistics_in_float32(op)
+        for op in (
+            aten.native_layer_norm.default,
+            aten.native_group_norm.default,
+            aten._native_batch_norm_legit.no_stats,
+            aten._native_batch_norm_legit_functional.default,
+        )
+    },
+}
+"""Decompositions that torch does not have."""
 
 
 @functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
     sections = (POINTWISE, VIEWS, INDEXING, REDUCTIONS, NORMS, POOLING, OPTIMIZERS, OTHERS)
     wanted = [target for section in sections for target in section]
-    return dict(get_decompositions(wanted))
+    return dict(get_decompositions(wanted)) | OWN
+
+
+# ---- ops that torch itself takes apart while it traces
+
+WHOLE: list[Any] = [
+    aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d,
+    aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d,
+    aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d,
+    aten.upsample_bicubic2d,
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def keep_whole() -> Generator[None]:
+    """Trace interpolation as one op, with its own backward.
+
+    torch registers Python kernels that rewrite it as dozens of index ops whose backward adds with
+    atomics; a lowering of the whole op is one loop, and gathers. They are back in place afterwards.
+    """
+    overloads = [getattr(packet, name) for packet in WHOLE for name in ("default", "vec")]
+    saved = [dict(op.py_kernels) for op in overloads]
+    try:
+        for op in overloads:
+            for key in (torch._C.DispatchKey.Autograd,
+                        torch._C.DispatchKey.CompositeImplicitAutograd):  # fmt: skip
+                op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in zip(overloads, saved, strict=True):
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()

@@ -139,11 +139,12 @@ class _Assembly:
             else:
                 self.lines.append(f"{name} = empty({layout}, {str(b.device)!r})")
         for new, old in step.reuse:
-            self.lines.append(f"{new} = {old}; del {old}  # memory used again")
+            self.lines.append(f"{new} = {old}  # memory used again")
 
     def _free(self, step: Step) -> None:
-        if step.free:
-            self.lines.append("del " + ", ".join(step.free))
+        gone = [*step.free, *(old for _, old in step.reuse)]
+        if gone:
+            self.lines.append("del " + ", ".join(gone))
 
     # ---- calls
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.ir.expr import Expr, Reduce, Scan, Sym, make
-from tilewright.ir.program import Nest, Opaque, Program
+from tilewright.ir.program import Nest, Opaque, Output, Program, View
 
 NAMESPACE: dict[str, Any] = {"E": make, "torch": torch, "Sym": Sym, "Reduce": Reduce, "Scan": Scan,
                              "inf": float("inf"), "nan": float("nan")}  # fmt: skip
@@ -75,6 +75,13 @@ def show_call(call: Opaque) -> str:
     return f"{call.name}: {results} = {call.target}({', '.join(sorted(call.reads))})"
 
 
+def _output(o: Output) -> str:
+    if isinstance(o, View):
+        size, stride = (", ".join(brief(e) for e in es) for es in (o.size, o.stride))
+        return f"{o.buffer}[({size}), ({stride}), {brief(o.offset)}]"
+    return brief(o) if isinstance(o, Expr) else str(o)
+
+
 def show(value: Any) -> str:
     """A program, or anything made of groups (a schedule), as text."""
     if isinstance(value, Program):
@@ -82,7 +89,7 @@ def show(value: Any) -> str:
         lines += [f"buffer {b.name}: {b.dtype} {[brief(s) for s in b.size]} "
                   f"{[brief(s) for s in b.stride]} {b.kind}" for b in value.buffers.values()]  # fmt: skip
         lines += [show_nest(n) if isinstance(n, Nest) else show_call(n) for n in value.nodes]
-        return "\n".join([*lines, f"outputs {value.outputs}"])
+        return "\n".join([*lines, "outputs " + ", ".join(_output(o) for o in value.outputs)])
     steps = getattr(value, "steps", None)
     if steps is None:
         return repr(value)

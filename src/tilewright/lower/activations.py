@@ -16,7 +16,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.lower import formula as f
 from tilewright.lower.context import Lowering
-from tilewright.lower.promote import KIND, elementwise
+from tilewright.lower.promote import KIND, elementwise, promoted
 from tilewright.lower.table import LoweringFn, Unsupported, lowers
 from tilewright.lower.tensor import Tensor, from_indices, view
 
@@ -101,13 +101,6 @@ def _softshrink(x: Expr, lambd: float = 0.5) -> Expr:
     return f.where(f.gt(x, lambd), f.sub(x, lambd), shrunk)
 
 
-def _logit(x: Expr, eps: float | None = None) -> Expr:
-    if eps is not None and eps >= 0:
-        high = f.where(f.gt(x, 1 - eps), 1 - eps, x)
-        x = f.where(f.lt(x, eps), eps, high)
-    return f.log(f.div(x, f.sub(1.0, x)))
-
-
 # ---- backward: the gradient, then what the op takes
 
 
@@ -189,14 +182,6 @@ def _shrink_backward(g: Expr, x: Expr, lambd: float) -> Expr:
     return f.where(f.both(f.ge(x, -lambd), f.le(x, lambd)), 0.0, g)
 
 
-def _logit_backward(g: Expr, x: Expr, eps: float | None = None) -> Expr:
-    slope = f.div(g, f.mul(x, f.sub(1.0, x)))
-    if eps is None or eps < 0:
-        outside = f.either(f.lt(x, 0.0), f.gt(x, 1.0))
-        return f.where(outside, math.nan, slope)
-    return f.where(f.either(f.lt(x, eps), f.gt(x, 1 - eps)), 0.0, slope)
-
-
 def _prelu(x: Expr, weight: Expr) -> Expr:
     return f.where(f.gt(x, 0), x, f.mul(x, weight))
 
@@ -211,14 +196,11 @@ def _activation(fn: Callable[..., Expr], tensors: int) -> LoweringFn:
         numbers = (*args[tensors:], *kwargs.values())
         if any(isinstance(n, Expr) for n in numbers):
             raise Unsupported("a parameter that is known only at run time")
-        kind = KIND.INT_TO_FLOAT if fn in _FLOATS_INTEGERS else KIND.DEFAULT
         return elementwise(ctx, lambda *values: fn(*values, *args[tensors:], **kwargs),
-                           *args[:tensors], kind=kind)  # fmt: skip
+                           *args[:tensors])  # fmt: skip
 
     return lowering
 
-
-_FLOATS_INTEGERS = frozenset((_logit,))
 
 _FORWARD: list[tuple[Any, Callable[..., Expr]]] = [
     (aten.relu, _relu),
@@ -236,7 +218,6 @@ _FORWARD: list[tuple[Any, Callable[..., Expr]]] = [
     (aten.threshold, _threshold),
     (aten.hardshrink, _hardshrink),
     (aten.softshrink, _softshrink),
-    (aten.logit, _logit),
 ]
 
 _BACKWARD: list[tuple[Any, Callable[..., Expr]]] = [
@@ -254,7 +235,6 @@ _BACKWARD: list[tuple[Any, Callable[..., Expr]]] = [
     (aten.threshold_backward, _threshold_backward),
     (aten.hardshrink_backward, _shrink_backward),
     (aten.softshrink_backward, _shrink_backward),
-    (aten.logit_backward, _logit_backward),
     (aten._prelu_kernel, _prelu),
 ]
 
@@ -271,6 +251,37 @@ def prelu_backward(ctx: Lowering, g: Tensor, x: Tensor, weight: Tensor) -> tuple
     to_weight = elementwise(
         ctx, lambda d, a, w: f.where(f.gt(a, 0), 0.0, f.mul(a, d)), g, x, weight)
     return to_input, to_weight
+
+
+# ---- logit: eager rounds every step of it in low precision
+
+
+@lowers(aten.logit.default)
+def logit(ctx: Lowering, x: Tensor, eps: float | None = None) -> Tensor:
+    dtype = promoted(ctx, (x,), KIND.INT_TO_FLOAT)[1]
+
+    def body(a: Expr) -> Expr:
+        if eps is not None and eps >= 0:
+            low = f.rounded(f.like(eps, a), dtype)
+            high = f.rounded(f.sub(1.0, low), dtype)
+            a = f.where(f.lt(a, low), low, f.where(f.gt(a, high), high, a))
+        return f.log(f.rounded(f.div(a, f.rounded(f.sub(1.0, a), dtype)), dtype))
+
+    return elementwise(ctx, body, x, kind=KIND.INT_TO_FLOAT)
+
+
+@lowers(aten.logit_backward.default)
+def logit_backward(ctx: Lowering, g: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
+    def body(d: Expr, a: Expr) -> Expr:
+        rest = f.rounded(f.sub(1.0, a), x.dtype)
+        slope = f.div(d, f.rounded(f.mul(a, rest), x.dtype))
+        if eps is None or eps < 0:
+            return f.where(f.either(f.lt(a, 0.0), f.gt(a, 1.0)), math.nan, slope)
+        low = f.rounded(f.like(eps, a), x.dtype)
+        high = f.rounded(f.sub(1.0, low), x.dtype)
+        return f.where(f.either(f.lt(a, low), f.gt(a, high)), 0.0, slope)
+
+    return elementwise(ctx, body, g, x)
 
 
 # ---- gated linear unit: one half gates the other

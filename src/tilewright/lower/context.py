@@ -17,7 +17,15 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, substitute, sym, var
 from tilewright.ir.program import Buffer, Nest, Opaque, Origin, Program, Store, StoreMode, View
 from tilewright.lower.sizes import Sizes
-from tilewright.lower.tensor import Size, Tensor, is_stored, placeholders, reads_buffer
+from tilewright.lower.tensor import (
+    Size,
+    Tensor,
+    expand,
+    is_stored,
+    placeholders,
+    reads_buffer,
+    view,
+)
 
 UNROLLABLE = {"sum": "add", "prod": "mul", "min": "min", "max": "max", "any": "bit_or",
               "all": "bit_and"}  # fmt: skip
@@ -75,9 +83,10 @@ class Lowering:
 
     def copy(self, t: Tensor, stride: Size | None = None) -> Tensor:
         """`t` stored in a new buffer of its own, one element for each of its own."""
-        if stride is not None and any(s is ix.ZERO and n is not ix.ONE
-                                      for s, n in zip(stride, t.size, strict=True)):  # fmt: skip
-            stride = None
+        if stride is not None and any(s is ix.ZERO for s in stride):  # repeated along a dimension
+            once = tuple(ix.ONE if s is ix.ZERO else n for n, s in zip(t.size, stride, strict=True))
+            apart = tuple(ix.ONE if s is ix.ZERO else s for s in stride)
+            return expand(self.copy(view(t, once, lambda *indices: indices), apart), t.size)
         made = self.buffer(t.size, t.dtype, t.device, stride)
         self.assign(made, t)
         return self.stored(made)

@@ -177,3 +177,68 @@ def _triangle(keeps: Callable[[Expr, Expr], Expr]) -> LoweringFn:
 
 lowers(aten.tril.default)(_triangle(lambda column, limit: f.le(column, limit)))
 lowers(aten.triu.default)(_triangle(lambda column, limit: f.ge(column, limit)))
+
+
+def _growing(i: Expr, first: int) -> tuple[Expr, Expr]:
+    """(row, column) of element `i` of rows that have `first`, `first + 1`, ... elements."""
+    b = first - 0.5
+    x = build.cast(i, torch.float64)
+    row = build.cast(f.sub(f.sqrt(f.add(f.mul(x, 2.0), b * b)), b), torch.int64)
+    before = f.shr(f.mul(row, f.add(row, 2 * first - 1)), 1)
+    return row, f.sub(i, before)
+
+
+@lowers(aten.tril_indices.default)
+def tril_indices(ctx: Lowering, rows: int, cols: int, offset: int = 0, **_: Any) -> Tensor:
+    """Rows that grow by one element up to all the columns, then full rows."""
+    first = min(cols, 1 + offset) if offset > 0 else int(rows + offset > 0)
+    last = max(0, min(cols, rows + offset))
+    growing = last - first + 1
+    before = (first + last) * growing // 2
+
+    def position(i: Expr) -> tuple[Expr, Expr]:
+        row, column = _growing(i, first)
+        rest = ix.sub(i, before)
+        full_row = ix.add(ix.floordiv(rest, cols), growing)
+        early = f.lt(i, before)
+        return f.where(early, row, full_row), f.where(early, column, ix.mod(rest, cols))
+
+    return _positions(ctx, position, max(0, -offset))
+
+
+@lowers(aten.triu_indices.default)
+def triu_indices(ctx: Lowering, rows: int, cols: int, offset: int = 0, **_: Any) -> Tensor:
+    """Full rows, then rows that lose one element each: those, read backwards, grow."""
+    full = max(0, min(rows, -offset))
+    before = full * cols
+    fake = _result(ctx)
+    count = fake.size(1) - before
+    longest = cols - max(0, offset)
+    shortest = longest - (rows - full) + 1 if rows - full < longest else 1
+
+    def position(i: Expr) -> tuple[Expr, Expr]:
+        row, column = _growing(ix.sub(count - 1 + before, i), shortest)
+        height = longest - shortest
+        early = f.lt(i, before)
+        shrunk_row = f.sub(height + full, row)
+        shrunk_column = f.sub(cols - 1, column)
+        return (f.where(early, ix.floordiv(i, cols), shrunk_row),
+                f.where(early, ix.mod(i, cols), shrunk_column))  # fmt: skip
+
+    return _positions(ctx, position)
+
+
+def _positions(ctx: Lowering, position: Callable[[Expr], tuple[Expr, Expr]], down: int = 0
+               ) -> Tensor:  # fmt: skip
+    """Two rows: where each element of a triangle is."""
+    fake = _result(ctx)
+    size = ctx.sizes.tuple(fake.size())
+    if size[1] is ix.ZERO:
+        return filled(ctx, 0)
+
+    def element(which: Expr, i: Expr) -> Expr:
+        row, column = position(i)
+        chosen = f.where(f.eq(which, 0), f.add(row, down), column)
+        return build.cast(chosen, fake.dtype)
+
+    return from_indices(size, fake.device, element)

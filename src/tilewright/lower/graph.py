@@ -18,6 +18,7 @@ from tilewright.ir.expr import Expr, const, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
 from tilewright.lower.context import Lowering, as_view, is_plain
+from tilewright.lower.sizes import shape_env, unbacked
 from tilewright.lower.table import LOWERINGS, Unsupported
 from tilewright.lower.tensor import Tensor, cost, is_stored
 
@@ -235,8 +236,8 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
     args, kwargs = _opaque_arguments(ctx, node)
     value = node.meta.get("val")
     binds: list[tuple[str, Any]] = []
-    for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
-        bound = ctx.sizes._symbol(symbol, _shape_env(value))
+    for symbol, path in unbacked(value, node.meta).items():
+        bound = ctx.sizes.symbol(symbol, shape_env(value))
         assert bound is not None
         ctx.program.symbols[symbol.name] = bound
         binds.append((symbol.name, path))
@@ -266,17 +267,6 @@ def _lift_item(ctx: Lowering, call: Opaque, k: int, value: Any) -> Any:
     if isinstance(value, torch.SymInt):
         return ctx.sizes.index(value)
     return value if value is None else Handle(f"{call.name}_r{k}")
-
-
-def _shape_env(value: Any) -> Any:
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            for n in (*leaf.size(), *leaf.stride()):
-                if isinstance(n, torch.SymInt):
-                    return n.node.shape_env
-        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return leaf.node.shape_env
-    raise ValueError("an unbacked size without a ShapeEnv")
 
 
 def _mutated(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:

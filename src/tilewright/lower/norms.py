@@ -79,8 +79,8 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else pointwise(add, x, bias)
 
 
-def _centred(ctx: Lowering, g: Tensor, normal: Tensor, inverse: Tensor,
-             dims: Sequence[int], means: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
+def _centred(ctx: Lowering, g: Tensor, normal: Tensor, inverse: Tensor, dims: Sequence[int],
+             means: Sequence[Tensor] | None = None) -> Tensor:  # fmt: skip
     """The gradient of a normalised row: `g` without its parts along one and along the row.
 
     `means` are the sums of `g` and of `g` times the row, if known already.
@@ -127,7 +127,9 @@ def _layer_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, shape: Sequence
                                               inverse, weight)  # fmt: skip
     normal = _normalized(values, mean, inverse)
     wanted = _wanted(ctx, mask)
-    gradient = _centred(ctx, _affine(grad, weight, None), normal, inverse, rows) if mask[0] else None
+    gradient = None
+    if mask[0]:
+        gradient = _centred(ctx, _affine(grad, weight, None), normal, inverse, rows)
     scale = total(ctx, pointwise(mul, grad, normal), others, False) if mask[1] else None
     shift = total(ctx, grad, others, False) if mask[2] else None
     return _typed(wanted, gradient, scale, shift)
@@ -168,7 +170,7 @@ def _rms_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, shape: Sequence[A
     gradient = scale = None
     if mask[0]:
         g = _affine(grad, weight, None)
-        none = full((), 0.0, g.dtype, g.device)  # the mean is not taken away, so neither is its part
+        none = full((), 0.0, g.dtype, g.device)  # no mean was taken away, so no part along it is
         along_row = total(ctx, pointwise(mul, g, normal), rows)
         gradient = _centred(ctx, g, normal, inverse, rows, (none, along_row))
     if mask[1] and weight is not None:
@@ -250,9 +252,9 @@ def _group_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, mean: Tensor, i
     scaled = total(ctx, pointwise(mul, grad, normal), split.places)
     gradient = None
     if mask[0]:
-        means = tuple(total(ctx, _affine(s, weight, None), split.rows) for s in (plain, scaled))
+        means = [total(ctx, _affine(s, weight, None), split.rows) for s in (plain, scaled)]
         gradient = split.together(
-            _centred(ctx, _affine(grad, weight, None), normal, inverse, split.rows, means)  # type: ignore[arg-type]
+            _centred(ctx, _affine(grad, weight, None), normal, inverse, split.rows, means)
         )
     sums = [_over_batch(ctx, s, x.size[1], split) if m else None
             for s, m in zip((scaled, plain), mask[1:], strict=True)]  # fmt: skip
@@ -305,19 +307,25 @@ def _batch_norm_training(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: 
 
 def _batch_norm_inference(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: Tensor | None,
                           mean: Tensor, variance: Tensor, eps: float) -> Tensor:  # fmt: skip
-    values, weight, bias, mean, variance = _in(
-        x.dtype, x, _channel(weight, x), _channel(bias, x), _channel(mean, x), variance
-    )
-    inverse = variance.map(lambda v: build.op("rsqrt", add(v, number(eps, v.dtype))))
-    return _affine(_normalized(values, mean, along(inverse, [1], x.size)), weight, bias)
+    values, weight, bias, mean, inverse = _in(
+        x.dtype, x, _channel(weight, x), _channel(bias, x), _channel(mean, x),
+        _channel(_inverse(variance, eps), x),
+    )  # fmt: skip
+    return _affine(_normalized(values, mean, inverse), weight, bias)
 
 
-def _updated(running: Tensor, fresh: Tensor, momentum: float) -> Tensor:
+def _inverse(variance: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(variance + eps) of a stored variance, in its compute type."""
+    values = variance.to(compute_type(variance.dtype))
+    return values.map(lambda v: build.op("rsqrt", add(v, number(eps, v.dtype))))
+
+
+def _updated(running: Tensor, fresh: Tensor, momentum: float, result: torch.dtype) -> Tensor:
     dtype = compute_type(running.dtype)
     share, rest = number(momentum, dtype), number(1 - momentum, dtype)
     mixed = pointwise(lambda old, new: add(mul(share, new), mul(rest, old)),
                       running.to(dtype), fresh.to(dtype))  # fmt: skip
-    return mixed.to(running.dtype)
+    return mixed.to(result)
 
 
 def _unused(ctx: Lowering, position: int) -> Tensor:
@@ -340,8 +348,8 @@ def _batch_norm(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: Tensor | 
     results = [found.out.to(dtype_of(ctx, 0)), found.mean.to(dtype_of(ctx, 1)),
                found.inverse.to(dtype_of(ctx, 2))]  # fmt: skip
     if mean is not None and variance is not None:
-        results += [_updated(mean, found.mean, momentum),
-                    _updated(variance, found.variance, momentum)]  # fmt: skip
+        results += [_updated(mean, found.mean, momentum, dtype_of(ctx, -2)),
+                    _updated(variance, found.variance, momentum, dtype_of(ctx, -1))]  # fmt: skip
     return results
 
 
@@ -396,28 +404,25 @@ def _batch_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, weight: Tensor 
                          running_mean: Tensor | None, running_variance: Tensor | None,
                          mean: Tensor | None, inverse: Tensor | None, training: bool, eps: float,
                          mask: Sequence[bool]) -> Triple:  # fmt: skip
-    if not training:
-        if running_mean is None or running_variance is None:
-            raise Unsupported("inference without running statistics")
-        (variance,) = _in(x.dtype, running_variance)
-        mean = running_mean
-        inverse = variance.map(lambda v: build.op("rsqrt", add(v, number(eps, v.dtype))))
-    assert mean is not None and inverse is not None, "training saves the statistics"
+    if not training and running_variance is not None:
+        mean, inverse = running_mean, _inverse(running_variance, eps)
+    if mean is None or inverse is None:
+        raise Unsupported("inference without running statistics")
     dims = _channel_dims(x)
     wanted = _wanted(ctx, mask)
-    grad, values, mean, inverse, weight = _in(
+    grad, values, centre, spread, weight = _in(
         x.dtype, keep(ctx, grad), keep(ctx, x), _channel(mean, x), _channel(inverse, x),
         _channel(weight, x),
     )  # fmt: skip
-    normal = _normalized(values, mean, inverse)
+    normal = _normalized(values, centre, spread)
     gradient = None
     plain = total(ctx, grad, dims) if training or mask[2] else None
     scaled = total(ctx, pointwise(mul, grad, normal), dims) if training or mask[1] else None
     if mask[0]:
         if plain is not None and scaled is not None and training:
-            gradient = _centred(ctx, grad, normal, inverse, dims, (plain, scaled))
+            gradient = _centred(ctx, grad, normal, spread, dims, (plain, scaled))
         else:
-            gradient = pointwise(mul, grad, inverse)
+            gradient = pointwise(mul, grad, spread)
         gradient = _affine(gradient, weight, None)
     sums = [None if s is None else squeeze(s, dims) for s in (scaled, plain)]
     return _typed(wanted, gradient, *sums)

@@ -13,12 +13,21 @@ from typing import Any
 import torch
 
 from tilewright.ir import build
+from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.lower import formula as f
 from tilewright.lower.context import Lowering
-from tilewright.lower.promote import KIND, Operand, compute_type, elementwise, operand, promoted
+from tilewright.lower.promote import (
+    KIND,
+    Operand,
+    compute_type,
+    elementwise,
+    operand,
+    promoted,
+    scalar,
+)
 from tilewright.lower.table import LoweringFn, Unsupported, lowers
-from tilewright.lower.tensor import Tensor, pointwise
+from tilewright.lower.tensor import Tensor, broadcast_size, expand, from_indices, pointwise
 
 aten = torch.ops.aten
 
@@ -34,7 +43,7 @@ def _two(fn: Callable[[Expr, Expr], Expr], kind: KIND) -> LoweringFn:
     """Two operands, each a tensor or a number, rounded to their common type first."""
 
     def lowering(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
-        return elementwise(ctx, fn, a, b, kind=kind, rounds=True)
+        return elementwise(ctx, fn, a, b, kind=kind, rounds=2)
 
     return lowering
 
@@ -96,14 +105,15 @@ def _truth(x: Expr) -> Expr:
 
 
 _FLOAT_ROWS = (
-    "acos acosh asin asinh atan atanh cos cosh digamma erf erfc erfinv exp exp2 expm1 i0 lgamma log "
-    "log10 log1p log2 rsqrt sigmoid sin sinh sqrt tan tanh special_airy_ai special_bessel_j0 "
-    "special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx special_i0e special_i1 "
-    "special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
-    "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
-    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
-    "special_spherical_bessel_j0"
-).split()
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expm1", "i0", "lgamma", "log", "log10", "log1p", "log2", "rsqrt",
+    "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh", "special_airy_ai", "special_bessel_j0",
+    "special_bessel_j1", "special_bessel_y0", "special_bessel_y1", "special_erfcx", "special_i0e",
+    "special_i1", "special_i1e", "special_log_ndtr", "special_modified_bessel_i0",
+    "special_modified_bessel_i1", "special_modified_bessel_k0", "special_modified_bessel_k1",
+    "special_ndtri", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1",
+    "special_spherical_bessel_j0",
+)  # fmt: skip
 """ATen ops that are one row of `ir.ops.TABLE`; integers become floats."""
 
 for _name in _FLOAT_ROWS:
@@ -214,62 +224,91 @@ def frexp(ctx: Lowering, x: Tensor) -> tuple[Tensor, Tensor]:
     return wide.map(mantissa).to(x.dtype), wide.map(exponent)
 
 
-# ---- arithmetic of two operands: numbers beside low-precision tensors stay at full precision
+# ---- arithmetic of two operands
 
 
-def _scaled(ctx: Lowering, value: Expr, factor: Any) -> Expr:
-    """`value * factor`, where a factor of one costs nothing."""
+def _scaled(value: Expr, factor: Any) -> Expr:
+    """`value * factor`; a factor of one costs nothing."""
     if isinstance(factor, Expr):
         return f.mul(value, build.cast(factor, value.dtype))
     return f.mul(value, factor)
 
 
-def _sum(ctx: Lowering, a: Operand, b: Operand, alpha: Any, name: str) -> Tensor:
-    return elementwise(ctx, lambda x, y: build.op(name, x, _scaled(ctx, y, alpha)), a, b)
+def _sum(ctx: Lowering, row: str, a: Operand, b: Operand, alpha: Any) -> Tensor:
+    if alpha == 1:
+        return elementwise(ctx, f.binary(row), a, b, rounds=2)
+    dtype = promoted(ctx, (a, b))[1]
+
+    def body(x: Expr, y: Expr) -> Expr:
+        return build.op(row, x, f.mul(y, build.cast(scalar(alpha, dtype), y.dtype)))
+
+    return elementwise(ctx, body, a, b, rounds=2)
 
 
 @lowers(aten.add.Tensor, aten.add.Scalar)
 def add(ctx: Lowering, a: Operand, b: Operand, alpha: Any = 1) -> Tensor:
-    return _sum(ctx, a, b, alpha, "add")
+    return _sum(ctx, "add", a, b, alpha)
 
 
 @lowers(aten.sub.Tensor, aten.sub.Scalar)
 def sub(ctx: Lowering, a: Operand, b: Operand, alpha: Any = 1) -> Tensor:
-    return _sum(ctx, a, b, alpha, "sub")
+    return _sum(ctx, "sub", a, b, alpha)
 
 
 @lowers(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(ctx: Lowering, a: Operand, b: Operand, alpha: Any = 1) -> Tensor:
-    return _sum(ctx, b, a, alpha, "sub")
+    return _sum(ctx, "sub", b, a, alpha)
 
 
 @lowers(aten.mul.Tensor, aten.mul.Scalar)
 def mul(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
-    return elementwise(ctx, f.mul, a, b)
+    return elementwise(ctx, f.mul, a, b, rounds=1)
 
 
 @lowers(aten.div.Tensor, aten.div.Scalar)
 def div(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
-    return elementwise(ctx, f.div, a, b, kind=KIND.INT_TO_FLOAT)
+    return elementwise(ctx, f.div, a, b, kind=KIND.INT_TO_FLOAT, rounds=1)
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | None) -> Tensor:
+    """Eager rounds every step of a low-precision quotient, unless the divisor is one number."""
     if rounding_mode is None:
         return div(ctx, a, b)
     row = {"trunc": "truncdiv", "floor": "floordiv"}[rounding_mode]
-    return elementwise(ctx, f.binary(row), a, b)
+    computation, result = promoted(ctx, (a, b))
+    if computation == result or not isinstance(b, Tensor) or not b.rank:
+        return elementwise(ctx, f.binary(row), a, b, rounds=1)
+    stepwise = _stepwise_trunc if rounding_mode == "trunc" else _stepwise_floor
+    return elementwise(ctx, lambda x, y: stepwise(x, y, result), a, b, rounds=2)
+
+
+def _stepwise_trunc(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
+    return f.trunc(f.rounded(f.div(a, b), dtype))
+
+
+def _stepwise_floor(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
+    """From the exact remainder, with every intermediate number rounded to `dtype`."""
+    rest = f.rounded(build.op("fmod", a, b), dtype)
+    quotient = f.rounded(f.div(f.rounded(f.sub(a, rest), dtype), b), dtype)
+    opposite = f.both(f.ne(rest, 0), f.ne(f.lt(b, 0), f.lt(rest, 0)))
+    quotient = f.where(opposite, f.rounded(f.sub(quotient, 1.0), dtype), quotient)
+    low = build.op("floor", quotient)
+    low = f.where(f.gt(f.sub(quotient, low), 0.5), f.add(low, 1.0), low)
+    exact = f.div(a, b)
+    low = f.where(f.eq(quotient, 0), build.op("copysign", f.like(0.0, a), exact), low)
+    return f.where(f.eq(b, 0), exact, low)
 
 
 @lowers(aten.floor_divide.default, aten.floor_divide.Scalar)
 def floor_divide(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
-    return elementwise(ctx, f.binary("floordiv"), a, b)
+    return div_mode(ctx, a, b, rounding_mode="floor")
 
 
 @lowers(aten.addcmul.default)
 def addcmul(ctx: Lowering, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
     def body(base: Expr, y: Expr, z: Expr) -> Expr:
-        return f.add(base, f.mul(_scaled(ctx, y, value), z))
+        return f.add(base, f.mul(_scaled(y, value), z))
 
     return elementwise(ctx, body, x, a, b)
 
@@ -277,7 +316,7 @@ def addcmul(ctx: Lowering, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -
 @lowers(aten.addcdiv.default)
 def addcdiv(ctx: Lowering, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
     def body(base: Expr, y: Expr, z: Expr) -> Expr:
-        return f.add(base, f.div(_scaled(ctx, y, value), z))
+        return f.add(base, f.div(_scaled(y, value), z))
 
     return elementwise(ctx, body, x, a, b)
 
@@ -303,15 +342,21 @@ def pow_scalar(ctx: Lowering, x: Tensor, exponent: Any) -> Tensor:
     """Eager's special cases: small whole exponents multiply, halves take roots."""
     if isinstance(exponent, Expr):
         return pow_tensor(ctx, x, exponent)
+    result = promoted(ctx, (x, exponent), KIND.BOOL_TO_LONG)[1]
+
+    def square(a: Expr) -> Expr:  # eager's bfloat16 vectors round between the steps
+        squared = f.square(a)
+        return f.rounded(squared, result) if result == torch.bfloat16 else squared
+
     special: dict[float, Callable[[Expr], Expr]] = {
         0: lambda a: f.like(1, a),
         1: lambda a: a,
         2: f.square,
-        3: lambda a: f.mul(f.square(a), a),
+        3: lambda a: f.mul(square(a), a),
     }
-    if promoted(ctx, (x, exponent), KIND.BOOL_TO_LONG)[1].is_floating_point:
+    if result.is_floating_point:
         special |= {0.5: f.sqrt, -0.5: f.unary("rsqrt"), -1: f.reciprocal,
-                    -2: lambda a: f.reciprocal(f.square(a))}  # fmt: skip
+                    -2: lambda a: f.reciprocal(square(a))}  # fmt: skip
     elif exponent < 0:
         raise Unsupported("a negative power of integers is eager's error to report")
     if exponent in special:
@@ -322,7 +367,7 @@ def pow_scalar(ctx: Lowering, x: Tensor, exponent: Any) -> Tensor:
 
 @lowers(aten.pow.Tensor_Tensor)
 def pow_tensor(ctx: Lowering, x: Operand, exponent: Operand) -> Tensor:
-    return elementwise(ctx, f.pow_, x, exponent, kind=KIND.BOOL_TO_LONG, rounds=True)
+    return elementwise(ctx, f.pow_, x, exponent, kind=KIND.BOOL_TO_LONG, rounds=2)
 
 
 @lowers(aten.pow.Scalar)
@@ -348,14 +393,6 @@ def _fextreme(larger: bool) -> Callable[[Expr, Expr], Expr]:
 
 def _heaviside(x: Expr, at_zero: Expr) -> Expr:
     return f.where(f.eq(x, 0), at_zero, build.cast(f.gt(x, 0), x.dtype))
-
-
-def _xlog(log: Callable[[Expr], Expr]) -> Callable[[Expr, Expr], Expr]:
-    def body(x: Expr, y: Expr) -> Expr:
-        product = f.where(f.eq(x, 0), 0.0, f.mul(x, log(y)))
-        return f.where(f.isnan(y), y, product)
-
-    return body
 
 
 def _log_sum(power: Callable[[Expr], Expr], scale: float) -> Callable[[Expr, Expr], Expr]:
@@ -385,8 +422,6 @@ _TWO: list[tuple[Any, Callable[[Expr, Expr], Expr], KIND]] = [
     (aten.igammac, f.binary("igammac"), KIND.DEFAULT),
     (aten.special_zeta, f.binary("zeta"), KIND.INT_TO_FLOAT),
     (aten.heaviside, _heaviside, KIND.DEFAULT),
-    (aten.xlogy, _xlog(f.log), KIND.INT_TO_FLOAT),
-    (aten.special_xlog1py, _xlog(f.log1p), KIND.INT_TO_FLOAT),
     (aten.logaddexp, _log_sum(f.exp, 1.0), KIND.DEFAULT),
     (aten.logaddexp2, _log_sum(f.exp2, 1 / math.log(2)), KIND.DEFAULT),
     *((getattr(aten, name), f.binary(name), KIND.ALWAYS_BOOL)
@@ -403,12 +438,32 @@ _TWO: list[tuple[Any, Callable[[Expr, Expr], Expr], KIND]] = [
     (aten.__rshift__, f.shr, KIND.DEFAULT),
 ]  # fmt: skip
 
-_FORMS = ("default", "Tensor", "Scalar", "Scalar_Tensor", "Tensor_Scalar", "Scalar_Self",
-          "Scalar_Other", "self_scalar", "other_scalar")  # fmt: skip
+_FORMS = ("default", "Tensor", "Scalar", "Scalar_Tensor", "Tensor_Scalar", "self_scalar",
+          "other_scalar")  # fmt: skip
 
 for _packet, _fn, _kind in _TWO:
     _overloads = [getattr(_packet, form) for form in _FORMS if form in _packet.overloads()]
     lowers(*_overloads)(_two(_fn, _kind))
+
+
+def _xlog(log: Callable[[Expr], Expr]) -> LoweringFn:
+    """`x * log(y)`, zero where `x` is; the logarithm is rounded, as in eager's vectors."""
+
+    def lowering(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
+        result = promoted(ctx, (a, b), KIND.INT_TO_FLOAT)[1]
+
+        def body(x: Expr, y: Expr) -> Expr:
+            product = f.where(f.eq(x, 0), 0.0, f.mul(x, f.rounded(log(y), result)))
+            return f.where(f.isnan(y), y, product)
+
+        return elementwise(ctx, body, a, b, kind=KIND.INT_TO_FLOAT, rounds=2)
+
+    return lowering
+
+
+lowers(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)(_xlog(f.log))
+lowers(aten.special_xlog1py.default, aten.special_xlog1py.self_scalar,
+       aten.special_xlog1py.other_scalar)(_xlog(f.log1p))  # fmt: skip
 
 
 @lowers(aten.nextafter.default)
@@ -431,7 +486,7 @@ def clamp(ctx: Lowering, x: Tensor, low: Operand | None = None, high: Operand | 
         lower = None if low is None else rest.pop(0)
         return f.clamp(a, lower, None if high is None else rest.pop(0))
 
-    return elementwise(ctx, body, x, *given, rounds=True)
+    return elementwise(ctx, body, x, *given, rounds=3)
 
 
 @lowers(aten.clamp_min.default, aten.clamp_min.Tensor)
@@ -451,3 +506,22 @@ def where(ctx: Lowering, condition: Tensor, a: Operand, b: Operand) -> Tensor:
     return pointwise(build.where, condition.to(torch.bool), *chosen)
 
 
+@lowers(aten.linalg_cross.default)
+def cross(ctx: Lowering, a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
+    """Each of the three components is a difference of products of the other two."""
+    size = broadcast_size((a, b))
+    dim %= len(size)
+    computation, result = promoted(ctx, (a, b))
+    left, right = (expand(t.to(computation), size) for t in (a, b))
+
+    def element(*indices: Expr) -> Expr:
+        def turned(t: Tensor, steps: int) -> Expr:
+            moved = ix.mod(ix.add(indices[dim], steps), 3)
+            return t.at([moved if k == dim else i for k, i in enumerate(indices)])
+
+        def product(j: int, k: int) -> Expr:  # eager rounds the products
+            return f.rounded(f.mul(turned(left, j), turned(right, k)), result)
+
+        return f.sub(product(1, 2), product(2, 1))
+
+    return from_indices(size, a.device, element).to(result)

@@ -58,19 +58,19 @@ def operand(ctx: Lowering, x: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def elementwise(ctx: Lowering, fn: Callable[..., Expr], *operands: Operand,
-                kind: KIND = KIND.DEFAULT, rounds: bool = False) -> Tensor:  # fmt: skip
+                kind: KIND = KIND.DEFAULT, rounds: int = 0) -> Tensor:  # fmt: skip
     """`fn` over the promoted, broadcast operands; the result is rounded to the promoted type.
 
-    With `rounds`, operands are first rounded to the common type. Eager does that to numbers (and
-    tensors without dimensions) beside low-precision tensors, except in plain arithmetic, where it
-    takes them at full precision.
+    The first `rounds` operands are first rounded to the common type. That matters beside
+    low-precision tensors, for numbers and for tensors without dimensions: most eager ops round
+    them, but products and quotients take their second operand at full precision.
     """
     fakes = [_fake(x) for x in operands]
     computation, result = elementwise_dtypes(*fakes, type_promotion_kind=kind)
     common = computation if kind == KIND.ALWAYS_BOOL else result
     tensors: list[Tensor] = []
-    for x in operands:
-        t = operand(ctx, x, common) if rounds else x
+    for k, x in enumerate(operands):
+        t = operand(ctx, x, common) if k < rounds else x
         tensors.append(operand(ctx, t, compute_type(computation)))
     out = pointwise(fn, *tensors)
     return out if kind == KIND.ALWAYS_BOOL else out.to(result)

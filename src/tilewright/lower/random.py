@@ -179,7 +179,8 @@ def uniform(ctx: Lowering, x: Tensor, low: Any = 0.0, high: Any = 1.0, generator
     aten.normal_functional.default, aten.normal.Tensor_float, aten.normal.float_Tensor,
     aten.normal.Tensor_Tensor,
 )  # fmt: skip
-def normal(ctx: Lowering, first: Operand, *rest: Any, generator: Any = None, **named: Any) -> Tensor:
+def normal(ctx: Lowering, first: Operand, *rest: Any, generator: Any = None, **named: Any
+           ) -> Tensor:  # fmt: skip
     """`normal_functional(x, mean, std)` and `normal(mean, std)` with tensors for either."""
     assert ctx.node is not None
     functional = ctx.node.target is aten.normal_functional.default

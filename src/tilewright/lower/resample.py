@@ -1,1 +1,532 @@
-"""(being written)"""
+"""Resampling: interpolation, grid sampling, and the unfolding of windows into columns.
+
+Interpolation along one dimension is an `Axis`: which inputs an output is made of, with which
+weights (its taps). Forward multiplies the taps of all dimensions out, in one loop. Backward runs
+over the dimensions one at a time and gathers, for an input, from the outputs it is a tap of; where
+sizes are not known, it scatters. Coordinates are computed in the type eager computes them in, so
+that they round the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const
+from tilewright.ir.program import Store
+from tilewright.lower.context import Fill, Lowering
+from tilewright.lower.pooling import inside
+from tilewright.lower.promote import compute_type, scalar
+from tilewright.lower.table import Unsupported, lowers
+from tilewright.lower.tensor import Size, Tensor, from_indices, placeholders
+from tilewright.lower.views import replaced, result_size
+
+aten = torch.ops.aten
+
+Kind = Literal["nearest", "exact", "linear", "cubic"]
+Tap = tuple[Expr, Expr | None]  # an input's index, and its weight (None: one)
+
+CUBIC_A = -0.75
+UNROLL = 32
+
+
+# ---- float arithmetic on expressions
+
+
+def _const(value: float, like: Expr) -> Expr:
+    return const(value, like.dtype)
+
+
+def _f(name: str, a: Expr, b: Expr | float) -> Expr:
+    return build.op(name, a, b if isinstance(b, Expr) else _const(b, a))
+
+
+def _product(*factors: Expr | None) -> Expr | None:
+    total: Expr | None = None
+    for factor in factors:
+        if factor is not None:
+            total = factor if total is None else build.op("mul", total, factor)
+    return total
+
+
+def _sum(terms: Sequence[Expr]) -> Expr:
+    total = terms[0]
+    for term in terms[1:]:
+        total = build.op("add", total, term)
+    return total
+
+
+def _to_index(e: Expr, size: Expr) -> Expr:
+    """A whole float as an index, kept inside `[0, size)`."""
+    return _clamp(build.cast(e, torch.int64), size)
+
+
+def _clamp(i: Expr, size: Expr) -> Expr:
+    return ix.maximum(ix.minimum(i, ix.sub(size, 1)), 0)
+
+
+def _cubic_weights(t: Expr) -> list[Expr]:
+    """Keys' convolution at distances 1 + t, t, 1 - t and 2 - t."""
+
+    def near(x: Expr) -> Expr:
+        inner = _f("sub", _f("mul", x, CUBIC_A + 2), CUBIC_A + 3)
+        return _f("add", build.op("mul", build.op("mul", inner, x), x), 1.0)
+
+    def far(x: Expr) -> Expr:
+        inner = _f("sub", _f("mul", x, CUBIC_A), 5 * CUBIC_A)
+        inner = _f("add", build.op("mul", inner, x), 8 * CUBIC_A)
+        return _f("sub", build.op("mul", inner, x), 4 * CUBIC_A)
+
+    back = build.op("sub", _const(1, t), t)
+    return [far(_f("add", t, 1.0)), near(t), near(back), far(_f("add", back, 1.0))]
+
+
+# ---- interpolation
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Interpolation of `into` inputs to `out` outputs; `dtype` is that of the coordinates."""
+
+    kind: Kind
+    into: Expr
+    out: Expr
+    align: bool
+    factor: Any  # the scale factor the user gave, or None
+    dtype: torch.dtype
+
+    def _scale(self) -> Expr:
+        """Inputs per output."""
+        if self.align:
+            if ix.known_le(self.out, 1):
+                return const(0, self.dtype)
+            return self._ratio(ix.sub(self.into, 1), ix.maximum(ix.sub(self.out, 1), 1))
+        if self.factor is not None:
+            given = scalar(self.factor, torch.float64)
+            return build.cast(build.op("div", const(1, torch.float64), given), self.dtype)
+        return self._ratio(self.into, self.out)
+
+    def _ratio(self, a: Expr, b: Expr) -> Expr:
+        return build.op("div", build.cast(a, self.dtype), build.cast(b, self.dtype))
+
+    def _source(self, o: Expr) -> Expr:
+        """Where output `o` lies among the inputs."""
+        position = build.cast(o, self.dtype)
+        if self.align or self.kind == "nearest":
+            return build.op("mul", position, self._scale())
+        centre = build.op("mul", _f("add", position, 0.5), self._scale())
+        return centre if self.kind == "exact" else _f("sub", centre, 0.5)
+
+    def taps(self, o: Expr) -> list[Tap]:
+        if self.kind in ("nearest", "exact"):
+            return [(self._nearest(o), None)]
+        source = self._source(o)
+        if self.kind == "cubic":
+            whole = build.op("floor", source)
+            start = build.cast(whole, torch.int64)
+            weights = _cubic_weights(_unit(build.op("sub", source, whole)))
+            return [(_clamp(ix.add(start, k - 1), self.into), w) for k, w in enumerate(weights)]
+        source = source if self.align else _f("max", source, 0.0)
+        first = _clamp(build.cast(source, torch.int64), self.into)
+        second = ix.minimum(ix.add(first, 1), ix.sub(self.into, 1))
+        right = _unit(build.op("sub", source, build.cast(first, self.dtype)))
+        return [(first, build.op("sub", _const(1, right), right)), (second, right)]
+
+    def _nearest(self, o: Expr) -> Expr:
+        if self.into is self.out and self.factor is None:
+            return o
+        exact = self._integer_form(o)
+        if exact is not None:
+            return exact
+        return _to_index(build.op("floor", self._source(o)), self.into)
+
+    def _integer_form(self, o: Expr) -> Expr | None:
+        """Integer arithmetic where it gives what eager's float arithmetic gives, for every `o`."""
+        into, out = ix.value_of(self.into), ix.value_of(self.out)
+        scale = self._scale()
+        if into is None or out is None or not scale.is_const:
+            return None
+        positions = torch.arange(out)
+        offset = 0.5 if self.kind == "exact" else 0.0
+        found = ((positions.to(self.dtype) + offset) * scale.arg).floor().long().clamp(0, into - 1)
+        if self.kind == "exact":
+            if torch.equal(found, (2 * positions + 1) * into // (2 * out)):
+                return ix.floordiv(ix.mul(ix.add(ix.mul(o, 2), 1), into), 2 * out)
+        elif torch.equal(found, positions * into // out):
+            return ix.floordiv(ix.mul(o, into), out)
+        return None
+
+    def reach(self) -> tuple[int, int, int] | None:
+        """`(shift, step, count)`: input `i` is a tap only of outputs from
+        `i * out // into - shift`, `count` of them; None where sizes are not known."""
+        into, out = ix.value_of(self.into), ix.value_of(self.out)
+        scale = self._scale()
+        if not into or not out or not scale.is_const:
+            return None
+        low, high = self._tap_range(into, out, scale.arg)
+        first, last = torch.full((into,), out), torch.full((into,), -1)
+        outputs = torch.arange(out)
+        for offset in range(int((high - low).max()) + 1):
+            hit = (low + offset).minimum(high)
+            first.scatter_reduce_(0, hit, outputs, "amin")
+            last.scatter_reduce_(0, hit, outputs, "amax")
+        start = torch.arange(into) * out // into
+        shift = int((start - first).max().clamp(min=0))
+        return shift, out, int((last - start).max()) + shift + 1
+
+    def _tap_range(self, into: int, out: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and last tap of every output, with room for rounding."""
+        centre = torch.arange(out, dtype=torch.float64)
+        if not (self.align or self.kind == "nearest"):
+            centre = centre + 0.5
+        source = centre * scale - (
+            0.5 if self.kind in ("linear", "cubic") and not self.align else 0
+        )
+        before, after = {"cubic": (1, 2), "linear": (0, 1)}.get(self.kind, (0, 0))
+        low = (source - 1e-3).floor().long() - before
+        high = (source + 1e-3).floor().long() + after
+        return low.clamp(0, into - 1), high.clamp(0, into - 1)
+
+
+def _unit(e: Expr) -> Expr:
+    return _f("min", _f("max", e, 0.0), 1.0)
+
+
+def _axes(kind: Kind, dtype: torch.dtype, into: Size, out: Size, align: bool,
+          factors: Sequence[Any]) -> list[Axis]:  # fmt: skip
+    """Coordinates are float32, except those of float64 tensors."""
+    coordinates = dtype if dtype == torch.float64 else torch.float32
+    factors = [*factors, *[None] * (len(into) - len(factors))]
+    return [Axis(kind, i, o, align, f, coordinates)
+            for i, o, f in zip(into, out, factors, strict=True)]  # fmt: skip
+
+
+def _weighted(value: Expr, weight: Expr | None) -> Expr:
+    return value if weight is None else build.op("mul", value, build.cast(weight, value.dtype))
+
+
+def _interpolate(ctx: Lowering, x: Tensor, axes: Sequence[Axis], out: Size) -> Tensor:
+    lead = x.rank - len(axes)
+    plain = axes[0].kind in ("nearest", "exact")
+    if not plain and not x.dtype.is_floating_point:
+        raise Unsupported("integers are interpolated in fixed point")
+    source = ctx.realize(x) if not plain else x
+    source = source if plain else source.to(compute_type(x.dtype))
+    at = placeholders(out)
+    taps = [axis.taps(o) for axis, o in zip(axes, at[lead:], strict=True)]
+
+    def level(k: int, chosen: list[Expr]) -> Expr:
+        """Dimension k summed over its taps, innermost last, in eager's order."""
+        if k == len(axes):
+            return source.at([*at[:lead], *chosen])
+        return _sum([_weighted(level(k + 1, [*chosen, i]), w) for i, w in taps[k]])
+
+    body = build.cast(level(0, []), x.dtype)
+    return Tensor(out, x.dtype, x.device, body)
+
+
+def _interpolate_backward(ctx: Lowering, grad: Tensor, axes: Sequence[Axis], into: Size) -> Tensor:
+    if not grad.dtype.is_floating_point:
+        raise Unsupported("integers have no gradient")
+    lead = grad.rank - len(axes)
+    total = grad.to(compute_type(grad.dtype))
+    if any(axis.reach() is None for axis in axes):
+        return _scatter_taps(ctx, total, axes, into, lead).to(grad.dtype)
+    for dim in reversed(range(lead, grad.rank)):
+        axis = axes[dim - lead]
+        if axis.into is axis.out and axis.kind in ("nearest", "exact") and axis.factor is None:
+            continue
+        total = _gather_taps(ctx, ctx.realize(total), axis, dim)
+    return total.to(grad.dtype)
+
+
+def _gather_taps(ctx: Lowering, grad: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Along one dimension: for an input, the sum over the outputs it is a tap of."""
+    reach = axis.reach()
+    assert reach is not None
+    shift, out, count = reach
+    size = (*grad.size[:dim], axis.into, *grad.size[dim + 1 :])
+
+    def term(at: Sequence[Expr], w: Expr) -> Expr:
+        start = ix.sub(ix.floordiv(ix.mul(at[dim], out), axis.into), shift)
+        o = ix.add(start, w)
+        mask = inside(o, axis.out)
+        value = build.guard(grad.at(replaced(at, dim, o)), mask)
+        parts = [
+            build.where(
+                build.both(mask, build.op("eq", i, at[dim])),
+                _weighted(value, weight),
+                const(0, value.dtype),
+            )
+            for i, weight in axis.taps(o)
+        ]
+        return _sum(parts)
+
+    if count <= UNROLL:
+        at = placeholders(size)
+        body = _sum([term(at, const(w)) for w in range(count)])
+        return Tensor(size, body.dtype, grad.device, body)
+    terms = from_indices((*size, const(count)), grad.device, lambda *p: term(p[:-1], p[-1]))
+    return ctx.reduce("sum", terms, [len(size)], False, Fill(terms.dtype))[0]
+
+
+def _scatter_taps(ctx: Lowering, grad: Tensor, axes: Sequence[Axis], into: Size,
+                  lead: int) -> Tensor:  # fmt: skip
+    """For an output, add its gradient to each of its taps."""
+    zeros = from_indices(into, grad.device, lambda *_: const(0, grad.dtype))
+    target = ctx.copy(zeros)
+    buffer = ctx.program.buffers[target.body.arg]
+    source = ctx.realize(grad)
+    at = placeholders(grad.size)
+    taps = [axis.taps(o) for axis, o in zip(axes, at[lead:], strict=True)]
+    for chosen in itertools.product(*taps):
+        where = ix.linearize([*at[:lead], *(i for i, _ in chosen)], buffer.stride)
+        value = _weighted(source.body, _product(*(w for _, w in chosen)))
+        ctx.nest(at, (), [Store(buffer.name, where, value, "add")])
+    return target
+
+
+def _forward(kind: Kind, n: int, aligned: bool) -> Callable[..., Tensor]:
+    def lowering(ctx: Lowering, x: Tensor, output_size: Any, *rest: Any, **named: Any) -> Tensor:
+        align, factors = _options(aligned, rest, named)
+        out = result_size(ctx)
+        axes = _axes(kind, x.dtype, x.size[-n:], out[-n:], align, factors)
+        return _interpolate(ctx, x, axes, out)
+
+    return lowering
+
+
+def _backward(kind: Kind, n: int, aligned: bool) -> Callable[..., Tensor]:
+    def lowering(ctx: Lowering, grad: Tensor, output_size: Any, input_size: Any, *rest: Any,
+                 **named: Any) -> Tensor:  # fmt: skip
+        align, factors = _options(aligned, rest, named)
+        into = result_size(ctx)
+        axes = _axes(kind, grad.dtype, into[-n:], grad.size[-n:], align, factors)
+        return _interpolate_backward(ctx, grad, axes, into)
+
+    return lowering
+
+
+def _options(aligned: bool, rest: Sequence[Any], named: dict[str, Any]) -> tuple[bool, list[Any]]:
+    """(align_corners, the scale factors per dimension) from either form of the arguments."""
+    values = [*rest, *named.values()]
+    align = bool(values.pop(0)) if aligned else False
+    if len(values) == 1 and isinstance(values[0], (list, tuple)):
+        values = list(values[0])
+    return align, [] if values == [None] else values
+
+
+def _register() -> None:
+    families: list[tuple[str, Kind, int, bool]] = [
+        *((f"upsample_nearest{n}d", "nearest", n, False) for n in (1, 2, 3)),
+        *((f"_upsample_nearest_exact{n}d", "exact", n, False) for n in (1, 2, 3)),
+        ("upsample_linear1d", "linear", 1, True),
+        ("upsample_bilinear2d", "linear", 2, True),
+        ("upsample_trilinear3d", "linear", 3, True),
+        ("upsample_bicubic2d", "cubic", 2, True),
+    ]
+    for name, kind, n, aligned in families:
+        packet, backward = getattr(aten, name), getattr(aten, f"{name}_backward")
+        lowers(packet.default, packet.vec)(_forward(kind, n, aligned))
+        lowers(backward.default)(_backward(kind, n, aligned))
+
+
+_register()
+
+
+# ---- grid sampling
+
+BILINEAR, NEAREST, BICUBIC = range(3)
+ZEROS, BORDER, REFLECTION = range(3)
+
+
+def _unnormalize(c: Expr, size: Expr, align: bool) -> Expr:
+    """From [-1, 1] to element positions."""
+    extent = build.cast(size, c.dtype)
+    if align:
+        return build.op("mul", _f("mul", _f("add", c, 1.0), 0.5), _f("sub", extent, 1.0))
+    return _f("mul", _f("sub", build.op("mul", _f("add", c, 1.0), extent), 1.0), 0.5)
+
+
+def _padded(c: Expr, size: Expr, mode: int, align: bool) -> Expr:
+    """Positions outside the input moved inside it."""
+    if mode == ZEROS:
+        return c
+    if mode == REFLECTION:
+        c = _reflect(c, size, align)
+    last = build.cast(ix.sub(size, 1), c.dtype)
+    return build.op("min", _f("max", c, 0.0), last)
+
+
+def _reflect(c: Expr, size: Expr, align: bool) -> Expr:
+    low = 0.0 if align else -0.5
+    span = build.cast(ix.sub(size, 1) if align else size, c.dtype)
+    distance = build.op("abs", _f("sub", c, low))
+    turns = build.op("floor", build.op("div", distance, span))
+    rest = build.op("fmod", distance, span)
+    even = _f("eq", _f("mul", build.op("floor", _f("mul", turns, 0.5)), 2.0), turns)
+    folded = build.where(even, rest, build.op("sub", span, rest))
+    back = _f("add", folded, low) if low else folded
+    return build.where(_f("eq", span, 0.0), _const(0, c), back)
+
+
+def _pick(source: Tensor, lead: Sequence[Expr], at: Sequence[Expr]) -> Expr:
+    """The element at float positions that are whole; zero outside (and at NaN)."""
+    mask = build.TRUE
+    sizes = source.size[len(lead) :]
+    for c, size in zip(at, sizes, strict=True):
+        last = build.cast(ix.sub(size, 1), c.dtype)
+        mask = build.both(mask, build.both(_f("ge", c, 0.0), build.op("le", c, last)))
+    where = [_to_index(build.where(mask, c, _const(0, c)), size)
+             for c, size in zip(at, sizes, strict=True)]  # fmt: skip
+    value = build.guard(source.at([*lead, *where]), mask)
+    return build.where(mask, value, _const(0, value))
+
+
+def _sample(source: Tensor, lead: Sequence[Expr], at: list[Expr], mode: int, padding: int,
+            align: bool) -> Expr:  # fmt: skip
+    """One output: `at` are the positions per spatial dimension, outermost first."""
+    sizes = source.size[len(lead) :]
+    if mode == BICUBIC:
+        return _sample_cubic(source, lead, at, padding, align)
+    at = [_padded(c, size, padding, align) for c, size in zip(at, sizes, strict=True)]
+    if mode == NEAREST:
+        return _pick(source, lead, [build.op("round", c) for c in at])
+    corners: list[list[tuple[Expr, Expr]]] = []
+    for c in at:
+        low = build.op("floor", c)
+        high = _f("add", low, 1.0)
+        corners.append([(low, build.op("sub", high, c)), (high, build.op("sub", c, low))])
+    terms: list[Expr] = []
+    for chosen in itertools.product(*corners):
+        weight = _product(*(w for _, w in reversed(chosen)))
+        terms.append(_weighted(_pick(source, lead, [c for c, _ in chosen]), weight))
+    return _sum(terms)
+
+
+def _sample_cubic(source: Tensor, lead: Sequence[Expr], at: list[Expr], padding: int,
+                  align: bool) -> Expr:  # fmt: skip
+    sizes = source.size[len(lead) :]
+    taps: list[list[tuple[Expr, Expr]]] = []
+    for c, size in zip(at, sizes, strict=True):
+        whole = build.op("floor", c)
+        weights = _cubic_weights(build.op("sub", c, whole))
+        taps.append([(_padded(_f("add", whole, float(k - 1)), size, padding, align), w)
+                     for k, w in enumerate(weights)])  # fmt: skip
+    rows = [_weighted(_sum([_weighted(_pick(source, lead, [y, x]), v) for x, v in taps[1]]), w)
+            for y, w in taps[0]]  # fmt: skip
+    return _sum(rows)
+
+
+@lowers(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def grid_sampler(ctx: Lowering, x: Tensor, grid: Tensor, interpolation_mode: int,
+                 padding_mode: int, align_corners: bool) -> Tensor:  # fmt: skip
+    out = result_size(ctx)
+    source = ctx.realize(x).to(compute_type(x.dtype))
+    places = ctx.realize(grid).to(source.dtype)
+    point = placeholders(out)
+    spatial = x.size[2:]
+    n = len(spatial)
+    at = [
+        _unnormalize(places.at([point[0], *point[2:], const(n - 1 - k)]), size, align_corners)
+        for k, size in enumerate(spatial)  # the grid's last dimension is x, y(, z)
+    ]
+    body = _sample(source, point[:2], at, interpolation_mode, padding_mode, align_corners)
+    return Tensor(out, x.dtype, x.device, build.cast(body, x.dtype))
+
+
+@lowers(aten.affine_grid_generator.default)
+def affine_grid_generator(ctx: Lowering, theta: Tensor, size: Any, align_corners: bool) -> Tensor:
+    out = result_size(ctx)
+    matrix = theta.to(compute_type(theta.dtype))
+    dtype = matrix.dtype
+
+    def coordinate(i: Expr, extent: Expr) -> Expr:
+        """Evenly spaced in [-1, 1]; between pixel centres unless corners are aligned."""
+        count = build.cast(extent, dtype)
+        last = count if not align_corners else _f("sub", count, 1.0)
+        twice = _f("mul", build.cast(i, dtype), 2.0)
+        inner = build.op("div", build.op("sub", twice, _f("sub", count, 1.0)), last)
+        return build.where(build.op("lt", ix.ONE, extent), inner, const(0, dtype))
+
+    def body(n: Expr, *rest: Expr) -> Expr:
+        *at, row = rest
+        axes = list(zip(at, out[1:-1], strict=True))[::-1]
+        terms = [build.op("mul", matrix.at([n, row, const(k)]), coordinate(i, extent))
+                 for k, (i, extent) in enumerate(axes)]  # fmt: skip
+        return build.cast(_sum([*terms, matrix.at([n, row, const(len(axes))])]), theta.dtype)
+
+    return from_indices(out, theta.device, body)
+
+
+# ---- windows as columns
+
+
+@lowers(aten.im2col.default)
+def im2col(ctx: Lowering, x: Tensor, kernel_size: Any, dilation: Any, padding: Any,
+           stride: Any) -> Tensor:  # fmt: skip
+    out = result_size(ctx)
+    height, width = x.size[-2:]
+    (kh, kw), (dh, dw) = map(ix.as_index, kernel_size), map(ix.as_index, dilation)
+    (ph, pw), (sh, sw) = map(ix.as_index, padding), map(ix.as_index, stride)
+    columns = _positions(width, kw, dw, pw, sw)
+
+    def body(*at: Expr) -> Expr:
+        *lead, row, block = at
+        c, inner = ix.floordiv(row, ix.mul(kh, kw)), ix.mod(row, ix.mul(kh, kw))
+        h = ix.sub(ix.add(ix.mul(ix.floordiv(block, columns), sh),
+                          ix.mul(ix.floordiv(inner, kw), dh)), ph)  # fmt: skip
+        w = ix.sub(ix.add(ix.mul(ix.mod(block, columns), sw), ix.mul(ix.mod(inner, kw), dw)), pw)
+        mask = build.both(inside(h, height), inside(w, width))
+        value = build.guard(x.at([*lead, c, h, w]), mask)
+        return build.where(mask, value, const(0, x.dtype))
+
+    return from_indices(out, x.device, body)
+
+
+def _positions(size: Expr, kernel: Expr, dilation: Expr, pad: Expr, stride: Expr) -> Expr:
+    """How often a window fits."""
+    span = ix.add(ix.mul(dilation, ix.sub(kernel, 1)), 1)
+    return ix.add(ix.floordiv(ix.sub(ix.add(size, ix.mul(pad, 2)), span), stride), 1)
+
+
+@lowers(aten.col2im.default)
+def col2im(ctx: Lowering, x: Tensor, output_size: Any, kernel_size: Any, dilation: Any,
+           padding: Any, stride: Any) -> Tensor:  # fmt: skip
+    out = result_size(ctx)
+    kernel = [ix.as_index(k) for k in kernel_size]
+    axes = [tuple(map(ix.as_index, row)) for row in zip(dilation, padding, stride, strict=True)]
+    counts = [_positions(n, k, *axis) for n, k, axis in zip(out[-2:], kernel, axes, strict=True)]
+    source = x.to(compute_type(x.dtype))
+
+    def term(at: Sequence[Expr], window: Sequence[Expr]) -> Expr:
+        """What the window element puts here: blocks start every `stride` elements."""
+        *lead, c, _, _ = at
+        mask, block = build.TRUE, []
+        for i, k, (d, p, s), count in zip(at[-2:], window, axes, counts, strict=True):
+            start = ix.sub(ix.add(i, p), ix.mul(k, d))
+            position = ix.floordiv(start, s)
+            mask = build.both(mask, build.op("eq", ix.mod(start, s), ix.ZERO))
+            mask = build.both(mask, inside(position, count))
+            block.append(position)
+        row = ix.add(ix.mul(ix.add(ix.mul(c, kernel[0]), window[0]), kernel[1]), window[1])
+        index = [*lead, row, ix.linearize(block, (counts[1], ix.ONE))]
+        return build.where(mask, build.guard(source.at(index), mask), const(0, source.dtype))
+
+    extents = [ix.value_of(k) for k in kernel]
+    if None not in extents and extents[0] * extents[1] <= UNROLL:  # type: ignore[operator]
+        at = placeholders(out)
+        windows = itertools.product(*(range(k) for k in extents if k is not None))
+        body = _sum([term(at, [const(a), const(b)]) for a, b in windows])
+        total = Tensor(out, body.dtype, x.device, body)
+    else:
+        terms = from_indices((*out, *kernel), x.device, lambda *p: term(p[:-2], p[-2:]))
+        rank = len(out)
+        (total,) = ctx.reduce("sum", terms, [rank, rank + 1], False, Fill(terms.dtype))
+    return total.to(x.dtype)

@@ -8,6 +8,8 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import resolve_unbacked_bindings
+from torch.utils import _pytree as pytree
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, sym
@@ -57,7 +59,7 @@ class Sizes:
         if e.is_Integer:
             return const(int(e))
         if e.is_Symbol:
-            return self._symbol(e, env)
+            return self.symbol(e, env)
         parts = [self._convert(a, env) for a in e.args]
         known = [p for p in parts if p is not None]
         if len(known) != len(parts) or not known:
@@ -78,11 +80,29 @@ class Sizes:
             total = _BINARY[name](total, operand)
         return total
 
-    def _symbol(self, s: Any, env: Any) -> Expr | None:
+    def symbol(self, s: Any, env: Any) -> Expr | None:
         if s.name not in self.symbols:
             lower, upper = _range(s, env)
             self.symbols[s.name] = sym(s.name, lower=lower, upper=upper, hint=_hint(s, env))
         return self.symbols[s.name]
+
+
+def unbacked(value: Any, meta: dict[str, Any]) -> dict[Any, Any]:
+    """The sizes a node brings into being: symbol -> path into its result."""
+    found = meta.get("unbacked_bindings")
+    if not found:
+        return {}
+    return resolve_unbacked_bindings(shape_env(value), found) or {}
+
+
+def shape_env(value: Any) -> Any:
+    """The `ShapeEnv` behind the first symbolic number in `value`."""
+    for leaf in pytree.tree_leaves(value):
+        numbers = (*leaf.size(), *leaf.stride()) if isinstance(leaf, torch.Tensor) else (leaf,)
+        for n in numbers:
+            if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return n.node.shape_env
+    raise ValueError("no symbolic number to take the ShapeEnv from")
 
 
 def _range(s: Any, env: Any) -> tuple[int | None, int | None]:
@@ -103,7 +123,7 @@ def _finite(bound: Any) -> int | None:
 
 def _hint(s: Any, env: Any) -> int | None:
     for name in ("backed_var_to_val", "var_to_val"):  # the name differs between torch versions
-        values = getattr(env, name, None)
-        if values is not None and s in values:
-            return int(values[s])
+        if hasattr(type(env), name) or name in vars(env):
+            values = getattr(env, name)
+            return int(values[s]) if s in values else None
     return None

@@ -385,6 +385,12 @@ def _diagonal_backward(ctx: Lowering, grad: Tensor, sizes: Any, offset: Any, dim
     return _scatter_diagonal(_blank(result_size(ctx), grad), grad, offset, dim1, dim2)
 
 
+@lowers(aten.diag_embed.default)
+def _diag_embed(ctx: Lowering, t: Tensor, offset: Any = 0, dim1: int = -2,
+                dim2: int = -1) -> Tensor:  # fmt: skip
+    return _scatter_diagonal(_blank(result_size(ctx), t), t, offset, dim1, dim2)
+
+
 # ---- as_strided
 
 

@@ -181,9 +181,7 @@ class _Order:
         openmp = _openmp_library()
         # The library is found again by its own name, not by where it was when we linked.
         linked = os.path.basename(openmp)
-        key = store.key(
-            source.text, _headers(), _compiler_version(compiler), *flags, *LINK, linked
-        )
+        key = store.key(source.text, _headers(), _compiler_version(compiler), *flags, *LINK, linked)
         return cls(
             key,
             (compiler, *flags, f"-I{INCLUDE}"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+from torch._ops import OpOverload
+
 from tilewright import config
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
@@ -47,6 +50,8 @@ class Grouping:
         self.groups: list[Group] = []
         self._writer: dict[str, int] = {}
         self._users: dict[str, list[int]] = {}
+        self._binder: dict[str, int] = {}  # which call makes a symbol known
+        self._effect: int | None = None  # the last call whose order matters
 
     def add(self, node: Node) -> None:
         depends = self._dependences(node)
@@ -69,6 +74,9 @@ class Grouping:
         found = {self._writer[b] for b in node.reads | node.writes if b in self._writer}
         for b in node.writes:
             found.update(self._users.get(b, ()))
+        found.update(self._binder[s.arg.name] for s in node.symbols if s.arg.name in self._binder)
+        if isinstance(node, Opaque) and has_effects(node) and self._effect is not None:
+            found.add(self._effect)
         return found
 
     def _candidates(self, node: Nest) -> list[int]:
@@ -87,9 +95,8 @@ class Grouping:
         fit = align(group.members, group.outer, node)
         if not isinstance(fit, Fit):
             return fit
-        whole = max(work(m) for m in fit.members)
         lanes = hint_product(v.src[0] for v in fit.outer)
-        if lanes < 16 and whole > 16384 and lanes < hint_product(v.src[0] for v in group.outer):
+        if lanes < 16 and (_serial(fit.members[-1]) or _serial(group.members[0])):
             return Misfit("too few shared iterations to run in parallel")
         return fit
 
@@ -112,6 +119,10 @@ class Grouping:
             self._writer[b] = k
         for b in node.reads | node.writes:
             self._users.setdefault(b, []).append(k)
+        if isinstance(node, Opaque):
+            self._binder.update({name: k for name, _ in node.binds})
+            if has_effects(node):
+                self._effect = k
 
     def ordered(self) -> list[Group]:
         """The groups in an order that respects their dependences, near the program's own."""
@@ -129,6 +140,19 @@ class Grouping:
             assert len(rest) < len(waiting), "fusion made a cycle"
             waiting = rest
         return result
+
+
+def _serial(nest: Nest) -> bool:
+    """Whether running the nest's own loops on one thread would hurt. A fold does not mind."""
+    return not nest.reduce and work(nest) > 4096
+
+
+def has_effects(call: Opaque) -> bool:
+    """Whether a call must keep its place among others: it checks, draws random numbers, mutates,
+    or is code we know nothing of."""
+    if not isinstance(call.target, OpOverload) or not call.results or call.mutates:
+        return True
+    return torch.Tag.nondeterministic_seeded in call.target.tags
 
 
 def hint(e: Expr) -> int:

@@ -80,6 +80,8 @@ def _scans(nest: Nest) -> bool:
 
 def merge(nests: Sequence[Nest], outer: Expr, inner: Expr) -> tuple[list[Nest], Expr] | None:
     """Two loops, the second directly inside the first, as one; None if an index would need `//`."""
+    if inner.src[0] is ix.ZERO or outer.src[0] is ix.ZERO:
+        return None
     joined = var(f"{outer.arg}{inner.arg}", ix.mul(outer.src[0], inner.src[0]))
     mapping = {outer: ix.floordiv(joined, inner.src[0]), inner: ix.mod(joined, inner.src[0])}
     merged: list[Nest] = []

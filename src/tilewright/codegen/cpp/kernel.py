@@ -194,7 +194,9 @@ class _Kernel:
         parallel = threads != "never" and bool(self.outer)
         with ExitStack() as region:
             if parallel:
-                self.w.line(f"#pragma omp parallel{threads}{self._flag_clause()}")
+                whole = self.lane is not None and not self.tiled and len(self.outer) == 1
+                flag = "" if whole else self._flag_clause()  # then the loop itself combines it
+                self.w.line(f"#pragma omp parallel{threads}{flag}")
                 region.enter_context(self.w.block(""))
             self._open_scratch()
             with ExitStack() as loops:

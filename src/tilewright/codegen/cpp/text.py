@@ -128,7 +128,9 @@ OPS: dict[str, Callable[..., str]] = {
         "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai", "atan2", "hypot",
         "copysign", "nextafter", "igamma", "igammac", "zeta",
     )},
-    **{name: _division(name) for name in ("floordiv", "truncdiv", "mod", "fmod")},
+    **{name: _division(name) for name in ("floordiv", "mod", "fmod")},
+    "truncdiv": lambda e, a, b: f"tw::trunc({a} / {b})" if e.dtype.is_floating_point
+    else f"tw::truncdiv({a}, {b}, tw_bad)",
     **{name: _infix(symbol) for name, symbol in (
         ("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="),
     )},

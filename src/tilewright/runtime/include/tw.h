@@ -29,7 +29,8 @@ constexpr int BAD_ZERO_DIVISION = 2;  // an integer was divided by zero
 
 #include "tw_reduce.h"
 
-// Long, and few kernels need it: the builder defines this for sources that name one of its functions.
+// Long, and few kernels need it: the builder defines this for sources that name one of its
+// functions.
 #ifdef TW_SPECIAL
 #include "tw_special.h"
 #endif

@@ -79,6 +79,21 @@ struct limits<float> {
     static constexpr float smallest_normal = 0x1p-126f, epsilon = 0x1p-23f;
 };
 template <>
+struct limits<bf16> {
+    static constexpr bf16 lowest = bf16(0xff80), highest = bf16(0x7f80);
+};
+template <>
+struct limits<f16> {
+    static constexpr f16 lowest = f16(0xfc00), highest = f16(0x7c00);
+};
+template <class T>
+    requires is_fp8<T>
+struct limits<T> {
+    // The largest finite number, or infinity where there is one.
+    static constexpr T highest = T(same<T, f8e4m3fn> ? 0x7e : same<T, f8e5m2> ? 0x7c : 0x7f);
+    static constexpr T lowest = T(uint8_t(highest) | 0x80);
+};
+template <>
 struct limits<double> {
     static constexpr double inf = __builtin_inf(), nan = __builtin_nan("");
     static constexpr double lowest = -inf, highest = inf;
@@ -195,7 +210,7 @@ TW_INLINE T to_fp8(float x) {
     uint32_t normal =
         (a - (uint32_t(127 - F::bias) << 23) + ((1u << (shift - 1)) - 1) + ((a >> shift) & 1u)) >>
         shift;
-    constexpr uint32_t anchor = smallest + (uint32_t(shift) << 23);  // its last bit = our denormal unit
+    constexpr uint32_t anchor = smallest + (uint32_t(shift) << 23);  // last bit: our denormal unit
     uint32_t tiny = bit_cast<uint32_t>(bit_cast<float>(a) + bit_cast<float>(anchor)) - anchor;
     // Masks, where one would write a selection: g++ 12 narrows selections between bytes to a form
     // that it then cannot vectorise.

@@ -1,9 +1,9 @@
 // Unary and binary float maths for float and double.
 //
-// Two kinds: short polynomials written here for what neural networks use most (float exp, log, tanh,
-// erf and relatives), which inline into the loop and vectorise also under a condition; and libm
-// functions declared with their vector variants, so that a `#pragma omp simd` loop calls glibc's
-// libmvec. The polynomials are minimax fits of our own; errors are tested against float64.
+// Two kinds: short polynomials written here for what neural networks use most (float exp, log, tanh
+// and relatives), which inline into the loop, and libm functions declared with their vector
+// variants, so that a `#pragma omp simd` loop calls glibc's libmvec. The polynomials are minimax
+// fits of our own; errors are tested against float64.
 #pragma once
 
 // glibc's math.h declares the vector variants only under -ffast-math, which would lose NaN and
@@ -42,7 +42,7 @@
     TW_INLINE float name(float x, float y) { return ::name##f(x, y); } \
     }
 
-// Only double comes from libm; float has a polynomial below.
+// Float has a polynomial below.
 TW_LIBM1(TW_VECTOR_VARIANT, exp)
 TW_LIBM1(TW_VECTOR_VARIANT, log)
 TW_LIBM1(TW_VECTOR_235, exp2)
@@ -227,6 +227,11 @@ TW_INLINE float log1p(float x) {
 }
 
 // ------------------------------------------------------------------------------------------- erf
+// Measured (AVX2, g++ 12, glibc 2.36): libmvec's takes 0.6 ns, the fit below 1.5 ns. The other way
+// round for exp (0.64 against 0.57 ns) and expm1 (0.82 against 0.54 ns).
+#if defined(__x86_64__) && defined(__GLIBC__) && __GLIBC_PREREQ(2, 35)
+TW_INLINE float erf(float x) { return ::erff(x); }
+#else
 TW_INLINE float erf(float x) {
     float a = abs(x);
     float z = x * x;
@@ -239,6 +244,7 @@ TW_INLINE float erf(float x) {
     float big = copysign(1.0f - exp(-c * q), x);
     return a < 0.948f ? small : big;
 }
+#endif
 
 // ------------------------------------------------------------------------------------- the others
 TW_INLINE double lgamma(double x) {

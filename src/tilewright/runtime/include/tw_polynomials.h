@@ -1,5 +1,6 @@
-// Orthogonal polynomials by their three-term recurrences, in the element type itself: overflow comes
-// where it comes in eager. High degrees inside the interval use the trigonometric forms, as there.
+// Orthogonal polynomials by their three-term recurrences, in the element type itself: overflow
+// comes where it comes in eager. High degrees inside the interval use the trigonometric forms, as
+// there.
 #pragma once
 
 namespace tw {

@@ -1,5 +1,5 @@
-// Philox4x32-10, counter-based: element `offset` of stream `seed` is the same number on any number of
-// threads and at any vector width.
+// Philox4x32-10, counter-based: element `offset` of stream `seed` is the same number on any number
+// of threads and at any vector width.
 #pragma once
 
 namespace tw {
@@ -8,6 +8,10 @@ struct philox_words {
     uint32_t a, b, c, d;
 };
 
+TW_INLINE uint32_t high_product(uint32_t a, uint32_t b) {
+    return uint32_t((uint64_t(a) * b) >> 32);
+}
+
 // One round after another by recursion: a loop in here, even with an unroll pragma, can stay a loop
 // for long enough to keep the caller's loop from vectorising.
 template <int rounds>
@@ -15,9 +19,9 @@ TW_INLINE philox_words philox_rounds(philox_words w, uint32_t k0, uint32_t k1) {
     if constexpr (rounds == 0) {
         return w;
     } else {
-        uint64_t p = uint64_t(0xD2511F53u) * w.a, q = uint64_t(0xCD9E8D57u) * w.c;
-        philox_words next = {uint32_t(q >> 32) ^ w.b ^ k0, uint32_t(q),
-                             uint32_t(p >> 32) ^ w.d ^ k1, uint32_t(p)};
+        constexpr uint32_t m0 = 0xD2511F53u, m1 = 0xCD9E8D57u;
+        philox_words next = {high_product(w.c, m1) ^ w.b ^ k0, w.c * m1,
+                             high_product(w.a, m0) ^ w.d ^ k1, w.a * m0};
         return philox_rounds<rounds - 1>(next, k0 + 0x9E3779B9u, k1 + 0xBB67AE85u);
     }
 }

@@ -70,8 +70,8 @@ TW_INLINE indexed<T> argmin(indexed<T> a, indexed<T> b) {
 }
 
 // ---------------------------------------------------------------------------------------- atomics
-// Works on any element type by exchanging its bits. Relaxed: only the sum at the end of the parallel
-// region is read, and the region's barrier orders that.
+// Works on any element type by exchanging its bits. Relaxed: only the sum at the end of the
+// parallel region is read, and the region's barrier orders that.
 template <class T, class F>
 TW_INLINE void atomic_update(T* at, F&& change) {
     using U = bits_of<T>;

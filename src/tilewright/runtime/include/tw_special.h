@@ -28,7 +28,7 @@ inline double series(const double (&c)[N], double t) {
     return t * b1 - b2 + c[0];
 }
 
-// ------------------------------------------------------------------------- modified Bessel functions
+// ----------------------------------------------------------------------- modified Bessel functions
 TW_SPECIAL_FN double i0e(double x) {
     double a = abs(x);
     return a <= 8 ? series(tables::I0E_SMALL, a / 4 - 1)
@@ -68,7 +68,7 @@ TW_SPECIAL_FN double modified_bessel_k1(double x) {
     return exp(-x) * scaled_modified_bessel_k1(x);
 }
 
-// ----------------------------------------------------------------------------------- Bessel functions
+// -------------------------------------------------------------------------------- Bessel functions
 // Beyond 8: sqrt(2 / (pi x)) times (P cos - 8/x Q sin) for J and (P sin + 8/x Q cos) for Y, of the
 // argument x - pi/4 - n pi/2. The shift is applied through the sum formulas: subtracting it from a
 // large x would lose digits.
@@ -139,7 +139,7 @@ TW_SPECIAL_FN double airy_ai(double x) {
     return (f * (s + c) - g * (c - s)) * 0.70710678118654752440 / (root_pi * fourth);
 }
 
-// ---------------------------------------------------------------------------------- the error function
+// ------------------------------------------------------------------------------ the error function
 TW_SPECIAL_FN double erfcx(double x) {
     if (x < 0) {
         double e = exp(x * x);
@@ -177,7 +177,7 @@ TW_SPECIAL_FN double log_ndtr(double x) {
     return x < -1 ? log(erfcx(-t) / 2) - t * t : log1p(-erfc(t) / 2);
 }
 
-// --------------------------------------------------------------------------- the gamma function's kin
+// ------------------------------------------------------------------------ the gamma function's kin
 TW_SPECIAL_FN double digamma(double x) {
     if (x == 0) return copysign(INF_D, -x);
     double reflected = 0;
@@ -195,8 +195,8 @@ TW_SPECIAL_FN double digamma(double x) {
     return reflected + shifted + log(x) - 0.5 / x - z * p;
 }
 
-// Hurwitz zeta by Euler and Maclaurin: a dozen terms, the integral of the rest, and corrections with
-// the even Bernoulli numbers over factorials.
+// Hurwitz zeta by Euler and Maclaurin: a dozen terms, the integral of the rest, and corrections
+// with the even Bernoulli numbers over factorials.
 TW_SPECIAL_FN double zeta(double x, double q) {
     if (x == 1) return INF_D;
     if (x < 1) return NAN_D;
@@ -205,8 +205,8 @@ TW_SPECIAL_FN double zeta(double x, double q) {
         if (x != floor(x)) return NAN_D;
     }
     if (q < -50) {
-        // Summing from q up would take forever. The n negative terms are, up to their sign, those of
-        // zeta(x, 1 - f) before it reaches 1 - f + n.
+        // Summing from q up would take forever. The n negative terms are, up to their sign, those
+        // of zeta(x, 1 - f) before it reaches 1 - f + n.
         double n = -floor(q), f = q + n;
         double below = zeta(x, 1 - f) - zeta(x, 1 - f + n);
         return zeta(x, f) + (fmod(x, 2.0) == 0 ? below : -below);
@@ -267,7 +267,8 @@ inline double log1pmx(double x) {
     }
     return 2 * sum - x * r;  // 2 r - x = -x r
 }
-// x^a e^-x / Gamma(a + 1), from Stirling's series when a is large, where the logarithms would cancel.
+// x^a e^-x / Gamma(a + 1), from Stirling's series when a is large, where the logarithms would
+// cancel.
 inline double gamma_density(double a, double x) {
     if (a < 20) return exp(a * log(x) - x - lgamma(a + 1));
     double z = 1 / (a * a);

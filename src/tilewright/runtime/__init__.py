@@ -1,0 +1,7 @@
+"""From sources to loaded kernels.
+
+`store` keeps content-addressed files for all processes, `cxx` builds and loads C++ kernels
+through it, and `include/` is what those kernels stand on: `tw.h` and the parts it includes.
+"""
+
+from __future__ import annotations
