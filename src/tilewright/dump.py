@@ -6,13 +6,14 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.fx
 
 from tilewright import config, metrics
 from tilewright.ir.show import show
+from tilewright.runtime.cxx import CxxSource
 
 _numbers = itertools.count()
 
@@ -23,10 +24,10 @@ def stage(name: str, value: Any) -> None:
         _write(name, text)
 
 
-def code(host: str, kernels: Sequence[tuple[Any, str]]) -> None:
+def code(host: str, kernels: Mapping[str, CxxSource]) -> None:
     if config.debug < 1 and not metrics.on_code:
         return
-    parts = [host, *(f"// {call.name}\n{text}" for call, text in kernels)]
+    parts = [host, *(f"// {name}\n{source.text}" for name, source in kernels.items())]
     for listener in metrics.on_code:
         listener("\n".join(parts))
     if config.debug >= 1:

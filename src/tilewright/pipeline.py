@@ -12,6 +12,8 @@ import torch.fx
 from tilewright import dump, metrics
 from tilewright.codegen.cpp.kernel import CppKernel, generate
 from tilewright.graph.simplify import simplify
+from tilewright.host import artifact
+from tilewright.host.artifact import Artifact
 from tilewright.host.program import HostProgram, KernelCall, assemble
 from tilewright.ir.program import Program
 from tilewright.ir.verify import verify
@@ -26,6 +28,26 @@ Compiled = Callable[[list[Any]], Any]
 def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
     """A functional ATen graph with fake values on its nodes, as a callable program."""
     start = time.perf_counter()
+    name = artifact.key(gm)
+    found = artifact.find(name) if name is not None else None
+    if found is None:
+        metrics.cache_misses += 1
+        before = metrics.snapshot()
+        found = build(gm)
+        found.counted = metrics.delta(before)
+        if name is not None:
+            artifact.keep(name, found)
+    else:
+        metrics.cache_hits += 1
+        metrics.apply(found.counted)
+    compiled = found.load(gm)
+    dump.code(found.host.located(artifact.locations(gm)), found.kernels)
+    metrics.compile_seconds += time.perf_counter() - start
+    return compiled
+
+
+def build(gm: torch.fx.GraphModule) -> Artifact:
+    """Every stage, from a graph to sources under construction."""
     dump.stage("graph", gm)
 
     simplify(gm)
@@ -39,16 +61,14 @@ def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
     dump.stage("scheduled", plan)
 
     kernels = [_generate(program, step.group) for step in plan.steps]
-    building = submit([CxxSource(k.text, k.name, _kinds(k)) for k in kernels if k is not None])
+    calls = _calls(plan, kernels)
+    sources = {call.name: CxxSource(kernel.text, kernel.name, _kinds(kernel))
+               for call, kernel in zip(calls, kernels, strict=True)
+               if call is not None and kernel is not None}  # fmt: skip
+    submit(list(sources.values()))  # the compiler runs while the host program is written
 
-    calls = _names(plan, kernels)
     host: HostProgram = assemble(program, plan.steps, calls)
-    dump.code(host.text, [(c, k.text) for c, k in zip(calls, kernels, strict=True) if c and k])
-
-    loaded = iter(building.result())
-    functions = {c.name: next(loaded).function for c in calls if c is not None}
-    metrics.compile_seconds += time.perf_counter() - start
-    return host.load(functions)
+    return Artifact(host, sources)
 
 
 def _generate(program: Program, group: Group) -> CppKernel | None:
@@ -62,7 +82,8 @@ def _kinds(kernel: CppKernel) -> tuple[Any, ...]:
     return (*(p.kind for p in kernel.params), *(("ptr",) if kernel.checked else ()))
 
 
-def _names(plan: Schedule, kernels: list[CppKernel | None]) -> list[KernelCall | None]:
+def _calls(plan: Schedule, kernels: list[CppKernel | None]) -> list[KernelCall | None]:
+    """What the host program calls each kernel, and with which arguments."""
     calls: list[KernelCall | None] = []
     for k, (step, kernel) in enumerate(zip(plan.steps, kernels, strict=True)):
         if kernel is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import torch.fx
 
 from tilewright.errors import TilewrightError
-from tilewright.host import support
 from tilewright.host.text import argument, number, numbers, target_path, view
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
@@ -19,6 +19,7 @@ from tilewright.schedule.group import Group
 from tilewright.schedule.memory import Step
 
 Kernel = Callable[..., None]
+_SITE = re.compile(r"@(\w+)@")
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,25 @@ class KernelCall:
 
 @dataclass
 class HostProgram:
-    """Text plus the objects it refers to by name; with those and its kernels it runs."""
+    """Text plus the objects it refers to by name; with those and its kernels it runs.
+
+    `@node@` in the text stands for the source location of that node, which is filled in when the
+    program is loaded or shown.
+    """
 
     text: str
     constants: dict[str, Any] = field(default_factory=dict[str, Any])
+    attributes: dict[str, str] = field(default_factory=dict[str, str])  # name -> path in the graph
 
-    def load(self, kernels: Mapping[str, Kernel]) -> Callable[[list[Any]], Any]:
+    def located(self, locations: Mapping[str, str]) -> str:
+        return _SITE.sub(lambda m: locations.get(m[1], ""), self.text)
+
+    def load(self, kernels: Mapping[str, Kernel], gm: torch.fx.GraphModule,
+             locations: Mapping[str, str]) -> Callable[[list[Any]], Any]:  # fmt: skip
         namespace: dict[str, Any] = {**self.constants, **kernels}
-        exec(compile(self.text, "<tilewright host program>", "exec"), namespace)
+        for name, path in self.attributes.items():
+            namespace[name] = operator.attrgetter(path)(gm)
+        exec(compile(self.located(locations), "<tilewright host program>", "exec"), namespace)
         call = namespace["call"]
         call._boxed_call = True
         return call
@@ -57,7 +69,7 @@ class _Assembly:
         self.buffers: dict[str, Buffer] = program.buffers
         self.lines: list[str] = []
         self.head: list[str] = []
-        self.constants: dict[str, Any] = dict(program.constants)
+        self.constants: dict[str, Any] = {}
         self._targets: dict[Any, str] = {}
         self._bound: set[str] = set()
 
@@ -83,7 +95,7 @@ class _Assembly:
             "def call(args):",
             *("    " + line for line in self.lines),
         ]
-        return HostProgram("\n".join(text) + "\n", self.constants)
+        return HostProgram("\n".join(text) + "\n", self.constants, dict(self.program.constants))
 
     # ---- inputs and symbols
 
@@ -152,19 +164,21 @@ class _Assembly:
         args = [f"{name}.data_ptr()" if kind == "ptr" else name for kind, name in kernel.args]
         if kernel.checked:
             args.append("flag.address")
-        locations = dict.fromkeys(m.origin.location for m in group.members if m.origin.location)
+        places = {m.origin.location: m.origin.nodes[0] for m in group.members if m.origin.location}
         origins = dict.fromkeys(n for m in group.members for n in m.origin.nodes)
-        self.lines.append(f"# {', '.join(origins)}" + "".join(f"  {p}" for p in locations))
+        sites = "".join(f"  @{node}@" for node in places.values())
+        self.lines.append(f"# {', '.join(origins)}{sites}")
         self.lines.append(f"{kernel.name}({', '.join(args)})")
         if kernel.checked:
-            self.lines.append(f"flag.check({kernel.name!r}, {next(iter(locations), '')!r})")
+            site = next(iter(places.values()), "none")
+            self.lines.append(f"flag.check({kernel.name!r}, '@{site}@')")
 
     def _call(self, call: Opaque) -> None:
         args = [self._argument(a) for a in call.args]
         args += [f"{k}={self._argument(v)}" for k, v in call.kwargs.items()]
         result = f"{call.name}_r0" if call.single else call.name
         if call.origin.location:
-            self.lines.append(f"# {call.origin.location}")
+            self.lines.append(f"# {call.origin.nodes[0]}  @{call.origin.nodes[0]}@")
         self.lines.append(f"{result} = {self._target(call.target)}({', '.join(args)})")
         for name, path in call.binds:
             text = f"key_get({result}, {self._constant(tuple(path))})" if path else result
@@ -218,4 +232,4 @@ class _Assembly:
                 return "None"
 
 
-__all__ = ["HostProgram", "Kernel", "KernelCall", "assemble", "support", "torch"]
+__all__ = ["HostProgram", "Kernel", "KernelCall", "assemble"]

@@ -179,4 +179,4 @@ class Program:
     inputs: list[str] = field(default_factory=list[str])
     outputs: list[Output] = field(default_factory=list["Output"])
     symbols: dict[str, Expr] = field(default_factory=dict[str, Expr])
-    constants: dict[str, Any] = field(default_factory=dict[str, Any])
+    constants: dict[str, str] = field(default_factory=dict[str, str])  # name -> graph attribute

@@ -154,16 +154,6 @@ def _hardtanh_backward(g: Expr, x: Expr, low: float, high: float) -> Expr:
     return f.where(f.either(f.le(x, low), f.ge(x, high)), 0.0, g)
 
 
-def _elu_backward(g: Expr, x: Expr, alpha: float, scale: float, input_scale: float,
-                  is_result: bool) -> Expr:  # fmt: skip
-    if is_result:
-        negative = f.mul(f.mul(g, input_scale), f.add(x, alpha * scale))
-    else:
-        power = f.exp(f.mul(x, input_scale))
-        negative = f.mul(f.mul(g, input_scale), f.mul(power, alpha * scale))
-    return f.where(f.le(x, 0), negative, f.mul(g, scale))
-
-
 def _softplus_backward(g: Expr, x: Expr, beta: float, threshold: float) -> Expr:
     scaled = f.mul(x, beta)
     z = f.exp(scaled)
@@ -229,7 +219,6 @@ _BACKWARD: list[tuple[Any, Callable[..., Expr]]] = [
     (aten.hardswish_backward, _hardswish_backward),
     (aten.hardsigmoid_backward, _hardsigmoid_backward),
     (aten.hardtanh_backward, _hardtanh_backward),
-    (aten.elu_backward, _elu_backward),
     (aten.softplus_backward, _softplus_backward),
     (aten.leaky_relu_backward, _leaky_relu_backward),
     (aten.threshold_backward, _threshold_backward),
@@ -242,6 +231,19 @@ for _packet, _fn in _FORWARD:
     lowers(_packet.default)(_activation(_fn, 1))
 for _packet, _fn in _BACKWARD:
     lowers(_packet.default)(_activation(_fn, 2))
+
+
+@lowers(aten.elu_backward.default)
+def elu_backward(ctx: Lowering, g: Tensor, alpha: float, scale: float, input_scale: float,
+                 is_result: bool, x: Tensor) -> Tensor:  # fmt: skip
+    """`x` is elu's input, or its result: the slope follows from either."""
+
+    def body(d: Expr, a: Expr) -> Expr:
+        power = a if is_result else f.exp(f.mul(a, input_scale))
+        slope = f.add(power, alpha * scale) if is_result else f.mul(power, alpha * scale)
+        return f.where(f.le(a, 0), f.mul(f.mul(d, input_scale), slope), f.mul(d, scale))
+
+    return elementwise(ctx, body, g, x)
 
 
 @lowers(aten._prelu_kernel_backward.default)

@@ -22,6 +22,8 @@ from tilewright.lower.sizes import shape_env, unbacked
 from tilewright.lower.table import LOWERINGS, Unsupported
 from tilewright.lower.tensor import Tensor, cost, is_stored
 
+aten = torch.ops.aten
+
 assert families.LOADED  # importing the families fills the op table
 
 
@@ -70,15 +72,14 @@ def _get_attr(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> N
     for part in str(node.target).split("."):
         value = getattr(value, part)
     name = f"constant_{node.name}"
+    ctx.program.constants[name] = str(node.target)
     if isinstance(value, torch.Tensor) and is_plain(value) and type(value) in (
         torch.Tensor, torch.nn.Parameter):  # fmt: skip
-        ctx.program.constants[name] = value
         buffer = Buffer(name, value.dtype, value.device, ctx.sizes.tuple(value.size()),
                         ctx.sizes.tuple(value.stride()), "constant")  # fmt: skip
         ctx.program.buffers[name] = buffer
         ctx.env[node] = ctx.stored(buffer)
     else:
-        ctx.program.constants[name] = value
         ctx.env[node] = Handle(name)
 
 
@@ -197,6 +198,12 @@ def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
 # ---- ATen fallback
 
 
+# Products take any strides as they come; most other ops that AOTAutograd leaves in the graph were
+# written for the layout their callers prepared (a `contiguous()` just before is no accident).
+_ANY_LAYOUT = frozenset((aten.mm.default, aten.bmm.default, aten.addmm.default,
+                         aten.baddbmm.default))  # fmt: skip
+
+
 def _opaque_arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with every tensor as a view of memory, laid out as eager has it."""
 
@@ -205,9 +212,9 @@ def _opaque_arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ..
         if not isinstance(found, Tensor):
             return found
         view = as_view(found)
-        if view is None:
-            fake = arg.meta["val"]
-            found = ctx.env[arg] = ctx.copy(found, ctx.sizes.tuple(fake.stride()))
+        stride = ctx.sizes.tuple(arg.meta["val"].stride())
+        if view is None or not (node.target in _ANY_LAYOUT or _same_layout(view, stride)):
+            found = ctx.env[arg] = ctx.copy(found, stride)
             view = as_view(found)
             assert view is not None
         return view

@@ -35,7 +35,7 @@ from tilewright.lower.fold import (
     sub,
     total,
 )
-from tilewright.lower.promote import compute_type
+from tilewright.lower.promote import LOW_PRECISION, compute_type
 from tilewright.lower.reductions import vector_norm
 from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Size, Tensor, pointwise, view
@@ -409,6 +409,9 @@ def _batch_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, weight: Tensor 
     if mean is None or inverse is None:
         raise Unsupported("inference without running statistics")
     dims = _channel_dims(x)
+    if training and mean.dtype in LOW_PRECISION:
+        # rounded statistics no longer cancel: taking them again costs a pass, and saves the result
+        mean, inverse = (squeeze(t, dims) for t in _statistics(ctx, *_in(x.dtype, x), dims, eps))
     wanted = _wanted(ctx, mask)
     grad, values, centre, spread, weight = _in(
         x.dtype, keep(ctx, grad), keep(ctx, x), _channel(mean, x), _channel(inverse, x),

@@ -1,0 +1,127 @@
+"""A digest of a graph: equal for graphs that compile to the same program, in any process.
+
+Everything lowering can see is in it: operators, arguments, and of each value its type, layout,
+device, symbolic sizes with their ranges, and which values share memory. Source locations are not:
+moving a function down a file does not compile it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+
+class Undigestible(Exception):
+    """The graph refers to something whose identity cannot be told across processes."""
+
+
+def digest(gm: torch.fx.GraphModule) -> str:
+    h = hashlib.sha256()
+    for line in _lines(gm, _Scope()):
+        h.update(line.encode())
+        h.update(b"\n")
+    return h.hexdigest()
+
+
+class _Scope:
+    """Numbers for storages, in order of appearance, and the symbols met."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+        self.symbols: dict[Any, Any] = {}
+
+
+def _lines(gm: torch.fx.GraphModule, scope: _Scope) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            yield f"{node.name} = {_attribute(gm, str(node.target), scope)}"
+            continue
+        args = _argument((node.args, node.kwargs))
+        meta = _value(node.meta.get("val"), scope)
+        new = node.meta.get("unbacked_bindings")
+        yield f"{node.name} = {node.op} {_target(node)} {args} : {meta} {new or ''}"
+    for symbol, env in sorted(scope.symbols.items(), key=lambda item: str(item[0])):
+        known = getattr(env, "backed_var_to_val", None)
+        hint = known.get(symbol) if known is not None else None
+        yield f"{symbol} in {env.var_to_range.get(symbol)} near {hint}"
+
+
+def _target(node: torch.fx.Node) -> str:
+    if node.op in ("placeholder", "output"):
+        return node.op
+    target = node.target
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return str(target)
+    module = getattr(target, "__module__", None)
+    if name is None or module is None or "<" in name:
+        raise Undigestible(f"{target} has no name to find it by")
+    return f"{module}.{name}"
+
+
+def _argument(value: Any) -> str:
+    match value:
+        case torch.fx.Node():
+            return f"%{value.name}"
+        case tuple() | list():
+            return "(" + ",".join(_argument(v) for v in value) + ")"
+        case dict():
+            return "{" + ",".join(f"{k}:{_argument(v)}" for k, v in value.items()) + "}"
+        case slice():
+            return f"slice{_argument((value.start, value.stop, value.step))}"
+        case float():
+            return value.hex()
+        case None | bool() | int() | str():
+            return repr(value)
+        case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
+            return str(value)
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return str(value.node.expr)
+        case _:
+            raise Undigestible(f"an argument of type {type(value).__name__}")
+
+
+def _value(value: Any, scope: _Scope) -> str:
+    match value:
+        case torch.Tensor():
+            return _tensor(value, scope)
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            expr = value.node.expr
+            for symbol in expr.free_symbols:
+                scope.symbols[symbol] = value.node.shape_env
+            return f"{type(value).__name__}({expr})"
+        case tuple() | list():
+            return "(" + ",".join(_value(v, scope) for v in value) + ")"
+        case dict():
+            return "{" + ",".join(f"{k}:{_value(v, scope)}" for k, v in value.items()) + "}"
+        case None | bool() | int() | float() | str():
+            return repr(value)
+        case _:
+            raise Undigestible(f"a value of type {type(value).__name__}")
+
+
+def _tensor(t: torch.Tensor, scope: _Scope) -> str:
+    if t.layout != torch.strided or t.is_quantized:
+        raise Undigestible(f"a tensor of layout {t.layout}")
+    storage = t.untyped_storage()._cdata
+    number = scope.storages.setdefault(storage, len(scope.storages))
+    numbers = [_value(n, scope) for n in (*t.size(), *t.stride(), t.storage_offset())]
+    bits = f"{int(t.is_conj())}{int(t.is_neg())}"
+    return f"{t.dtype} {t.device} {t.dim()} {' '.join(numbers)} @{number} {bits}"
+
+
+def _attribute(gm: torch.fx.GraphModule, path: str, scope: _Scope) -> str:
+    value: Any = gm
+    for part in path.split("."):
+        value = getattr(value, part)
+    if isinstance(value, torch.fx.GraphModule):
+        return "\n".join(_lines(value, scope))
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        layout = f"{value.dtype} {tuple(value.size())} {value.stride()} {value.device}"
+        return f"{layout} {hashlib.sha256(data).hexdigest()}"
+    raise Undigestible(f"an attribute of type {type(value).__name__}")

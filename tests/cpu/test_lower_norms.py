@@ -1,0 +1,120 @@
+"""Normalisations against eager, forward and backward, natively; mixed types and run-time sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.cpu.against_eager import check, compiled
+from tests.cpu.gradients import check_training
+
+F32, BF16 = torch.float32, torch.bfloat16
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+HALF = {"rtol": 6e-2, "atol": 6e-2}
+
+
+def limits(dtype: torch.dtype) -> dict[str, float]:
+    return HALF if dtype == BF16 else CLOSE
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("x_type", "w_type"), [(F32, F32), (BF16, BF16), (BF16, F32)])
+class TestTypes:
+    """Input, parameters: the second is what autocast gives."""
+
+    def test_layer_norm(self, x_type: torch.dtype, w_type: torch.dtype, dynamic: bool) -> None:
+        def f(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+            return [F.layer_norm(x, (37,), w, b), F.layer_norm(x, (37,))]
+
+        check_training(f, torch.randn(4, 6, 37).to(x_type), torch.randn(37).to(w_type),
+                       torch.randn(37).to(w_type), dynamic=dynamic, **limits(x_type))  # fmt: skip
+
+    def test_group_norm(self, x_type: torch.dtype, w_type: torch.dtype, dynamic: bool) -> None:
+        def f(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+            return [F.group_norm(x, 3, w, b), F.group_norm(x, 2), F.instance_norm(x, weight=w)]
+
+        check_training(f, torch.randn(2, 6, 5, 4).to(x_type), torch.randn(6).to(w_type),
+                       torch.randn(6).to(w_type), dynamic=dynamic, **limits(x_type))  # fmt: skip
+
+    def test_batch_norm(self, x_type: torch.dtype, w_type: torch.dtype, dynamic: bool) -> None:
+        mean, variance = torch.randn(6).to(w_type), (torch.rand(6) + 0.5).to(w_type)
+
+        def f(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+            ours, theirs = mean.clone(), variance.clone()
+            return [
+                F.batch_norm(x, ours, theirs, w, b, True, 0.3), ours, theirs,
+                F.batch_norm(x, None, None, w, b, True),
+                F.batch_norm(x, mean, variance, w, b, False),
+            ]  # fmt: skip
+
+        check_training(f, torch.randn(4, 6, 5).to(x_type), torch.randn(6).to(w_type),
+                       torch.randn(6).to(w_type), dynamic=dynamic, **limits(x_type))  # fmt: skip
+
+
+def test_a_module_updates_its_running_statistics() -> None:
+    x = torch.randn(2, 8, 5, 3, 4).unbind()
+    ours, theirs = nn.BatchNorm2d(5), nn.BatchNorm2d(5)
+    theirs.load_state_dict(ours.state_dict())
+    x = [torch.randn(8, 5, 3, 4).contiguous(memory_format=torch.channels_last) for _ in x]
+    run = compiled(ours)
+    for step in x:
+        torch.testing.assert_close(run(step), theirs(step), check_stride=True, **CLOSE)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    ours.eval(), theirs.eval()
+    torch.testing.assert_close(ours(x[0]), theirs(x[0]), **CLOSE)
+
+
+def test_rms_norm() -> None:
+    def f(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [F.rms_norm(x, (24,), w), F.rms_norm(x, (6, 24), eps=0.1)]
+
+    check_training(f, torch.randn(4, 6, 24), torch.randn(24), **CLOSE)
+
+
+def test_fused_rms_norm() -> None:
+    x, w, grad = torch.randn(4, 24), torch.randn(24), torch.randn(4, 24)
+
+    def f(x: Tensor, w: Tensor, grad: Tensor) -> list[Tensor]:
+        out, inverse = torch.ops.aten._fused_rms_norm(x, [24], w, 1e-3)
+        return [out, *torch.ops.aten._fused_rms_norm_backward(grad, x, [24], inverse, w,
+                                                              [True, True])]  # fmt: skip
+
+    x.requires_grad_(), w.requires_grad_()
+    expected = F.rms_norm(x, (24,), w, 1e-3)
+    gradients = torch.autograd.grad(expected, (x, w), grad)
+    actual = compiled(f)(x.detach(), w.detach(), grad)
+    torch.testing.assert_close(actual, [expected.detach(), *gradients], **CLOSE)
+
+
+def test_norms_of_nothing_and_of_one() -> None:
+    def f(empty: Tensor, one: Tensor) -> list[Tensor]:
+        return [F.layer_norm(empty, (5,)), F.group_norm(empty[..., None], 5),
+                F.layer_norm(one, (1,)), F.local_response_norm(one[None], 2)]  # fmt: skip
+
+    check(f, torch.randn(0, 5), torch.randn(3, 1), fallbacks=True)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_weight_norm(dim: int) -> None:
+    size = [1, 1, 1]
+    size[dim] = (4, 6, 5)[dim]
+    check_training(lambda v, g: torch._weight_norm(v, g, dim), torch.randn(4, 6, 5),
+                   torch.randn(size), **CLOSE)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_renorm(dtype: torch.dtype) -> None:
+    def f(x: Tensor) -> list[Tensor]:
+        return [torch.renorm(x, 2, 0, 1.0), torch.renorm(x, 1, 2, 0.5), x.renorm(3, 1, 2.0)]
+
+    check(f, torch.randn(4, 6, 5).to(dtype), **limits(dtype))
+
+
+def test_statistics_of_far_away_values() -> None:
+    """A mean far from zero does not drown the variance."""
+    x = torch.randn(8, 1000) + 3000
+    ours = compiled(lambda t: F.layer_norm(t, (1000,)))(x)
+    exact = F.layer_norm(x.double(), (1000,))
+    assert (ours - exact).abs().max() < 2e-3

@@ -1,0 +1,131 @@
+"""Scatters and their reductions, into positions that repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.native import check
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _given(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    index = torch.randint(0, 6, (4, 3, 5))
+    if dtype.is_floating_point:
+        return torch.randn(4, 6, 5).to(dtype), index, torch.randn(4, 3, 5).to(dtype)
+    return torch.randint(-9, 9, (4, 6, 5)), index, torch.randint(-9, 9, (4, 3, 5))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_scatter(dynamic: bool) -> None:
+    def function(x: torch.Tensor, g: torch.Tensor, s: torch.Tensor) -> Any:
+        return (x.scatter(1, g, 2.5) + 1, x.scatter(1, g, s) + 1, x.scatter_add(1, g, s))
+
+    x, _, s = _given(torch.float32)
+    check(function, x, torch.rand(4, 6, 5).argsort(1)[:, :3], s, dynamic=dynamic, grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument")
+def test_scatter_with_a_reduction() -> None:
+    x, g, s = _given(torch.float32)
+    check(lambda x, g, s: (x.scatter(1, g, s, reduce="add"), x.scatter(1, g, 2.0,
+                           reduce="multiply")), x, g, s, exact=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("kind", ["sum", "prod", "mean", "amax", "amin"])
+def test_scatter_reduce(kind: str, dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor, g: torch.Tensor, s: torch.Tensor) -> Any:
+        return [x.scatter_reduce(1, g, s, kind, include_self=own) for own in (True, False)]
+
+    check(function, *_given(dtype), exact=False)
+
+
+def test_scatter_reduce_keeps_nans() -> None:
+    x, s = torch.randn(5), torch.tensor([1.0, float("nan"), 2.0])
+    check(lambda x, i, s: (x.scatter_reduce(0, i, s, "amax"), x.scatter_reduce(0, i, s, "amin")),
+          x, torch.tensor([1, 2, 2]), s)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("kind", ["prod", "mean", "amax", "amin"])
+def test_index_reduce(kind: str) -> None:
+    def function(x: torch.Tensor, i: torch.Tensor, s: torch.Tensor) -> Any:
+        return [x.index_reduce(1, i, s, kind, include_self=own) for own in (True, False)]
+
+    x, _, s = _given(torch.float32)
+    check(function, x, torch.tensor([1, 4, 1]), s, exact=False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_whole_slices(dynamic: bool) -> None:
+    def function(x: torch.Tensor, i: torch.Tensor, s: torch.Tensor) -> Any:
+        return (
+            x.index_add(1, i, s) + 1,
+            x.index_add(1, i, s, alpha=2) + 1,
+            x.index_copy(1, i, s) + 1,
+            x.index_fill(1, -i, 2.0) + 1,
+            x.put(-i, s[:, 0, 0][:3]),
+            x.put(i, s[:, 0, 0][:3], accumulate=True),
+        )
+
+    x, _, s = _given(torch.float32)
+    check(function, x, torch.tensor([1, 4, 2]), s, dynamic=dynamic, grad=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_index_put(dynamic: bool) -> None:
+    def function(x: torch.Tensor, i: torch.Tensor, n: torch.Tensor, s: torch.Tensor) -> Any:
+        a = x.clone()
+        a[i, :, n] = s[:3, 0, :1]
+        return (
+            a,
+            x.index_put((i, n), s[0, 0, 0]),
+            x.index_put((i,), s[:3, :1], accumulate=True),
+            x.index_put((i, i), s[:3, 0], accumulate=True),
+            x.index_put((i[:1].expand(3), i[:1].expand(3)), s[:3, 0], accumulate=True),
+        )
+
+    x, _, s = _given(torch.float32)
+    check(function, x, torch.tensor([2, 0, 3]), torch.tensor([-1, 0, -3]), s, dynamic=dynamic,
+          grad=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_index_put_where_a_mask_holds(dynamic: bool) -> None:
+    def function(x: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> Any:
+        a, b, c = x.clone(), x.clone(), x.clone()
+        a[m] = 2.0
+        b[m[:, :, 0]] = v
+        c[:, m[0]] = 0
+        return a, b, c, x.index_put((m,), v[0], accumulate=True)
+
+    check(function, torch.randn(4, 6, 5), torch.rand(4, 6, 5) > 0.5, torch.randn(5),
+          dynamic=dynamic)  # fmt: skip
+
+
+def test_truth_values_saturate() -> None:
+    check(lambda m, i: (m.index_add(0, i, m[:3]), m.index_put((i,), m[:1], accumulate=True)),
+          torch.rand(4, 6) > 0.5, torch.tensor([2, 2, 3]))  # fmt: skip
+
+
+def test_sum_over_many_threads_is_exact() -> None:
+    """Every element lands: integers, so that any order gives the same sum."""
+    index = torch.randint(0, 7, (200_000,))
+    check(lambda x, i: x.index_add(0, i, i + 1), torch.zeros(7, dtype=torch.int64), index)
+
+
+def test_no_elements_and_no_dimensions() -> None:
+    none = torch.empty(0, 1, dtype=torch.int64)
+    check(lambda x, e: (x.scatter(1, e, 1.0) + 1, x.index_add(0, e[:, 0], x[:0]) + 1),
+          torch.randn(4, 6), none)  # fmt: skip
+    check(lambda z, i: (z.scatter(0, i, 2.0) + 1, z.scatter_add(0, i, z) + 1,
+                        z.index_add(0, i, z) + 1, z.index_copy(0, i, z) + 1,
+                        z.index_fill(0, i, 3) + 1, z.scatter_reduce(0, i, z, "mean")),
+          torch.tensor(1.5), torch.tensor(0))  # fmt: skip
