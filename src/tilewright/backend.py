@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright import config
 from tilewright.graph import decompositions
@@ -26,7 +25,8 @@ def compile_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | 
         pass
 
     def compiler(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
-        with config.patch(chosen), _no_dispatch_modes():
+        # outside the tracing modes: literals are folded with real tensors
+        with config.patch(chosen), _disable_current_modes():
             return compile_graph(graph)
 
     with config.patch(chosen):
@@ -38,10 +38,3 @@ def compile_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | 
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
-
-
-@contextlib.contextmanager
-def _no_dispatch_modes() -> Iterator[None]:
-    """Compile outside the tracing modes: literals are folded with real tensors."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield

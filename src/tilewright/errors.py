@@ -6,10 +6,11 @@ process to the one that waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -120,6 +121,21 @@ def _rebuild(
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Generator[None]:
+    """Whatever goes wrong inside is reported with the name of this stage of the compiler."""
+    try:
+        yield
+    except TilewrightError as error:
+        raise error.locate(stage=name) from error.__cause__
+    except Exception as error:
+        raise TilewrightError(
+            f"{type(error).__name__}: {error}",
+            stage=name,
+            hint="a fault in tilewright, not in your program: TILEWRIGHT_DEBUG=4 shows each stage",
+        ) from error
 
 
 class UnknownOptionError(TilewrightError, AttributeError):

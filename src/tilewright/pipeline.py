@@ -11,6 +11,7 @@ import torch.fx
 
 from tilewright import dump, metrics
 from tilewright.codegen.cpp.kernel import CppKernel, generate
+from tilewright.errors import stage
 from tilewright.graph.simplify import simplify
 from tilewright.host import artifact
 from tilewright.host.artifact import Artifact
@@ -40,7 +41,8 @@ def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
     else:
         metrics.cache_hits += 1
         metrics.apply(found.counted)
-    compiled = found.load(gm)
+    with stage("build"):
+        compiled = found.load(gm)
     dump.code(found.host.located(artifact.locations(gm)), found.kernels)
     metrics.compile_seconds += time.perf_counter() - start
     return compiled
@@ -50,24 +52,29 @@ def build(gm: torch.fx.GraphModule) -> Artifact:
     """Every stage, from a graph to sources under construction."""
     dump.stage("graph", gm)
 
-    simplify(gm)
+    with stage("graph"):
+        simplify(gm)
     dump.stage("simplified", gm)
 
-    program: Program = lower(gm)
-    verify(program)
+    with stage("lower"):
+        program: Program = lower(gm)
+        verify(program)
     dump.stage("lowered", program)
 
-    plan: Schedule = schedule(program)
+    with stage("schedule"):
+        plan: Schedule = schedule(program)
     dump.stage("scheduled", plan)
 
-    kernels = [_generate(program, step.group) for step in plan.steps]
+    with stage("generate"):
+        kernels = [_generate(program, step.group) for step in plan.steps]
     calls = _calls(plan, kernels)
     sources = {call.name: CxxSource(kernel.text, kernel.name, _kinds(kernel))
                for call, kernel in zip(calls, kernels, strict=True)
                if call is not None and kernel is not None}  # fmt: skip
     submit(list(sources.values()))  # the compiler runs while the host program is written
 
-    host: HostProgram = assemble(program, plan.steps, calls)
+    with stage("assemble"):
+        host: HostProgram = assemble(program, plan.steps, calls)
     return Artifact(host, sources)
 
 

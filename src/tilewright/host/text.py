@@ -85,7 +85,8 @@ def target_path(target: Any) -> str | None:
     if isinstance(target, HigherOrderOperator):
         found = getattr(torch.ops.higher_order, target._name, None)
         return f"torch.ops.higher_order.{target._name}" if found is target else None
-    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
-    if target.__class__ is type(operator.add):
-        return f"{module.lstrip('_')}:{name}"
+    module: str = getattr(target, "__module__", None) or ""
+    name: str = getattr(target, "__qualname__", None) or ""
+    if isinstance(target, type(operator.add)):  # a builtin: operator's live in `_operator`
+        module = module.lstrip("_")
     return f"{module}:{name}" if module and name and "<" not in name else None

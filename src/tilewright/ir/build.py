@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewright import config
 from tilewright.ir.expr import INDEX, REBUILD, Expr, Reduce, Scan, const, load, make, rewrite
 from tilewright.ir.index import bounds, known_lt, known_nonneg
 from tilewright.ir.ops import INDEX_OPS, TABLE
@@ -48,6 +49,8 @@ def _simplify(name: str, dtype: torch.dtype, src: tuple[Expr, ...]) -> Expr | No
             return src[0]
         case "cast" if src[0].op == "cast" and _widens(src[0].src[0].dtype, src[0].dtype, dtype):
             return op("cast", src[0].src[0], arg=dtype)
+        case "cast" if src[0].op == "cast" and _only_rounds(src[0], dtype):
+            return src[0].src[0]
         case "where" if src[0].op == "const":
             return src[1] if src[0].arg else src[2]
         case "where" if src[1] is src[2]:
@@ -94,6 +97,12 @@ def _widens(a: torch.dtype, b: torch.dtype, c: torch.dtype) -> bool:
     if not (a.is_floating_point and b.is_floating_point and c.is_floating_point):
         return False
     return torch.promote_types(a, b) == b and b.itemsize > a.itemsize
+
+
+def _only_rounds(inner: Expr, dtype: torch.dtype) -> bool:
+    """Whether float32 -> bfloat16 -> float32 may be skipped: only when asked for."""
+    return (not config.emulate_precision_casts and inner.src[0].dtype == dtype
+            and dtype.is_floating_point and inner.dtype.is_floating_point)  # fmt: skip
 
 
 def _absorb(src: tuple[Expr, ...], unit: Expr, zero: Expr) -> Expr | None:

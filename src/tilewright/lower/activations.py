@@ -32,7 +32,7 @@ _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804
 
 
 def _relu(x: Expr) -> Expr:
-    return f.maximum(x, 0)
+    return f.maximum(0, x)
 
 
 def _gelu(x: Expr, approximate: str = "none") -> Expr:

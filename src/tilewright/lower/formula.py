@@ -68,21 +68,21 @@ sigmoid, lgamma, round_, not_ = (unary(n) for n in ("sigmoid", "lgamma", "round"
 
 
 def maximum(a: Value, b: Value) -> Expr:
-    """The larger; NaN wins; of two zeros the first, as eager has it (the row takes the second)."""
+    """The larger; NaN wins; of two zeros the second, as eager's vector code has it."""
     a, b = _pair(a, b)
-    return build.op("max", b, a)
+    return build.op("max", a, b)
 
 
 def minimum(a: Value, b: Value) -> Expr:
-    """The smaller; NaN wins; of two zeros the first."""
+    """The smaller; NaN wins; of two zeros the second."""
     a, b = _pair(a, b)
-    return build.op("min", b, a)
+    return build.op("min", a, b)
 
 
 def clamp(x: Expr, low: Value | None, high: Value | None) -> Expr:
     """`x` limited below, then above; NaN anywhere wins."""
-    x = x if low is None else maximum(x, low)
-    return x if high is None else minimum(x, high)
+    x = x if low is None else maximum(low, x)
+    return x if high is None else minimum(high, x)
 
 
 def square(x: Expr) -> Expr:

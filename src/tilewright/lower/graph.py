@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from tilewright import config, metrics
@@ -24,7 +26,7 @@ from tilewright.lower.tensor import Tensor, cost, is_stored
 
 aten = torch.ops.aten
 
-assert families.LOADED  # importing the families fills the op table
+families.load()
 
 
 def lower(gm: torch.fx.GraphModule) -> Program:
@@ -91,9 +93,12 @@ def _call(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
         ctx.env[node] = _number(ctx, node, value)
         return
-    if node.target is operator.getitem and not isinstance(ctx.env[node.args[0]], Handle):
-        ctx.env[node] = ctx.env[node.args[0]][node.args[1]]
-        return
+    if node.target is operator.getitem:
+        source, position = node.args
+        assert isinstance(source, torch.fx.Node)
+        if not isinstance(ctx.env[source], Handle):
+            ctx.env[node] = ctx.env[source][position]
+            return
     lowering = LOWERINGS.get(node.target)
     if lowering is not None and _is_native(node):
         mark = len(ctx.program.nodes)
@@ -116,7 +121,7 @@ def _arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dic
             raise Unsupported("operand is not a plain strided tensor")
         return found
 
-    return torch.fx.node.map_arg((tuple(node.args), dict(node.kwargs)), lookup)
+    return map_arg((tuple(node.args), dict(node.kwargs)), lookup)
 
 
 def _is_native(node: torch.fx.Node) -> bool:
@@ -219,7 +224,7 @@ def _opaque_arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ..
             assert view is not None
         return view
 
-    args, kwargs = torch.fx.node.map_arg((tuple(node.args), dict(node.kwargs)), lookup)
+    args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), lookup)
     return _plain(args), _plain(kwargs)
 
 
@@ -321,7 +326,7 @@ def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str,
         assert found is not None
         ctx.env[arg] = ctx.stored(ctx.program.buffers[found.buffer])
     owners[found.buffer] = storage
-    return found
+    return replace(found, stride=stride)  # eager's, also where a dimension has one element
 
 
 def _same_layout(view: View, stride: tuple[Expr, ...]) -> bool:

@@ -355,9 +355,10 @@ def pow_scalar(ctx: Lowering, x: Tensor, exponent: Any) -> Tensor:
         3: lambda a: f.mul(square(a), a),
     }
     if result.is_floating_point:
-        special |= {0.5: f.sqrt, -0.5: f.unary("rsqrt"), -1: f.reciprocal,
-                    -2: lambda a: f.reciprocal(square(a))}  # fmt: skip
-    elif exponent < 0:
+        special |= {-1: f.reciprocal, -2: lambda a: f.reciprocal(square(a))}
+    if result.is_floating_point and result != torch.float16:
+        special |= {0.5: f.sqrt, -0.5: f.unary("rsqrt")}  # unlike a power, of -inf these are NaN
+    if exponent < 0 and not result.is_floating_point:
         raise Unsupported("a negative power of integers is eager's error to report")
     if exponent in special:
         fn = special[exponent]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,7 @@ class Writer:
         self.lines.append(("" if text.startswith("#") else "    " * self._depth) + text)
 
     @contextmanager
-    def block(self, head: str) -> Iterator[None]:
+    def block(self, head: str) -> Generator[None]:
         self.line(head + " {")
         self._depth += 1
         self._scopes.append({})
