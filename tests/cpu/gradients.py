@@ -34,7 +34,8 @@ def _leaf(t: torch.Tensor) -> torch.Tensor:
 def _with_gradients(fn: Callable[..., Any], args: Any) -> list[torch.Tensor]:
     results = pytree.tree_leaves(fn(*args))
     roots = [r for r in results if r.requires_grad]
-    inputs = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor) and a.requires_grad]
+    tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
+    inputs = [a for a in tensors if a.requires_grad]
     torch.manual_seed(1)
     seeds = [torch.randn_like(r) for r in roots]
     found = torch.autograd.grad(roots, inputs, seeds, allow_unused=True)

@@ -47,7 +47,9 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 
 
 def tolerance(x: Tensor) -> dict[str, float]:
-    return HALF if x.dtype == BF16 else {"rtol": 1e-5, "atol": 1e-5} if x.is_floating_point() else {}
+    if x.dtype == BF16:
+        return HALF
+    return {"rtol": 1e-5, "atol": 1e-5} if x.is_floating_point() else {}
 
 
 @pytest.mark.parametrize("name", INPUTS)

@@ -62,7 +62,7 @@ def test_no_dimensions() -> None:
 
 
 def test_equals_take_the_last_position() -> None:
-    x = torch.tensor([[1.0, 1.0, 0.0, 1.0, nan, 2.0, nan], [-0.0, 0.0, -0.0, -1.0, -1.0, -2.0, 0.0]])
+    x = torch.tensor([[1.0, 1.0, 0.0, 1.0, nan, 2.0, nan], [-0.0, 0.0, -0.0, -1, -1, -2, 0.0]])
     check(lambda t: [*t.cummax(1), *t.cummin(1)], x)
 
 

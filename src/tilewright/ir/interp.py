@@ -26,7 +26,6 @@ from tilewright.errors import TilewrightError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms, walk
 from tilewright.ir.ops import REDUCTIONS, SCANS, TABLE
-from tilewright.ir.philox import RANDOM
 from tilewright.ir.program import Buffer, Handle, Nest, Node, Opaque, Output, Program, Store, View
 
 Tensor = torch.Tensor
@@ -68,7 +67,8 @@ def run(program: Program, args: Sequence[Any],
 
 
 def run_steps(program: Program, steps: Sequence[StepLike], args: Sequence[Any],
-              constants: Mapping[str, Any] | None = None, *, fused: bool = False) -> list[Any]:  # fmt: skip
+              constants: Mapping[str, Any] | None = None, *,
+              fused: bool = False) -> list[Any]:  # fmt: skip
     """The same through a schedule: its order of groups, its reuse of memory, its early frees.
 
     With `fused`, the members of a group run together at each point of its outer loops.
@@ -112,8 +112,10 @@ class _Machine:
 
     def _bind_sizes(self) -> None:
         """Symbols from the arguments: given as such, or read off a size or a stride."""
-        known: list[tuple[Expr, Any]] = [(self.program.symbols[n], self.handles[n])
-                                         for n in self.program.inputs if n in self.program.symbols]  # fmt: skip
+        known: list[tuple[Expr, Any]] = []
+        for name in self.program.inputs:
+            if name in self.program.symbols:
+                known.append((self.program.symbols[name], self.handles[name]))
         for name, t in self.tensors.items():
             buffer = self.program.buffers[name]
             known += [*zip(buffer.size, t.size(), strict=True),
@@ -223,7 +225,8 @@ class _Machine:
         kwargs = {k: self._argument(v) for k, v in call.kwargs.items()}
         result = call.target(*args, **kwargs)
         for name, path in call.binds:
-            self.numbers[name] = key_get(result, cast(tuple[KeyEntry, ...], path)) if path else result
+            keys = cast(tuple[KeyEntry, ...], path)
+            self.numbers[name] = key_get(result, keys) if keys else result
         if call.single:
             self.handles[f"{call.name}_r0"] = result
         for k, name in enumerate(call.results):
@@ -317,8 +320,6 @@ class _Evaluation:
                 if not bool(((src[0] >= 0) & (src[0] < src[1])).all()):
                     raise IndexError(f"{self.name.name}: index out of range")
                 return src[0]
-            case op if op in RANDOM:
-                return RANDOM[op](*src, node.dtype).to(node.dtype)
             case op if op in TABLE:
                 return _apply(node, src)
             case op:
@@ -398,8 +399,8 @@ def _index_op(op: str, src: list[Any]) -> Any:
 def _inside(nest: Nest, buffer: str, index: Tensor, memory: Tensor) -> None:
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < memory.numel()):
         raise TilewrightError(
-            f"{nest.name} touches {buffer} at {int(index.min())} to {int(index.max())}, outside its "
-            f"{memory.numel()} elements"
+            f"{nest.name} touches {buffer} at {int(index.min())} to {int(index.max())}, outside "
+            f"its {memory.numel()} elements"
         )
 
 

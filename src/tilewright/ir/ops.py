@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from tilewright.ir import philox
+
 Result = Literal["same", "bool", "second", "index", "arg"]
 
 
@@ -105,9 +107,9 @@ TABLE: dict[str, Op] = _rows(
     _float2(torch.igammac, 60),
     _float2(_S.zeta, 60, "zeta"),
     # random numbers: (seed: int64, offset: int64[, low, high]); Philox, so any order gives the same
-    Op("rand", 2, lambda seed, offset: None, result="arg", cost=30),
-    Op("randn", 2, lambda seed, offset: None, result="arg", cost=60),
-    Op("randint", 4, lambda seed, offset, low, high: None, result="arg", cost=30),
+    Op("rand", 2, philox.rand, result="arg", cost=30),
+    Op("randn", 2, philox.randn, result="arg", cost=60),
+    Op("randint", 4, philox.randint, result="arg", cost=30),
 )  # fmt: skip
 
 INDEX_OPS = ("iadd", "imul", "ifloordiv", "imod", "imin", "imax")

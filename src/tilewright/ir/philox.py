@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -32,30 +31,27 @@ def words(seed: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def rand(seed: Tensor, offset: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def rand(seed: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
     """Uniform on [0, 1): 24 random bits, 53 in float64."""
     a, b = words(seed, offset)
     if dtype == torch.float64:
         return ((a >> 5).double() * 2.0**26 + (b >> 6).double()) * 2.0**-53
-    return (a >> 8).float() * 2.0**-24
+    return ((a >> 8).float() * 2.0**-24).to(dtype)
 
 
-def randn(seed: Tensor, offset: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def randn(seed: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard normal, by Box and Muller."""
     a, b = words(seed, offset)
     radius = ((a >> 1).double() * 2.0**-31 + 2.0**-32).float()
     angle = (b >> 8).float() * (2 * math.pi * 2.0**-24)
-    return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)
+    return (torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)).to(dtype)
 
 
 def randint(seed: Tensor, offset: Tensor, low: Tensor, high: Tensor,
-            dtype: torch.dtype = torch.int64) -> Tensor:  # fmt: skip
+            dtype: torch.dtype) -> Tensor:  # fmt: skip
     """Uniform in [low, high), whose distance must fit in 31 bits here."""
     a, b = words(seed, offset)
     span = high - low
     if bool((span >= 2**31).any()):
         raise NotImplementedError("randint over 2**31 numbers or more")
-    return low + ((b * span + ((a * span) >> 32)) >> 32)
-
-
-RANDOM: dict[str, Callable[..., Tensor]] = {"rand": rand, "randn": randn, "randint": randint}
+    return (low + ((b * span + ((a * span) >> 32)) >> 32)).to(dtype)

@@ -356,8 +356,10 @@ def pow_scalar(ctx: Lowering, x: Tensor, exponent: Any) -> Tensor:
     }
     if result.is_floating_point:
         special |= {-1: f.reciprocal, -2: lambda a: f.reciprocal(square(a))}
-    if result.is_floating_point and result != torch.float16:
-        special |= {0.5: f.sqrt, -0.5: f.unary("rsqrt")}  # unlike a power, of -inf these are NaN
+    if result == torch.float16:  # eager takes powers here: unlike a root's, that of -inf is inf
+        special[0.5] = lambda a: f.add(f.sqrt(f.where(f.eq(a, -math.inf), math.inf, a)), 0.0)
+    elif result.is_floating_point:
+        special |= {0.5: f.sqrt, -0.5: f.unary("rsqrt")}
     if exponent < 0 and not result.is_floating_point:
         raise Unsupported("a negative power of integers is eager's error to report")
     if exponent in special:

@@ -1,0 +1,132 @@
+"""Run a program eagerly and compiled; say how they differ, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from tests.fuzz.generate import Program
+from tests.fuzz.stages import Capture, first_wrong
+
+_RELATIVE = {torch.float64: 1e-6, torch.float32: 5e-4, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+def difference(program: Program, backend: Any = "tilewright") -> str:
+    """How compiled differs from eager, over all choices of sizes; empty when it does not."""
+    torch._dynamo.reset()
+    function = program.function()
+    options = {"dynamic": True} if program.dynamic else {"dynamic": False}
+    compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
+    for number, sizes in enumerate(program.sizes):
+        eager_args, args = program.arguments(sizes), program.arguments(sizes)
+        try:
+            want = _run(function, eager_args)
+        except Exception:
+            return ""  # shrinking may make a program that eager refuses
+        try:
+            got = _run(compiled, args)
+        except Exception as error:
+            return f"call {number} raised {type(error).__name__}: {str(error)[:1500]}"
+        found = _compare(program, got, want, eager_args, args)
+        if found:
+            return f"call {number}: {found}"
+    return ""
+
+
+def blame(program: Program) -> str:
+    """The stage that first differs from eager."""
+    torch._dynamo.reset()
+    capture = Capture()
+    options = {"dynamic": True} if program.dynamic else {"dynamic": False}
+    compiled = torch.compile(program.function(), backend=capture, fullgraph=True, **options)
+    with contextlib.suppress(Exception):
+        for sizes in program.sizes:
+            _run(compiled, program.arguments(sizes))
+    try:
+        return first_wrong(capture, _alike) or "no stage on its own (capture or calling convention)"
+    finally:
+        torch._dynamo.reset()
+
+
+def _run(function: Callable[..., Any], args: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    outputs = list(function(*args))
+    wanted = [a for a in args if a.requires_grad]
+    ends = [o for o in outputs if o.requires_grad]
+    if not wanted or not ends:
+        return outputs, []
+    directions = [torch.full_like(o, 0.5).detach() for o in ends]
+    return outputs, list(torch.autograd.grad(ends, wanted, directions, allow_unused=True))
+
+
+def _compare(program: Program, got: Any, want: Any, eager_args: Sequence[Tensor],
+             args: Sequence[Tensor]) -> str:  # fmt: skip
+    for k, (a, b) in enumerate(zip(got[0], want[0], strict=True)):
+        number = program.outputs[k]
+        found = _differ(a, b, program.exact[number], layout=True)
+        if found:
+            return f"output {k} (value {number}): {found}"
+    for k, (a, b) in enumerate(zip(args, eager_args, strict=True)):
+        found = _differ(a.detach(), b.detach(), exact=False, layout=True)
+        if found:
+            return f"argument {k} afterwards: {found}"
+    for k, (a, b) in enumerate(zip(got[1], want[1], strict=True)):
+        if (a is None) != (b is None):
+            return f"gradient {k} is {a is None and 'missing' or 'unexpected'}"
+        found = "" if a is None else _differ(a, b, exact=False, layout=False)
+        if found:
+            return f"gradient {k}: {found}"
+    return _aliasing(got[0], args, want[0], eager_args)
+
+
+def _differ(a: Tensor, b: Tensor, exact: bool, layout: bool) -> str:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}"
+    if layout and b.numel() > 0:
+        strides = [(s, w) for s, w, n in zip(a.stride(), b.stride(), b.shape, strict=True) if n > 1]
+        if any(s != w for s, w in strides):
+            return f"strides {a.stride()} instead of {b.stride()} for {tuple(b.shape)}"
+    tolerance = 0.0 if exact else _RELATIVE.get(b.dtype, 0.0)
+    scale = 0.0
+    if tolerance and b.numel():
+        scale = max(1.0, b.detach().abs().nan_to_num(0, 0, 0).max().item())
+    try:
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=tolerance, atol=tolerance * scale,
+                                   equal_nan=True)  # fmt: skip
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def _aliasing(got: Sequence[Tensor], args: Sequence[Tensor], want: Sequence[Tensor],
+              eager_args: Sequence[Tensor]) -> str:  # fmt: skip
+    """Outputs share memory with arguments and with each other exactly where eager's do."""
+    mine, theirs = [*args, *got], [*eager_args, *want]
+    for i in range(len(mine)):
+        for j in range(max(i + 1, len(args)), len(mine)):
+            a, b = _shares(mine[i], mine[j]), _shares(theirs[i], theirs[j])
+            if b and not a:
+                return f"value {i} and {j} of (arguments, outputs) no longer share memory"
+            if a and not b:
+                return f"value {i} and {j} of (arguments, outputs) share memory, which eager's do not"
+    return ""
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not b.numel():
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _alike(got: Any, want: Any) -> bool:
+    for a, b in zip(got, want, strict=True):
+        if isinstance(b, Tensor):
+            if _differ(a, b, exact=False, layout=False):
+                return False
+        elif a != b:
+            return False
+    return True
