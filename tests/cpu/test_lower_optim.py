@@ -63,7 +63,6 @@ def test_compound() -> None:
         scalars = [2.0, 3.0, 0.5]
         return [
             torch._foreach_addcmul(x, y, z, 0.5), torch._foreach_addcdiv(x, y, z, scalars),
-            torch._foreach_addcmul(x, y, z, torch.tensor(scalars)),
             torch._foreach_lerp(x, y, z), torch._foreach_lerp(x, y, 0.3),
             torch._foreach_norm(x), torch._foreach_norm(x, 1), torch._foreach_max(x),
         ]  # fmt: skip

@@ -37,11 +37,14 @@ def close(value: Any, expected: float, within: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_uniform_and_normal(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    u, z, v, w = native(lambda x: (
-        torch.rand(N, dtype=dtype), torch.randn(N, dtype=dtype),
-        torch.rand_like(x) * 2, torch.empty_like(x).uniform_(-3, -1)))(torch.empty(N, dtype=dtype))  # fmt: skip
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        uniform = torch.empty_like(x).uniform_(-3, -1)
+        return torch.rand(N, dtype=dtype), torch.randn_like(x), torch.rand_like(x) * 2, uniform
+
+    u, z, v, w = native(fn)(torch.empty(N, dtype=dtype))
     assert u.dtype == dtype and z.dtype == dtype and v.dtype == dtype
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     u, z, w = u.double(), z.double(), w.double()
     close(u.mean(), 0.5, 0.02)
     close(u.var(), 1 / 12, 0.01)
@@ -49,7 +52,7 @@ def test_uniform_and_normal(dtype: torch.dtype) -> None:
     close(z.std(), 1, 0.03)
     close((z.abs() < 1).double().mean(), 0.6827, 0.02)
     close(w.mean(), -2, 0.05)
-    assert -3 <= w.min() and w.max() <= -1
+    assert w.min() >= -3 and w.max() <= -1
     assert not torch.equal(u * 2, v.double()), "two ops must not share their numbers"
 
 
@@ -74,8 +77,9 @@ def test_distributions() -> None:
     def fn(x: Tensor, p: Tensor) -> list[Tensor]:
         return [
             torch.bernoulli(p), torch.bernoulli(x, 0.3), x.clone().exponential_(2.0),
-            x.clone().geometric_(0.25), x.clone().cauchy_(1.0, 2.0), x.clone().log_normal_(0.0, 0.5),
-            x.clone().normal_(3.0, 2.0), torch.normal(p, 2.0), torch.normal(p, p),
+            x.clone().geometric_(0.25), x.clone().cauchy_(1.0, 2.0),
+            x.clone().log_normal_(0.0, 0.5), x.clone().normal_(3.0, 2.0), torch.normal(p, 2.0),
+            torch.normal(p, p),
             torch.bernoulli(x, 0.0), torch.bernoulli(x, 1.0),
         ]  # fmt: skip
 
@@ -140,7 +144,8 @@ def test_rrelu_keeps_its_slopes() -> None:
     slope = y.detach() / x.detach()
     torch.testing.assert_close(x.grad, slope)
     negative = slope[:500]
-    assert 0.1 <= negative.min() and negative.max() <= 0.4 + 1e-6 and negative.unique().numel() > 400
+    assert negative.min() >= 0.1 and negative.max() <= 0.4 + 1e-6
+    assert negative.unique().numel() > 400
     assert torch.equal(slope[500:], torch.ones(500))
 
 
@@ -158,5 +163,3 @@ def test_fallback_random_is_eagers_stream() -> None:
         actual = ours(x)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
-
-

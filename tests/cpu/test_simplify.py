@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.inductor_prims
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilewright.graph.simplify import NAMED_RULES, simplify
 
 aten = torch.ops.aten
+fma = torch._inductor.inductor_prims.fma
 
 
 def traced(fn: Callable[..., Any], *args: torch.Tensor) -> torch.fx.GraphModule:
@@ -131,6 +133,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], list[str], 
         (rand(4, 3), rand(3, 5), rand(5)),
         ["mm.default", "view.default", "add.Tensor", "view.default"],
         ["addmm.default", "view.default"],
+    ),
+    "multiply-add": (
+        lambda a, b, c: fma(fma(a, b, c), 0.5, c),
+        (rand(3), rand(3), rand(3)),
+        ["prims.fma.default", "prims.fma.default"],
+        ["addcmul.default", "add.Tensor"],
     ),
 }
 

@@ -46,7 +46,7 @@ def simplify(gm: torch.fx.GraphModule) -> None:
 def _apply(node: Node, facts: Facts) -> bool:
     if node.op != "call_function" or not node.users or _fake(node) is None:
         return False
-    for _, rule in RULES_OF.get(node.target, ()):
+    for _, rule in RULES_OF.get(node.target) or RULES_OF.get(str(node.target), ()):
         new = rule(node)
         if new is not None and facts.may_replace(node, new):
             node.replace_all_uses_with(new)
@@ -61,7 +61,10 @@ class Facts:
         self.given: set[int | None] = set()
         self.written: set[int | None] = set()
         self.returned: set[int | None] = set()
+        self.restrided: set[int | None] = set()  # whose places are named by absolute offsets
         for node in graph.nodes:
+            if node.target in (aten.as_strided.default, aten.as_strided_scatter.default):
+                self.restrided.add(_storage(node.args[0]))
             if node.op in ("placeholder", "get_attr"):
                 self.given.add(_storage(node))
             elif node.op == "output":
@@ -79,6 +82,8 @@ class Facts:
         if old_storage is not None and old_storage == new_storage:
             return True
         if {old_storage, new_storage} & self.written or new_storage is None:
+            return False
+        if old_storage in self.restrided:
             return False
         if not any(user.op == "output" for user in node.users):
             return True
@@ -337,6 +342,16 @@ def _biased(node: Node, product: Any, bias: Any) -> Node | None:
     return _insert(node, aten.view.default, (made, product.args[1]))
 
 
+def _multiply_add(node: Node) -> Node | None:
+    """`fma(a, b, c)` as the ATen op for the same."""
+    a, b, c = node.args
+    if not isinstance(a, Node) or not isinstance(c, Node):
+        return None
+    if isinstance(b, Node):
+        return _insert(node, aten.addcmul.default, (c, a, b))
+    return _insert(node, aten.add.Tensor, (c, a), alpha=b)
+
+
 # ---- the rule list
 
 
@@ -361,6 +376,8 @@ NAMED_RULES: list[tuple[str, Rule, tuple[Any, ...]]] = [
                                                  aten.transpose.int)),
     ("conversion of conversion", _conversion_chain, _CONVERSIONS),
     ("bias into addmm", _bias_into_addmm, (aten.add.Tensor,)),
+    # by name: torch defines this op only once something has traced it
+    ("multiply-add", _multiply_add, ("prims.fma.default",)),
 ]  # fmt: skip
 
 RULES_OF: dict[Any, list[tuple[str, Rule]]] = {}

@@ -63,6 +63,7 @@ TABLE: dict[str, Op] = _rows(
     Op("min", 2, torch.minimum),
     Op("max", 2, torch.maximum),
     Op("pow", 2, torch.pow, cost=40),
+    Op("gcd", 2, torch.gcd, cost=60),
     Op("neg", 1, torch.neg),
     Op("abs", 1, torch.abs),
     Op("sign", 1, torch.sign, cost=2),

@@ -248,10 +248,10 @@ def elu_backward(ctx: Lowering, g: Tensor, alpha: float, scale: float, input_sca
 
 @lowers(aten._prelu_kernel_backward.default)
 def prelu_backward(ctx: Lowering, g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    to_input = elementwise(
-        ctx, lambda d, a, w: f.where(f.gt(a, 0), d, f.mul(w, d)), g, x, weight)
+    to_input = elementwise(ctx, lambda d, a, w: f.where(f.gt(a, 0), d, f.mul(w, d)), g, x, weight)
     to_weight = elementwise(
-        ctx, lambda d, a, w: f.where(f.gt(a, 0), 0.0, f.mul(a, d)), g, x, weight)
+        ctx, lambda d, a, w: f.where(f.gt(a, 0), 0.0, f.mul(a, d)), g, x, weight
+    )
     return to_input, to_weight
 
 
@@ -339,6 +339,4 @@ def rrelu_backward(ctx: Lowering, g: Tensor, x: Tensor, noise: Tensor, lower: fl
                    training: bool, is_result: bool) -> Tensor:  # fmt: skip
     if training and upper - lower > 1e-6:
         return elementwise(ctx, f.mul, g, noise)
-    return elementwise(
-        ctx, lambda d, a: _leaky_relu_backward(d, a, (lower + upper) / 2), g, x)
-
+    return elementwise(ctx, lambda d, a: _leaky_relu_backward(d, a, (lower + upper) / 2), g, x)

@@ -72,5 +72,3 @@ def copy_into(ctx: Lowering, into: Tensor, source: Operand, non_blocking: bool =
         value = ctx.copy(value)
     ctx.nest(placeholders(into.size), (), [Store(target, where, value.body)])
     return into
-
-

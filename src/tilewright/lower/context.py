@@ -47,6 +47,7 @@ class Lowering:
         self.sizes = Sizes()
         self.node: torch.fx.Node | None = None
         self.env: dict[torch.fx.Node, Any] = {}
+        self.shared: frozenset[int] = frozenset()  # storages several results are views of
         self._counts: dict[str, int] = {}
         self._seeds: Expr | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ families.load()
 def lower(gm: torch.fx.GraphModule) -> Program:
     """The program of one functional ATen graph, whose nodes carry fake values in `meta["val"]`."""
     ctx = Lowering()
+    ctx.shared = _shared_results(gm)
     for node in gm.graph.nodes:
         ctx.node = node
         try:
@@ -182,7 +184,7 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
     if len(t.size) != fake.dim():
         raise LoweringError(f"{node.target} was lowered to rank {len(t.size)}, the graph says "
                             f"{fake.dim()}", site=at_node(node))  # fmt: skip
-    if holder is not None and should_store(holder, t):
+    if _storage(fake) in ctx.shared or (holder is not None and should_store(holder, t)):
         return ctx.realize(t, ctx.sizes.tuple(fake.stride()))
     return t
 
@@ -331,6 +333,15 @@ def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str,
 
 def _same_layout(view: View, stride: tuple[Expr, ...]) -> bool:
     return all(a is b or n is ix.ONE for a, b, n in zip(view.stride, stride, view.size, strict=True))
+
+
+def _shared_results(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """The storages that more than one result is a view of: what makes them is stored once."""
+    results = {arg for arg in gm.graph.output_node().args[0]  # type: ignore[union-attr]
+               if isinstance(arg, torch.fx.Node)}  # fmt: skip
+    fakes = [arg.meta.get("val") for arg in results]
+    counts = Counter(_storage(f) for f in fakes if isinstance(f, torch.Tensor) and is_plain(f))
+    return frozenset(storage for storage, count in counts.items() if count > 1)
 
 
 def _storage(fake: torch.Tensor) -> int:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import _prims as prims
 
 from tilewright.ir import build
 from tilewright.ir.expr import Expr, const
 from tilewright.lower.context import Lowering
-from tilewright.lower.promote import Operand, compute_type, operand, scalar
+from tilewright.lower.promote import compute_type, scalar
 from tilewright.lower.table import LOWERINGS, Unsupported, lowers
 from tilewright.lower.tensor import Tensor, pointwise
 
@@ -126,7 +125,9 @@ def foreach_norm(ctx: Lowering, x: Tensors, ord: Any = 2, dtype: Any = None) -> 
 
 def _register() -> None:
     for name in UNARY:
-        lowers(getattr(aten, f"_foreach_{name}").default)(_each(getattr(aten, name).default))
+        packet = getattr(aten, f"_foreach_{name}", None)
+        if packet is not None:  # some came after torch 2.11
+            lowers(packet.default)(_each(getattr(aten, name).default))
     for name, overloads in COMPOUND.items():
         packet = getattr(aten, f"_foreach_{name}")
         for overload, base in overloads.items():
@@ -301,16 +302,3 @@ def fused_adagrad(
                                       strict=True):  # fmt: skip
             column.append(step.result(value, old))
     return (*columns, list(steps))
-
-
-def fma(ctx: Lowering, *operands: Operand) -> Tensor:
-    """`a * b + c` rounded once; the float32 product is exact in float64."""
-    dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
-    wide = torch.float64 if dtype == torch.float32 else compute_type(dtype)
-    a, b, c = (operand(ctx, x, wide) for x in operands)
-    return add(mul(a, b), c).to(dtype)
-
-
-_FMA = getattr(prims, "fma", None)  # what newer versions of torch trace `addcmul` to
-if _FMA is not None:
-    lowers(_FMA.default)(fma)

@@ -407,6 +407,12 @@ def _log_sum(power: Callable[[Expr], Expr], scale: float) -> Callable[[Expr, Exp
     return body
 
 
+def _lcm(a: Expr, b: Expr) -> Expr:
+    divisor = build.op("gcd", a, b)
+    quotient = build.op("truncdiv", a, f.where(f.eq(divisor, 0), 1, divisor))
+    return f.abs_(f.mul(quotient, b))
+
+
 def _logical(row: str) -> Callable[[Expr, Expr], Expr]:
     return lambda a, b: build.op(row, _truth(a), _truth(b))
 
@@ -418,6 +424,8 @@ _TWO: list[tuple[Any, Callable[[Expr, Expr], Expr], KIND]] = [
     (aten.fmin, _fextreme(False), KIND.DEFAULT),
     (aten.remainder, f.binary("mod"), KIND.DEFAULT),
     (aten.fmod, f.binary("fmod"), KIND.DEFAULT),
+    (aten.gcd, f.binary("gcd"), KIND.DEFAULT),
+    (aten.lcm, _lcm, KIND.DEFAULT),
     (aten.hypot, f.binary("hypot"), KIND.DEFAULT),
     (aten.atan2, f.binary("atan2"), KIND.INT_TO_FLOAT),
     (aten.copysign, f.binary("copysign"), KIND.INT_TO_FLOAT),

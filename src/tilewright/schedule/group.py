@@ -15,6 +15,9 @@ from tilewright.ir.program import Buffer, Nest, Node, Opaque, Program
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
 
 
+LONGEST_ROW = 4096  # elements; what pointwise members may have to themselves inside a group
+
+
 @dataclass
 class Group:
     """Nests that become one kernel, or one opaque call.
@@ -98,6 +101,8 @@ class Grouping:
         lanes = hint_product(v.src[0] for v in fit.outer)
         if lanes < 16 and (_serial(fit.members[-1]) or _serial(group.members[0])):
             return Misfit("too few shared iterations to run in parallel")
+        if not any(m.reduce for m in fit.members) and _left_inside(fit) > LONGEST_ROW:
+            return Misfit("the loops left to the members are too long to keep their values near")
         return fit
 
     def _join(self, k: int, fit: Fit, depends: set[int]) -> None:
@@ -140,6 +145,11 @@ class Grouping:
             assert len(rest) < len(waiting), "fusion made a cycle"
             waiting = rest
         return result
+
+
+def _left_inside(fit: Fit) -> int:
+    """Iterations of the longest member inside one point of the shared loops."""
+    return max(hint_product(v.src[0] for v in m.loops if v not in fit.outer) for m in fit.members)
 
 
 def _serial(nest: Nest) -> bool:

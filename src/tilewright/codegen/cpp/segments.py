@@ -115,29 +115,50 @@ def _jams(segment: Segment, loops: tuple[Expr, ...], nest: Nest) -> bool:
     return True
 
 
+STRIDED = 8  # what a load that is not contiguous costs, in contiguous ones
+IN_ORDER = 4  # the same for a step of a scan, which waits for the one before
+
+
 def _prefers_lanes(segments: Sequence[Segment], outer: tuple[Expr, ...]) -> bool:
-    """Whether to vectorise the last outer loop: when memory is contiguous along it, or when the
-    inner loops are too short to fill a vector."""
+    """Whether to vectorise the last outer loop: when walking memory along it costs less than along
+    the innermost loops, or when those are too short to fill a vector."""
     if not outer:
         return False
-    if all(not s.inner for s in segments):
+    inside = [s for s in segments if s.inner]
+    if not inside:
         return True
     last = outer[-1]
-    along_outer = along_inner = 0
-    shortest = 1 << 62
-    for segment in segments:
-        if not segment.inner:
-            continue
-        inner = segment.inner[-1]
-        shortest = min(shortest, hint_product(v.src[0] for v in segment.inner))
-        for nest in segment.members:
-            indices = [n.src[0] for n in loads(*nest.exprs)] + [s.index for s in nest.stores]
-            along_outer += sum(ix.coefficient(i, last) is ix.ONE for i in indices)
-            along_inner += sum(ix.coefficient(i, inner) is ix.ONE for i in indices
-                               if inner in _vars(i))  # fmt: skip
+    shortest = min(hint_product(v.src[0] for v in s.inner) for s in inside)
     if shortest <= 4 and hint(last.src[0]) >= 16:
         return True
-    return along_outer > along_inner and hint(last.src[0]) >= 8
+    if hint(last.src[0]) < 8:
+        return False
+    along_lanes = along_inner = 0
+    for segment in inside:
+        for nest in segment.members:
+            along_lanes += _walk_cost(nest, segment, last)
+            along_inner += _walk_cost(nest, segment, segment.inner[-1])
+    return along_lanes < along_inner
+
+
+def _walk_cost(nest: Nest, segment: Segment, v: Expr) -> int:
+    """What the accesses inside the segment's loops cost when `v` is the vectorised loop."""
+    indices = {n.src[0] for n in loads(*nest.exprs)}
+    if not nest.reduce:
+        indices |= {s.index for s in nest.stores}
+    inner = set(segment.inner)
+    short = hint(v.src[0]) < 8
+    in_order = v in inner and is_fold(nest, "scan")
+    total = 0
+    for index in indices:
+        if not inner & _vars(index):
+            continue  # computed once, outside
+        stride = ix.coefficient(index, v)
+        if stride is ix.ZERO:
+            continue
+        plain = stride is ix.ONE and not short
+        total += (IN_ORDER if in_order else 1) if plain else STRIDED
+    return total * hint_product(u.src[0] for u in all_loops(nest))
 
 
 def _vars(index: Expr) -> set[Expr]:

@@ -232,6 +232,20 @@ TW_INLINE T pow(T a, T b) {
     return r;
 }
 
+// Euclid's; never negative, and zero only of two zeros.
+template <class T>
+    requires is_int<T>
+TW_INLINE T gcd(T a, T b) {
+    a = abs(a);
+    b = abs(b);
+    while (b != T(0)) {
+        T r = T(a % b);
+        a = b;
+        b = r;
+    }
+    return a;
+}
+
 // ------------------------------------------------------------------------------------------ bits
 template <class T>
 TW_INLINE T bit_and(T a, T b) {
