@@ -20,9 +20,9 @@ Inputs = Sequence[Any]
 def compile_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | None = None,
                options: dict[str, Any] | None = None) -> Callable[..., Any]:  # fmt: skip
     """What `torch.compile(backend="tilewright", mode=..., options=...)` calls."""
-    chosen = {**config.options_for_mode(mode or "default"), **(options or {})}
-    with config.patch(chosen):  # a wrong option is an error now, not when a graph is compiled
-        pass
+    wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
+    # The backward graph is compiled later, perhaps on another thread: it gets the same options.
+    chosen = {**config.snapshot(), **wanted}
 
     def compiler(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
         # outside the tracing modes: literals are folded with real tensors

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.fx
 
-import tilewright
 from tilewright import config, metrics
 from tilewright.errors import at_node
 from tilewright.graph.digest import Undigestible, digest
@@ -83,6 +82,6 @@ def keep(name: str, artifact: Artifact) -> None:
 @functools.cache
 def _compiler_digest() -> str:
     """Changes whenever the compiler itself does."""
-    root = Path(tilewright.__file__).parent
+    root = Path(__file__).parent.parent
     files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".jinja"))
     return store.key(*(p.read_bytes() for p in files))

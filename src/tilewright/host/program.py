@@ -164,7 +164,7 @@ class _Assembly:
         args = [f"{name}.data_ptr()" if kind == "ptr" else name for kind, name in kernel.args]
         if kernel.checked:
             args.append("flag.address")
-        places = {m.origin.location: m.origin.nodes[0] for m in group.members if m.origin.location}
+        places = {m.origin.location: m.origin.nodes[-1] for m in group.members if m.origin.location}
         origins = dict.fromkeys(n for m in group.members for n in m.origin.nodes)
         sites = "".join(f"  @{node}@" for node in places.values())
         self.lines.append(f"# {', '.join(origins)}{sites}")
@@ -178,7 +178,7 @@ class _Assembly:
         args += [f"{k}={self._argument(v)}" for k, v in call.kwargs.items()]
         result = f"{call.name}_r0" if call.single else call.name
         if call.origin.location:
-            self.lines.append(f"# {call.origin.nodes[0]}  @{call.origin.nodes[0]}@")
+            self.lines.append(f"# {call.origin.nodes[-1]}  @{call.origin.nodes[-1]}@")
         self.lines.append(f"{result} = {self._target(call.target)}({', '.join(args)})")
         for name, path in call.binds:
             text = f"key_get({result}, {self._constant(tuple(path))})" if path else result

@@ -278,7 +278,7 @@ def known_nonneg(e: Expr) -> bool:
     """Whether `e >= 0` everywhere; symbolic extents of variables are put at their worst."""
     if bounds(e)[0] >= 0:
         return True
-    for v in free_vars(e):
+    for v in sorted(free_vars(e), key=_order):  # the same answer in every process
         p = poly(e)
         if any(m.count(v) > 1 or (v not in m and any(v in free_vars(a) for a in m)) for m in p):
             continue
@@ -325,6 +325,22 @@ def without(e: Expr, vs: Sequence[Expr]) -> Expr:
     """The terms of `e` in which none of the variables occur."""
     drop = set(vs)
     return from_poly({m: c for m, c in poly(e).items() if not any(free_vars(a) & drop for a in m)})
+
+
+def separate(steps: Sequence[tuple[Expr, Expr]], reach: Expr = ZERO) -> bool:
+    """Whether `sum(stride * k)` over all `k < size` gives numbers more than `reach` apart.
+
+    `steps` are pairs (stride, size). True when, smallest first, every stride passes what the ones
+    before it reach together; False when that is not known.
+    """
+    left = [(s if known_nonneg(s) else neg(s), n) for s, n in steps if n is not ONE]
+    while left:
+        least = next((step for step in left if all(known_le(step[0], s) for s, _ in left)), None)
+        if least is None or not known_lt(reach, least[0]):
+            return False
+        left.remove(least)
+        reach = add(reach, mul(least[0], sub(least[1], 1)))
+    return True
 
 
 def linearize(indices: Sequence[IndexLike], strides: Sequence[IndexLike],

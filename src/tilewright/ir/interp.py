@@ -4,7 +4,7 @@ It runs the same IR in three ways, each nearer to what the generated code does:
 
 - `run(program, args)`: the nodes of the lowered program one after the other,
 - `run_steps(program, steps, args)`: the groups of a schedule, with its memory plan,
-- `run_steps(..., fused=True)`: each group point by point of its outer loops, last point first; a
+- `run_steps(..., fused=True)`: each group point by point of its outer loops, in mixed order; a
   wrong fusion shows.
 
 The first that differs from eager names the stage to blame; if none does, it is code generation.
@@ -16,6 +16,7 @@ access outside its buffer is an error.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -189,9 +190,11 @@ class _Machine:
             self.call(node)
 
     def fused(self, group: GroupLike) -> None:
-        """All members at the last point of the outer loops, then at the one before, ..."""
+        """All members at one point of the outer loops, then at another: any order must do."""
         ranges = [range(self.number(v.src[0])) for v in group.outer]
-        for point in reversed(list(itertools.product(*ranges))):
+        points = list(itertools.product(*ranges))
+        random.Random(0).shuffle(points)
+        for point in points:
             for name in group.local:  # what one point leaves there is not for the next
                 _poison(self.flat(name))
             for member in group.members:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from tilewright.lower.tensor import (
 
 UNROLLABLE = {"sum": "add", "prod": "mul", "min": "min", "max": "max", "any": "bit_or",
               "all": "bit_and"}  # fmt: skip
+
+MOST_ORIGINS = 12  # enough to recognise a kernel by
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,26 @@ class Lowering:
         self._counts[family] = count + 1
         return f"{family}{count}"
 
+    @contextmanager
+    def at(self, node: torch.fx.Node) -> Generator[None]:
+        """What is made inside belongs to this node."""
+        before, self.node = self.node, node
+        yield
+        self.node = before
+
     def origin(self) -> Origin:
+        """The current node and what was computed only as part of it, in the graph's order."""
         if self.node is None:
             return Origin(())
-        return Origin((self.node.name,), at_node(self.node).location)
+        found = [self.node]
+        for node in found:
+            lazy = [n for n in node.all_input_nodes if n not in found and self._is_lazy(n)]
+            found += lazy[: MOST_ORIGINS - len(found)]
+        return Origin(tuple(n.name for n in reversed(found)), at_node(self.node).location)
+
+    def _is_lazy(self, node: torch.fx.Node) -> bool:
+        t = self.env.get(node)
+        return node.op == "call_function" and isinstance(t, Tensor) and not is_stored(t)
 
     # ---- buffers
 

@@ -324,7 +324,8 @@ def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str,
     storage = _storage(fake)
     if found is None or owners.get(found.buffer, storage) != storage or not _same_layout(
         found, stride):  # fmt: skip
-        found = as_view(ctx.copy(t, stride))
+        with ctx.at(arg):
+            found = as_view(ctx.copy(t, stride))
         assert found is not None
         ctx.env[arg] = ctx.stored(ctx.program.buffers[found.buffer])
     owners[found.buffer] = storage

@@ -6,6 +6,7 @@ tensor is ever read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,32 +155,35 @@ def _replication_pad(ctx: Lowering, t: Tensor, padding: Sequence[ix.IndexLike]) 
         aten.reflection_pad3d_backward.default)  # fmt: skip
 def _reflection_pad_backward(ctx: Lowering, grad: Tensor, t: Tensor,
                              padding: Sequence[ix.IndexLike]) -> Tensor:  # fmt: skip
-    """Each element gathers from itself and its at most two mirror images, per dimension."""
-    total = grad.to(compute_type(grad.dtype))
-    for k, low, _ in _by_dimension(padding, t.rank):
-        total = _gather_mirrors(total, k, t.size[k], low)
-    return total.to(grad.dtype)
+    """Each element gathers from itself and its at most two mirror images, per dimension, in the
+    order of the gradient's memory; the sum is rounded at each step, as eager's is."""
+    work = compute_type(grad.dtype)
+    dims = list(reversed(_by_dimension(padding, t.rank)))
 
-
-def _gather_mirrors(grad: Tensor, dim: int, size: Expr, low: Expr) -> Tensor:
     def value(*i: Expr) -> Expr:
-        j, last = i[dim], ix.sub(size, 1)
-        itself = ix.add(j, low)
-        images = (
-            (itself, build.TRUE),
-            (ix.sub(low, j), build.op("ge", j, ix.ONE)),  # mirrored at the first element
-            (ix.add(low, ix.mul(last, 2), ix.neg(j)), build.op("lt", j, last)),  # at the last
-        )
-        total: Expr | None = None
-        for position, exists in images:
-            mask = build.both(exists, inside(position, 0, grad.size[dim]))
-            term = build.guard(grad.at(replaced(i, dim, position)), mask)
-            term = build.where(mask, term, zero(grad.dtype))
-            total = term if total is None else build.op("add", total, term)
-        assert total is not None
-        return total
+        total = zero(work)
+        images = [_mirrors(i[k], t.size[k], low) for k, low, _ in dims]
+        for chosen in itertools.product(*images):
+            point, mask = list(i), build.TRUE
+            for (k, _, _), (position, exists) in zip(dims, chosen, strict=True):
+                point[k] = position
+                mask = build.both(mask, build.both(exists, inside(position, 0, grad.size[k])))
+            term = build.cast(build.guard(grad.at(point), mask), work)
+            total = build.op("add", total, build.where(mask, term, zero(work)))
+            total = build.cast(build.cast(total, grad.dtype), work)
+        return build.cast(total, grad.dtype)
 
-    return from_indices((*grad.size[:dim], size, *grad.size[dim + 1 :]), grad.device, value)
+    return from_indices(t.size, grad.device, value)
+
+
+def _mirrors(j: Expr, size: Expr, low: Expr) -> tuple[tuple[Expr, Expr], ...]:
+    """(position, whether it is an image) of element `j` in the padded dimension, ascending."""
+    last = ix.sub(size, 1)
+    return (
+        (ix.sub(low, j), build.op("ge", j, ix.ONE)),  # mirrored at the first element
+        (ix.add(j, low), build.TRUE),
+        (ix.add(low, ix.mul(last, 2), ix.neg(j)), build.op("lt", j, last)),  # at the last
+    )
 
 
 @lowers(aten.replication_pad1d_backward.default, aten.replication_pad2d_backward.default,

@@ -410,7 +410,9 @@ def _log_sum(power: Callable[[Expr], Expr], scale: float) -> Callable[[Expr, Exp
 def _lcm(a: Expr, b: Expr) -> Expr:
     divisor = build.op("gcd", a, b)
     quotient = build.op("truncdiv", a, f.where(f.eq(divisor, 0), 1, divisor))
-    return f.abs_(f.mul(quotient, b))
+    wide = a.dtype if a.dtype.itemsize >= 4 else torch.int32  # as in C: seen on overflow
+    product = f.mul(build.cast(quotient, wide), build.cast(b, wide))
+    return build.cast(f.abs_(product), a.dtype)
 
 
 def _logical(row: str) -> Callable[[Expr, Expr], Expr]:

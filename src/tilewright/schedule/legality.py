@@ -8,6 +8,7 @@ and the same extent.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -197,14 +198,26 @@ def _same_block(a: Expr, b: Expr, earlier: Nest, later: Nest, outer: Sequence[Ex
         return False
     if any(ta[0].get(v) is not tb[0].get(v) or v not in ta[0] for v in outer if v.src[0] is not ix.ONE):
         return False
-    rest_a = {(s, v.src[0]) for v, s in ta[0].items() if v not in outer}
-    rest_b = {(s, v.src[0]) for v, s in tb[0].items() if v not in outer}
-    if rest_b <= rest_a or rest_a <= rest_b:
+    rest_a = Counter((s, v.src[0]) for v, s in ta[0].items() if v not in outer)
+    rest_b = Counter((s, v.src[0]) for v, s in tb[0].items() if v not in outer)
+    if rest_a == rest_b:
+        return True  # one of the two is a store, and a store never meets itself
+    if rest_b <= rest_a and _meets_nobody(a, ta[0], earlier):
         return True
-    return _inside(ta[0], outer) and _inside(tb[0], outer)
+    if rest_a <= rest_b and _meets_nobody(b, tb[0], later):
+        return True
+    steps = [(ta[0][v], v.src[0]) for v in outer if v in ta[0]]
+    return all(ix.separate(steps, _reach(t, outer)) for t in (ta[0], tb[0]))
 
 
-def _inside(index: Terms, outer: Sequence[Expr]) -> bool:
-    """Whether the inner loops stay within the smallest step of the outer loops."""
-    reach = ix.add(0, *(ix.mul(s, ix.sub(v.src[0], 1)) for v, s in index.items() if v not in outer))
-    return all(ix.known_lt(reach, s) for v, s in index.items() if v in outer)
+def _meets_nobody(index: Expr, strides: Terms, nest: Nest) -> bool:
+    """Whether different iterations touch different elements: always so where it stores."""
+    if any(index is s.index for s in nest.stores):
+        return True
+    return ix.separate([(s, v.src[0]) for v, s in strides.items()])
+
+
+def _reach(strides: Terms, outer: Sequence[Expr]) -> Expr:
+    """How far the inner loops go from where the outer ones put them."""
+    inner = [(s, v.src[0]) for v, s in strides.items() if v not in outer]
+    return ix.add(0, *(ix.mul(s, ix.sub(n, 1)) for s, n in inner))

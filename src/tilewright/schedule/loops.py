@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, substitute, var, walk
+from tilewright.ir.expr import Expr, const, free_vars, load, rewrite, substitute, var, walk
 from tilewright.ir.program import Nest, Store
 
 
@@ -110,3 +110,54 @@ def _before(nest: Nest) -> set[Expr]:
 
 def is_fold(nest: Nest, op: str) -> bool:
     return any(node.op == op for node in walk(*nest.exprs))
+
+
+def replace_exprs(nest: Nest, change: Callable[[Expr], Expr]) -> Nest:
+    """Every index, value and mask of the nest changed."""
+
+    def swap(store: Store) -> Store:
+        mask = None if store.mask is None else change(store.mask)
+        return replace(store, index=change(store.index), value=change(store.value), mask=mask)
+
+    return replace(nest, stores=tuple(swap(s) for s in nest.stores))
+
+
+def drop_masks(nest: Nest) -> Nest:
+    """Loads whose mask has become a literal: plain where it holds, zero where it does not."""
+
+    def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        if node.op != "load" or len(src) == 1 or not src[1].is_const:
+            return None
+        return load(node.arg, node.dtype, src[0]) if src[1].arg else const(0, node.dtype)
+
+    return replace_exprs(nest, lambda e: rewrite(e, rule))
+
+
+def unroll(nest: Nest, v: Expr) -> Nest:
+    """A short loop written out: one store per value of its variable."""
+    count = ix.value_of(v.src[0])
+    assert count is not None
+    copies = [drop_masks(substitute_nest(nest, {v: ix.as_index(k)},
+                                         [u for u in nest.loops if u is not v], nest.reduce))
+              for k in range(count)]  # fmt: skip
+    return replace(copies[0], stores=tuple(s for copy in copies for s in copy.stores))
+
+
+def cuts(nests: Sequence[Nest], v: Expr) -> list[int]:
+    """Where along `v` a comparison of it with a literal changes, in order."""
+    extent = ix.value_of(v.src[0])
+    found: set[int] = set()
+    for nest in nests:
+        for node in walk(*nest.exprs):
+            if node.op in ("lt", "ge") and node.src[0].dtype == v.dtype:
+                found.update(_changes(node, v))
+    return sorted(c for c in found if extent is not None and 0 < c < extent)
+
+
+def _changes(comparison: Expr, v: Expr) -> tuple[int, ...]:
+    """The first `v` on the other side of `slope*v + rest < 0`."""
+    p = ix.poly(ix.sub(*comparison.src))
+    slope, rest = p.get((v,), 0), p.get((), 0)
+    if not slope or set(p) - {(v,), ()}:
+        return ()
+    return (-(rest // slope),) if slope > 0 else (rest // -slope + 1,)

@@ -45,7 +45,16 @@ class Writer:
 
     def know(self, e: Expr, text: str) -> None:
         """From here on in this block, `e` is this text."""
+        if e.op in ("reduce", "scan", "part") and self.known(e) is not None:
+            self._forget_users(e)
         self._scopes[-1][e] = text
+
+    def _forget_users(self, fold: Expr) -> None:
+        """Two nests may fold the same expression over other loops: what was made of the first fold
+        is not what the second gives."""
+        for scope in self._scopes:
+            for e in [e for e in scope if e is not fold and any(n is fold for n in walk(e))]:
+                del scope[e]
 
     def known(self, e: Expr) -> str | None:
         for scope in reversed(self._scopes):

@@ -11,17 +11,21 @@ import torch
 
 from tilewright.codegen.cpp.emit import Writer, uses_flag
 from tilewright.codegen.cpp.folds import Accumulator, ScanAccumulator, folds_of, scans_of
+from tilewright.codegen.cpp.pointwise import write_pointwise
+from tilewright.codegen.cpp.scatter import scatters, write_scatter
 from tilewright.codegen.cpp.segments import Segment, Structure, structure
 from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest, Program, Store
-from tilewright.schedule.group import Group, hint_product
+from tilewright.schedule.group import Group, hint, hint_product
 from tilewright.schedule.legality import all_loops, terms
 
-LANES = 64  # elements of the vectorised outer loop handled together, when segments have loops
+LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled together, at best
+SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a cache
 CHUNK = 4096  # elements of a loop handled together: partial sums stay accurate, threads get work
 LANE_CHUNK = 512  # the same where one lane adds up a chunk alone
+FEWEST_TILES = 16  # of the widest kind; with fewer, some threads would have nothing to do
 SLOTS = 64  # partial results of a full reduction; fixed, so that any number of threads agree
 PARALLEL_WORK = 8192  # iterations below which starting threads costs more than it gains
 
@@ -50,10 +54,10 @@ class Row:
 
 
 def generate(program: Program, group: Group) -> CppKernel:
-    return _Kernel(program, group).generate()
+    return Kernel(program, group).generate()
 
 
-class _Kernel:
+class Kernel:
     def __init__(self, program: Program, group: Group) -> None:
         self.buffers = program.buffers
         self.local = group.local
@@ -63,12 +67,14 @@ class _Kernel:
         self.numbers: dict[Expr, str] = {}
         self.rows: dict[str, Row] = {}
         self.scalars: dict[str, str] = {}
+        self.headers: set[str] = set()  # what the kernel includes beyond the prelude
         self.w = Writer(self._name, self._load)
         exprs = [e for m in self.members for e in m.exprs]
         self.flag = uses_flag(*exprs)
         self.outer = self.shape.outer
         self.lane = self.outer[-1] if self.shape.lanes else None
         self.tiled = self.lane is not None and any(s.inner for s in self.shape.segments)
+        self.lanes = self._lanes() if self.tiled else 0
 
     # ---- naming
 
@@ -84,7 +90,7 @@ class _Kernel:
         source = self._handed_over(node)
         if source is not None:
             return w.value(source)
-        text = self._element(node.arg, node.src[0])
+        text = self.element(node.arg, node.src[0])
         if node.dtype == torch.bool and node.arg not in self.scalars and node.arg not in self.rows:
             text = f"({text} != 0)"
         if len(node.src) == 2:
@@ -98,7 +104,7 @@ class _Kernel:
             return None
         return next(s.value for m in self.members for s in m.stores if s.buffer == node.arg)
 
-    def _element(self, buffer: str, index: Expr) -> str:
+    def element(self, buffer: str, index: Expr) -> str:
         if buffer in self.scalars:
             return self.scalars[buffer] + ("[lane]" if self.tiled else "")
         if buffer in self.rows:
@@ -114,7 +120,7 @@ class _Kernel:
             assert stride is not None
             total = ix.add(total, ix.mul(v, row.strides.get(stride, stride)))
         text = self.w.index(total)
-        return f"({text})*{LANES} + lane" if self.tiled else text
+        return f"({text})*{self.lanes} + lane" if self.tiled else text
 
     # ---- the whole kernel
 
@@ -123,8 +129,11 @@ class _Kernel:
         body = self.w
         if self._is_full_reduction():
             self._full_reduction()
-        elif any(s.mode != "set" or loads(s.index) for m in self.members for s in m.stores):
-            self._scatter()
+        elif any(scatters(m) for m in self.members):
+            (nest,) = self.members
+            write_scatter(self, nest)
+        elif self.lane is not None and not self.tiled:
+            write_pointwise(self, self.members)
         else:
             self._parallel()
         if self.flag:
@@ -140,7 +149,8 @@ class _Kernel:
         lines = [f'extern "C" void kernel({", ".join(head)}) {{']
         if self.flag:
             lines.append("    int tw_bad = 0;")
-        text = PRELUDE + "\n".join([*lines, *self.w.lines, "}"]) + "\n"
+        text = PRELUDE + "".join(f'#include "{h}"\n' for h in sorted(self.headers))
+        text += "\n".join([*lines, *self.w.lines, "}"]) + "\n"
         return CppKernel(text, tuple(params), self.flag)
 
     def _place_locals(self) -> None:
@@ -178,7 +188,24 @@ class _Kernel:
         sizes = [ix.product(v.src[0] for v in all_loops(m)) for m in self.members]
         return max(sizes, key=lambda s: hint_product([s]))
 
-    def _threads(self) -> str:
+    def _lanes(self) -> int:
+        """Wide tiles read whole cache lines one after the other; enough tiles keep threads busy."""
+        assert self.lane is not None
+        extent = hint(self.lane.src[0])
+        rows = hint_product(v.src[0] for v in self.outer[:-1])
+        longest = max(hint_product(v.src[0] for v in s.inner) for s in self.shape.segments)
+        fits = SCRATCH // longest if any(self._keeps_row(m) for m in self.members) else LANES[0]
+        for lanes in LANES:
+            if lanes <= max(fits, 64) and (rows * (extent // lanes) >= FEWEST_TILES or lanes <= 64):
+                if extent > lanes // 2:
+                    return lanes
+        return LANES[-1]
+
+    def _keeps_row(self, nest: Nest) -> bool:
+        return any(s.buffer in self.local and not free_vars(s.index) <= set(self.outer)
+                   for s in nest.stores)  # fmt: skip
+
+    def threads(self) -> str:
         """The clause that keeps small problems on one thread; empty when known to be large."""
         work = self._work()
         known = ix.value_of(work)
@@ -186,17 +213,15 @@ class _Kernel:
             return "" if known >= PARALLEL_WORK else "never"
         return f" if({self.w.index(work)} >= {PARALLEL_WORK})"
 
-    def _flag_clause(self) -> str:
+    def flag_clause(self) -> str:
         return " reduction(|:tw_bad)" if self.flag else ""
 
     def _parallel(self) -> None:
-        threads = self._threads()
+        threads = self.threads()
         parallel = threads != "never" and bool(self.outer)
         with ExitStack() as region:
             if parallel:
-                whole = self.lane is not None and not self.tiled and len(self.outer) == 1
-                flag = "" if whole else self._flag_clause()  # then the loop itself combines it
-                self.w.line(f"#pragma omp parallel{threads}{flag}")
+                self.w.line(f"#pragma omp parallel{threads}{self.flag_clause()}")
                 region.enter_context(self.w.block(""))
             self._open_scratch()
             with ExitStack() as loops:
@@ -211,52 +236,37 @@ class _Kernel:
         for buffer, row in self.rows.items():
             ctype = CTYPE[self.buffers[buffer].dtype]
             length = self.w.index(row.length)
-            size = f"sizeof({ctype})*({length})" + (f"*{LANES}" if self.tiled else "")
+            size = f"sizeof({ctype})*({length})" + (f"*{self.lanes}" if self.tiled else "")
             self.w.line(f"{ctype}* const {row.name} = ({ctype}*)__builtin_malloc({size} + 64);")
 
     def _outer_loops(self, stack: ExitStack, parallel: bool) -> None:
-        if not self.outer:
-            return
-        w = self.w
-        shared = list(self.outer)
-        if self.lane is not None:
-            shared.pop()
-        whole = self.lane is not None and not self.tiled and not shared
-        chunked = self.lane is not None and not self.tiled and bool(shared)
-        loops: list[str] = [self._for(v) for v in shared]
-        if self.lane is not None and (self.tiled or chunked):
-            step = LANES if self.tiled else CHUNK
-            loops.append(f"for (int64_t tile = 0; tile < {w.index(self.lane.src[0])}; "
-                         f"tile += {step})")  # fmt: skip
-        if parallel:
-            if whole:
-                w.line(f"#pragma omp for simd schedule(static){self._flag_clause()}")
-            else:
-                collapse = f" collapse({len(loops)})" if len(loops) > 1 else ""
-                w.line(f"#pragma omp for{collapse} schedule(static) nowait")
-        elif whole:
-            w.line(f"#pragma omp simd{self._flag_clause()}")
-        for text in loops:
-            stack.enter_context(w.block(text))
+        heads = [self.for_loop(v) for v in self.outer if v is not self.lane]
         if self.lane is None:
+            self.open_loops(stack, heads, parallel)
             return
-        if whole:
-            stack.enter_context(w.block(self._for(self.lane)))
-            return
-        size = w.index(self.lane.src[0])
-        step = LANES if self.tiled else CHUNK
-        w.line(f"const int64_t stop = {size} - tile < {step} ? {size} - tile : {step};")
-        if not self.tiled:
-            stack.enter_context(self._lane_loop())
+        size, step = self.w.index(self.lane.src[0]), self.lanes
+        heads.append(f"for (int64_t tile = 0; tile < {size}; tile += {step})")
+        self.open_loops(stack, heads, parallel)
+        whole = (ix.value_of(self.lane.src[0]) or 1) % step == 0
+        stop = str(step) if whole else f"{size} - tile < {step} ? {size} - tile : {step}"
+        self.w.line(f"const int64_t stop = {stop};")
 
-    def _for(self, v: Expr) -> str:
+    def open_loops(self, stack: ExitStack, heads: Sequence[str], parallel: bool) -> None:
+        """Nested loops, the points of all of them shared among the threads."""
+        if parallel and heads:
+            collapse = f" collapse({len(heads)})" if len(heads) > 1 else ""
+            self.w.line(f"#pragma omp for{collapse} schedule(static) nowait")
+        for head in heads:
+            stack.enter_context(self.w.block(head))
+
+    def for_loop(self, v: Expr) -> str:
         return f"for (int64_t {v.arg} = 0; {v.arg} < {self.w.index(v.src[0])}; ++{v.arg})"
 
     def _lane_loop(self) -> ExitStack:
         """The vectorised loop over one tile of the last outer loop."""
         assert self.lane is not None
         stack = ExitStack()
-        self.w.line(f"#pragma omp simd{self._flag_clause()}")
+        self.w.line(f"#pragma omp simd{self.flag_clause()}")
         stack.enter_context(self.w.block("for (int64_t lane = 0; lane < stop; ++lane)"))
         self.w.line(f"const int64_t {self.lane.arg} = tile + lane;")
         return stack
@@ -264,7 +274,7 @@ class _Kernel:
     def _declare_scalars(self) -> None:
         for buffer, name in self.scalars.items():
             ctype = CTYPE[self.buffers[buffer].dtype]
-            extent = f"[{LANES}]" if self.tiled else ""
+            extent = f"[{self.lanes}]" if self.tiled else ""
             self.w.line(f"{'alignas(64) ' if extent else ''}{ctype} {name}{extent};")
 
     # ---- segments
@@ -278,24 +288,30 @@ class _Kernel:
                 self._scan_segment(segment, scans)
                 return
             for v in segment.loops if folds else segment.inner[:-1]:
-                stack.enter_context(w.block(self._for(v)))
+                stack.enter_context(w.block(self.for_loop(v)))
             if folds:
                 self._fold_segment(segment, folds)
             elif not segment.inner:
                 with self._lane_loop() if self.tiled else ExitStack():
-                    self._stores(segment.members)
+                    self.stores(segment.members)
             else:
                 last = segment.inner[-1]
                 if self.tiled:
-                    stack.enter_context(w.block(self._for(last)))
+                    stack.enter_context(w.block(self.for_loop(last)))
                     with self._lane_loop():
-                        self._stores(segment.members)
+                        self.stores(segment.members)
                 else:
-                    w.line(f"#pragma omp simd{self._flag_clause()}")
-                    with w.block(self._for(last)):
-                        self._stores(segment.members)
+                    w.line(f"#pragma omp simd{self.flag_clause()}")
+                    with w.block(self.for_loop(last)):
+                        self.stores(segment.members)
 
-    def _stores(self, members: Sequence[Nest]) -> None:
+    def point(self, members: Sequence[Nest]) -> None:
+        """All there is to do at one point of the loops of a kernel without inner loops."""
+        self.members = list(members)
+        self._declare_scalars()
+        self.stores(members)
+
+    def stores(self, members: Sequence[Nest]) -> None:
         for m in members:
             for store in m.stores:
                 self._store(store)
@@ -311,7 +327,7 @@ class _Kernel:
         placed = store.buffer in self.scalars or store.buffer in self.rows
         if store.buffer in self.local and not placed:
             return
-        target = self._element(store.buffer, store.index)
+        target = self.element(store.buffer, store.index)
         if buffer.dtype == torch.bool and not placed:
             value = f"uint8_t({value})"
         w.line(f"{target} = {value};")
@@ -325,11 +341,11 @@ class _Kernel:
         w = self.w
         (axis,) = segment.loops
         for scan in scans:
-            scan.declare(w, LANES if self.tiled else 0)
-        with w.block(self._for(axis)), self._lane_loop() if self.tiled else ExitStack():
+            scan.declare(w, self.lanes if self.tiled else 0)
+        with w.block(self.for_loop(axis)), self._lane_loop() if self.tiled else ExitStack():
             for scan in scans:
                 scan.step(w, "[lane]" if self.tiled else "")
-            self._stores(segment.members)
+            self.stores(segment.members)
 
     # ---- folds
 
@@ -337,13 +353,13 @@ class _Kernel:
         """Loops over the reduction, with the members that do not reduce inside the same loop."""
         w = self.w
         for fold in folds:
-            fold.declare(w, LANES if self.tiled else 0)
+            fold.declare(w, self.lanes if self.tiled else 0)
         self._fold_loops(segment, folds)
         reducing = [m for m in segment.members if m.reduce]
         with self._lane_loop() if self.tiled else ExitStack():
             for fold in folds:
                 fold.finish(w, "[lane]" if self.tiled else "")
-            self._stores(reducing)
+            self.stores(reducing)
 
     def _fold_loops(self, segment: Segment, folds: list[Accumulator],
                     bounds: tuple[str, str] | None = None) -> None:  # fmt: skip
@@ -368,7 +384,7 @@ class _Kernel:
         waiting = {fold.node: fold for fold in folds}
         for m in segment.members:
             if not m.reduce:
-                self._stores([m])
+                self.stores([m])
                 continue
             for node in walk(*m.exprs):
                 if node in waiting:
@@ -380,7 +396,7 @@ class _Kernel:
         with w.block(f"for (int64_t chunk = {low}; chunk < {high}; chunk += {CHUNK})"):
             w.line(f"const int64_t stop = {high} - chunk < {CHUNK} ? {high} : chunk + {CHUNK};")
             clauses = [fold.start_chunk(w) for fold in folds]
-            w.line(f"#pragma omp simd{''.join(clauses)}{self._flag_clause()}")
+            w.line(f"#pragma omp simd{''.join(clauses)}{self.flag_clause()}")
             with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < stop; ++{v.arg})"):
                 self._fold_point(segment, folds, lambda fold: fold.step_chunk(w))
             for fold in folds:
@@ -393,21 +409,21 @@ class _Kernel:
             w.line(f"const int64_t last = {high} - chunk < {LANE_CHUNK} ? {high} : "
                    f"chunk + {LANE_CHUNK};")  # fmt: skip
             for fold in folds:
-                fold.start_lanes(w, LANES)
+                fold.start_lanes(w, self.lanes)
             with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < last; ++{v.arg})"):
                 for fold in folds:
                     fold.before_lanes(w)
                 with self._lane_loop():
                     self._fold_point(segment, folds, lambda fold: fold.step_lane(w))
             for fold in folds:
-                fold.end_lanes(w, LANES)
+                fold.end_lanes(w, self.lanes)
 
     # ---- full reductions: partial results per slot, so that the result does not depend on threads
 
     def _is_full_reduction(self) -> bool:
         first = self.shape.segments[0]
         return (not self.outer and bool(first.reduce) and not first.loops
-                and self._threads() != "never" and all(m.reduce for m in first.members)
+                and self.threads() != "never" and all(m.reduce for m in first.members)
                 and all(not s.inner for s in self.shape.segments[1:]))  # fmt: skip
 
     def _full_reduction(self) -> None:
@@ -418,7 +434,7 @@ class _Kernel:
         w.line(f"const int64_t share = ({extent} + {SLOTS - 1}) / {SLOTS};")
         for fold in folds:
             fold.declare_slots(w, SLOTS)
-        w.line(f"#pragma omp parallel for schedule(static){self._threads()}{self._flag_clause()}")
+        w.line(f"#pragma omp parallel for schedule(static){self.threads()}{self.flag_clause()}")
         with w.block(f"for (int64_t slot = 0; slot < {SLOTS}; ++slot)"):
             w.line("const int64_t begin = slot * share;")
             w.line(f"const int64_t end = begin + share < {extent} ? begin + share : {extent};")
@@ -431,72 +447,9 @@ class _Kernel:
             fold.combine_slots(w, SLOTS)
             fold.finish(w, "")
         self._declare_scalars()
-        self._stores(first.members)
+        self.stores(first.members)
         for segment in rest:
             self._segment(segment)
 
-    # ---- scatters: threads split only loops along which no two iterations meet
 
-    def _scatter(self) -> None:
-        (nest,) = self.members
-        safe = [v for v in nest.loops if all(_disjoint(s.index, v, nest) for s in nest.stores)]
-        parallel = bool(safe) and self._threads() != "never"
-        order = [*safe, *(v for v in nest.loops if v not in safe)]
-        w = self.w
-        with ExitStack() as stack:
-            if parallel:
-                collapse = f" collapse({len(safe)})" if len(safe) > 1 else ""
-                w.line(f"#pragma omp parallel for{collapse} schedule(static){self._threads()}"
-                       f"{self._flag_clause()}")  # fmt: skip
-            for v in order:
-                stack.enter_context(w.block(self._for(v)))
-            for store in nest.stores:
-                self._scatter_store(store, stack)
-
-    def _scatter_store(self, store: Store, stack: ExitStack) -> None:
-        w = self.w
-        if store.mask is not None:
-            stack.enter_context(w.block(f"if ({w.value(store.mask)})"))
-        buffer = self.buffers[store.buffer]
-        target = self._element(store.buffer, store.index)
-        value = w.value(store.value)
-        memory = memory_type(buffer.dtype)
-        if store.mode == "set":
-            w.line(f"{target} = tw::cast<{memory}>({value});")
-            return
-        wide = "float" if CTYPE[buffer.dtype].startswith("tw::") else CTYPE[buffer.dtype]
-        operation = f"tw::{store.mode}(tw::cast<{wide}>({target}), tw::cast<{wide}>({value}))"
-        w.line(f"{target} = tw::cast<{memory}>({operation});")
-
-
-def _disjoint(index: Expr, v: Expr, nest: Nest) -> bool:
-    """Whether different values of `v` always store to different elements, whatever is gathered."""
-    stride = ix.coefficient(index, v)
-    if stride is None or ix.value_of(stride) in (None, 0):
-        return False
-    step = abs(ix.value_of(stride) or 0)
-    reach = ix.mul(step, v.src[0])
-    smaller: Expr = ix.ZERO
-    for monomial, c in ix.poly(index).items():
-        if v in monomial or not monomial:
-            continue
-        if ix.known_le(reach, abs(c)) and all(a.op in ("index", "var", "load") for a in monomial):
-            continue
-        if len(monomial) == 1 and monomial[0].op == "var":
-            smaller = ix.add(smaller, ix.mul(abs(c), ix.sub(monomial[0].src[0], 1)))
-            continue
-        return False
-    return ix.known_lt(smaller, step) and _aligned(index, v, reach)
-
-
-def _aligned(index: Expr, v: Expr, reach: Expr) -> bool:
-    """Whether all larger strides are multiples of the block that `v` walks."""
-    for monomial, c in ix.poly(index).items():
-        if v in monomial or not monomial:
-            continue
-        if ix.known_le(reach, abs(c)) and ix.mod(abs(c), reach) is not ix.ZERO:
-            return False
-    return True
-
-
-__all__ = ["CppKernel", "Param", "generate"]
+__all__ = ["CppKernel", "Kernel", "Param", "generate"]

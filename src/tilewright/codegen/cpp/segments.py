@@ -10,7 +10,7 @@ from tilewright.ir.expr import Expr, loads, walk
 from tilewright.ir.program import Nest
 from tilewright.schedule.group import Group, hint, hint_product
 from tilewright.schedule.legality import accesses, all_loops
-from tilewright.schedule.loops import is_fold, merge
+from tilewright.schedule.loops import is_fold, merge, unroll
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Structure:
 
 def structure(group: Group) -> Structure:
     members, outer = _merge_loops(list(group.members), _without_scan(group))
+    members, outer = _write_out_shortest(members, outer)
     segments = _segments(members, outer)
     return Structure(outer, segments, _prefers_lanes(segments, outer))
 
@@ -65,6 +66,21 @@ def _merge_loops(members: list[Nest], outer: tuple[Expr, ...]
             if changed:
                 break
     return members, outer
+
+
+def _write_out_shortest(members: list[Nest], outer: tuple[Expr, ...]
+                        ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
+    """A last loop of a few points, such as a stack of two, as statements: then the loop around it
+    can be vectorised."""
+    if len(members) != 1 or len(outer) < 2 or members[0].loops != outer or members[0].reduce:
+        return members, outer
+    (nest,), last = members, outer[-1]
+    short = (ix.value_of(last.src[0]) or 0) in (2, 3, 4)
+    if not short or hint(outer[-2].src[0]) < 8 or any(
+        s.mode != "set" or s.mask is not None or loads(s.index) for s in nest.stores
+    ):  # fmt: skip
+        return members, outer
+    return [unroll(nest, last)], outer[:-1]
 
 
 def _chains(members: Sequence[Nest], outer: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:

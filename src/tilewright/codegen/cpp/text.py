@@ -118,8 +118,9 @@ def _logic(symbol: str, name: str) -> Callable[..., str]:
 
 OPS: dict[str, Callable[..., str]] = {
     **{name: _call(name) for name in (
-        "add", "sub", "mul", "div", "min", "max", "pow", "gcd", "neg", "abs", "sign", "signbit", "shl",
-        "shr", "isnan", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt", "exp", "exp2", "expm1",
+        "add", "sub", "mul", "div", "min", "max", "pow", "gcd", "neg", "abs", "sign", "signbit",
+        "shl", "shr", "isnan", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt", "exp", "exp2",
+        "expm1",
         "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
         "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "lgamma", "digamma",
         "sigmoid", "i0", "i0e", "i1", "i1e", "ndtri", "log_ndtr", "erfcx", "bessel_j0",

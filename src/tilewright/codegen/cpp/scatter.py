@@ -1,0 +1,116 @@
+"""Stores that combine with what is there, or go to gathered places.
+
+Threads split only loops along which no two iterations can meet; all others run in order, so the
+result is the same on any number of threads.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tilewright.codegen.cpp.text import CTYPE, memory_type
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars
+from tilewright.ir.program import Nest, Store
+
+if TYPE_CHECKING:
+    from tilewright.codegen.cpp.kernel import Kernel
+
+BLOCK = 128  # elements of the innermost loop one thread takes along at a time
+
+
+def scatters(nest: Nest) -> bool:
+    return any(s.mode != "set" or s.mask is not None or any(n.op == "load" for n in _below(s.index))
+               for s in nest.stores)  # fmt: skip
+
+
+def write_scatter(k: Kernel, nest: Nest) -> None:
+    """Loops safe to split outside, except the contiguous one, of which each thread has blocks."""
+    w = k.w
+    safe = [v for v in nest.loops if all(_disjoint(s.index, v) for s in nest.stores)]
+    row = next((v for v in safe if all(ix.coefficient(s.index, v) is ix.ONE
+                                       for s in nest.stores)), None)  # fmt: skip
+    split = [v for v in safe if v is not row]
+    in_order = [v for v in nest.loops if v not in safe]
+    heads = [k.for_loop(v) for v in split]
+    if row is not None:
+        size = w.index(row.src[0])
+        heads.append(f"for (int64_t block = 0; block < {size}; block += {BLOCK})")
+    with ExitStack() as stack:
+        threads = k.threads()
+        if heads and threads != "never":
+            collapse = f" collapse({len(heads)})" if len(heads) > 1 else ""
+            w.line(f"#pragma omp parallel for{collapse} schedule(static){threads}{k.flag_clause()}")
+        for head in heads:
+            stack.enter_context(w.block(head))
+        if row is not None:
+            w.line(f"const int64_t last = {size} - block < {BLOCK} ? {size} : block + {BLOCK};")
+        for v in in_order:
+            stack.enter_context(w.block(k.for_loop(v)))
+        if row is not None:
+            if _moves_together(nest, row):
+                w.line(f"#pragma omp simd{k.flag_clause()}")
+            name = row.arg
+            stack.enter_context(w.block(f"for (int64_t {name} = block; {name} < last; ++{name})"))
+        for store in nest.stores:
+            with ExitStack() as masked:
+                _scatter_store(k, store, masked)
+
+
+def _moves_together(nest: Nest, row: Expr) -> bool:
+    """Whether a whole row goes to one place: then it vectorises."""
+    return all(row not in free_vars(n) for s in nest.stores for n in _below(s.index)
+               if n.op == "load") and all(s.mask is None for s in nest.stores)  # fmt: skip
+
+
+def _scatter_store(k: Kernel, store: Store, stack: ExitStack) -> None:
+    w = k.w
+    if store.mask is not None:
+        stack.enter_context(w.block(f"if ({w.value(store.mask)})"))
+    buffer = k.buffers[store.buffer]
+    target = k.element(store.buffer, store.index)
+    value = w.value(store.value)
+    memory = memory_type(buffer.dtype)
+    if store.mode == "set":
+        w.line(f"{target} = tw::cast<{memory}>({value});")
+        return
+    wide = "float" if CTYPE[buffer.dtype].startswith("tw::") else CTYPE[buffer.dtype]
+    operation = f"tw::{store.mode}(tw::cast<{wide}>({target}), tw::cast<{wide}>({value}))"
+    w.line(f"{target} = tw::cast<{memory}>({operation});")
+
+
+def _below(e: Expr) -> list[Expr]:
+    from tilewright.ir.expr import walk
+
+    return list(walk(e))
+
+
+def _disjoint(index: Expr, v: Expr) -> bool:
+    """Whether different values of `v` always store to different elements, whatever is gathered."""
+    stride = ix.coefficient(index, v)
+    if stride is None or ix.value_of(stride) in (None, 0):
+        return False
+    step = abs(ix.value_of(stride) or 0)
+    reach = ix.mul(step, v.src[0])
+    smaller: Expr = ix.ZERO
+    for monomial, c in ix.poly(index).items():
+        if v in monomial or not monomial:
+            continue
+        if ix.known_le(reach, abs(c)) and all(a.op in ("index", "var", "load") for a in monomial):
+            continue
+        if len(monomial) == 1 and monomial[0].op == "var":
+            smaller = ix.add(smaller, ix.mul(abs(c), ix.sub(monomial[0].src[0], 1)))
+            continue
+        return False
+    return ix.known_lt(smaller, step) and _aligned(index, v, reach)
+
+
+def _aligned(index: Expr, v: Expr, reach: Expr) -> bool:
+    """Whether all larger strides are multiples of the block that `v` walks."""
+    for monomial, c in ix.poly(index).items():
+        if v in monomial or not monomial:
+            continue
+        if ix.known_le(reach, abs(c)) and ix.mod(abs(c), reach) is not ix.ZERO:
+            return False
+    return True

@@ -1,0 +1,128 @@
+"""What a user of `torch.compile(backend="tilewright")` touches: modes, options, errors, dumps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright import config, metrics
+from tilewright.errors import LoweringError
+from tilewright.lower.table import LOWERINGS
+from tilewright.testing import fresh_cache, run_and_get_code
+
+aten = torch.ops.aten
+
+
+def softened(x: Tensor) -> Tensor:
+    return torch.softmax(x * 2, dim=-1) + 1
+
+
+def compiled(**how: Any) -> Any:
+    return torch.compile(softened, backend="tilewright", **how)
+
+
+@pytest.mark.parametrize(
+    "mode", [None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+)
+def test_every_mode_gives_the_result(mode: str | None) -> None:
+    x = torch.randn(5, 7)
+    torch.testing.assert_close(compiled(mode=mode)(x), softened(x))
+
+
+def test_an_unknown_mode_lists_the_valid_ones() -> None:
+    with pytest.raises(Exception, match=r"unknown mode 'fastest'[\s\S]*max-autotune-no-cudagraphs"):
+        compiled(mode="fastest")(torch.randn(3))
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(Exception, match=r"fallback_randon[\s\S]*fallback_random"):
+        compiled(options={"fallback_randon": True})(torch.randn(3))
+
+
+def test_an_option_of_the_wrong_type_says_which_is_right() -> None:
+    with pytest.raises(Exception, match=r"cpp\.threads[\s\S]*int"):
+        compiled(options={"cpp.threads": "many"})(torch.randn(3))
+
+
+def test_options_hold_for_the_backward_graph_compiled_later() -> None:
+    seen: list[bool] = []
+    original = LOWERINGS[aten.neg.default]
+
+    def spy(ctx: Any, *args: Any) -> Any:
+        seen.append(config.fallback_random)
+        return original(ctx, *args)
+
+    x = torch.randn(4, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOWERINGS, aten.neg.default, spy)
+        call = torch.compile(
+            lambda t: t.cos().sum(),
+            backend="tilewright",
+            options={"fallback_random": True, "force_disable_caches": True},
+        )
+        call(x).backward()
+    assert seen == [True]
+    assert config.fallback_random is False
+
+
+def test_a_fault_in_a_lowering_names_node_stage_and_the_users_line() -> None:
+    def broken(ctx: Any, *args: Any) -> Any:
+        raise ZeroDivisionError("deliberate")
+
+    with pytest.MonkeyPatch.context() as patch, fresh_cache():
+        patch.setitem(LOWERINGS, aten.add.Tensor, broken)
+        with pytest.raises(Exception) as caught:
+            compiled()(torch.randn(3, 4))
+    cause: BaseException | None = caught.value
+    while cause is not None and not isinstance(cause, LoweringError):
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    assert isinstance(cause, LoweringError)
+    assert "ZeroDivisionError: deliberate" in str(cause)
+    assert cause.stage == "lower"
+    assert cause.site is not None
+    assert "aten.add.Tensor" in cause.site.node
+    assert cause.site.file == __file__
+    assert cause.site.source == "return torch.softmax(x * 2, dim=-1) + 1"
+
+
+def test_generated_code_is_shown_with_the_users_lines() -> None:
+    with fresh_cache():
+        _, (code,) = run_and_get_code(compiled(), torch.randn(30, 40))
+    line = softened.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in code
+    assert "def call(args):" in code
+    assert "cpp_fused_" in code and "#pragma omp simd" in code
+
+
+def test_code_is_shown_when_it_comes_from_the_cache_too() -> None:
+    x = torch.randn(31, 40)
+    with fresh_cache():
+        _, first = run_and_get_code(compiled(), x)
+        torch._dynamo.reset()
+        _, second = run_and_get_code(compiled(), x)
+        assert metrics.cache_hits == 1
+    assert first == second
+
+
+def test_debug_levels_write_every_stage(tmp_path: Path) -> None:
+    with fresh_cache(), config.patch(debug=4, debug_dir=str(tmp_path)):
+        compiled()(torch.randn(6, 5))
+    names = {file.stem.split("_", 1)[1] for file in tmp_path.rglob("*") if file.is_file()}
+    assert {"graph", "simplified", "lowered", "scheduled", "host", "kernels"} <= names
+
+
+def test_quiet_by_default() -> None:
+    script = (
+        "import torch\n"
+        "f = torch.compile(lambda x: x.exp().sum(0), backend='tilewright')\n"
+        "f(torch.randn(5, 6))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert done.stderr == ""
