@@ -29,7 +29,7 @@ def compile_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | 
         with config.patch(chosen), _disable_current_modes():
             return compile_graph(graph)
 
-    with config.patch(chosen):
+    with config.patch(chosen), decompositions.keep_whole():
         return aot_autograd(
             fw_compiler=compiler,
             bw_compiler=compiler,

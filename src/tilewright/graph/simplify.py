@@ -61,6 +61,7 @@ class Facts:
         self.given: set[int | None] = set()
         self.written: set[int | None] = set()
         self.returned: set[int | None] = set()
+        self.shared: set[int | None] = set()  # that several results are views of
         self.restrided: set[int | None] = set()  # whose places are named by absolute offsets
         for node in graph.nodes:
             if node.target in (aten.as_strided.default, aten.as_strided_scatter.default):
@@ -68,7 +69,8 @@ class Facts:
             if node.op in ("placeholder", "get_attr"):
                 self.given.add(_storage(node))
             elif node.op == "output":
-                self.returned.update(_storage(n) for n in node.all_input_nodes)
+                for storage in map(_storage, node.all_input_nodes):
+                    (self.shared if storage in self.returned else self.returned).add(storage)
             elif _writes(node):
                 self.written.update(_storage(n) for n in _written_args(node))
 
@@ -76,14 +78,15 @@ class Facts:
         """Whether all users of `node` may take `new`, which has the same value.
 
         A view of `node` that is returned needs no care here: its fake tensor still says whose
-        memory it is in, and lowering copies a result that would be in another's.
+        memory it is in, and lowering copies a result that would be in another's. Several results
+        in the memory of `node` must stay together, so then it stays.
         """
         old_storage, new_storage = _storage(node), _storage(new)
         if old_storage is not None and old_storage == new_storage:
             return True
         if {old_storage, new_storage} & self.written or new_storage is None:
             return False
-        if old_storage in self.restrided:
+        if old_storage in self.restrided or old_storage in self.shared:
             return False
         if not any(user.op == "output" for user in node.users):
             return True
@@ -227,9 +230,11 @@ def _view_of_view(node: Node) -> Node | None:
 
 
 def _is_contiguous(node: Node) -> bool:
+    """Only for sizes that are known: for others the answer would be a guard."""
     fake = _fake(node)
-    return fake is not None and fake.layout == torch.strided and all(
-        isinstance(s, int) for s in fake.size()) and fake.is_contiguous()  # fmt: skip
+    if fake is None or fake.layout != torch.strided:
+        return False
+    return not any(isinstance(s, torch.SymInt) for s in fake.size()) and fake.is_contiguous()
 
 
 def _permutation(node: Any) -> list[int] | None:

@@ -51,6 +51,7 @@ class Lowering:
         self.node: torch.fx.Node | None = None
         self.env: dict[torch.fx.Node, Any] = {}
         self.shared: frozenset[int] = frozenset()  # storages several results are views of
+        self.owners: dict[str, int] = {}  # buffer -> storage, of arguments and of shared results
         self._counts: dict[str, int] = {}
         self._seeds: Expr | None = None
 

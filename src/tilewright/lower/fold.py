@@ -7,7 +7,6 @@ once, where it is stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -155,7 +154,3 @@ def mul(a: Expr, b: Expr) -> Expr:
 
 def div(a: Expr, b: Expr) -> Expr:
     return build.op("div", a, b)
-
-
-def optional(t: Tensor | None, fn: Callable[[Tensor], Any]) -> Any:
-    return None if t is None else fn(t)

@@ -58,6 +58,7 @@ def _placeholder(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -
         buffer = Buffer(name, value.dtype, value.device, ctx.sizes.tuple(value.size()),
                         ctx.sizes.tuple(value.stride()), "input")  # fmt: skip
         ctx.program.buffers[name] = buffer
+        ctx.owners[name] = _storage(value)
         ctx.env[node] = ctx.stored(buffer)
     elif isinstance(value, torch.SymInt):
         found = ctx.sizes.index(value)
@@ -184,8 +185,19 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
     if len(t.size) != fake.dim():
         raise LoweringError(f"{node.target} was lowered to rank {len(t.size)}, the graph says "
                             f"{fake.dim()}", site=at_node(node))  # fmt: skip
-    if _storage(fake) in ctx.shared or (holder is not None and should_store(holder, t)):
+    if _storage(fake) in ctx.shared:
+        return _claim(ctx, t, fake)
+    if holder is not None and should_store(holder, t):
         return ctx.realize(t, ctx.sizes.tuple(fake.stride()))
+    return t
+
+
+def _claim(ctx: Lowering, t: Tensor, fake: torch.Tensor) -> Tensor:
+    """`t` in memory that no other storage's results use."""
+    storage = _storage(fake)
+    if not is_stored(t) or ctx.owners.setdefault(t.body.arg, storage) != storage:
+        t = ctx.copy(t, ctx.sizes.tuple(fake.stride()))
+        ctx.owners[t.body.arg] = storage
     return t
 
 
@@ -257,6 +269,8 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
         binds.append((symbol.name, path))
     result = ctx.call(node.target, args, kwargs, value, _mutated(node, args, kwargs), tuple(binds),
                       _may_alias(node))  # fmt: skip
+    if isinstance(result, Tensor) and _storage(value) in ctx.shared:
+        ctx.owners.setdefault(result.body.arg, _storage(value))
     return _lift(ctx, result)
 
 
@@ -302,10 +316,7 @@ def _mutated(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _output(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     """Results keep eager's layout, and share memory exactly where eager's do."""
-    owners: dict[str, Any] = {}
-    for placeholder in gm.graph.nodes:
-        if placeholder.op == "placeholder" and isinstance(ctx.env[placeholder], Tensor):
-            owners[ctx.env[placeholder].body.arg] = _storage(placeholder.meta["val"])
+    owners = dict(ctx.owners)
     for arg in node.args[0]:  # type: ignore[union-attr]
         if not isinstance(arg, torch.fx.Node):
             ctx.program.outputs.append(None if arg is None else const(arg))  # type: ignore[arg-type]

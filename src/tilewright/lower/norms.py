@@ -411,7 +411,8 @@ def _batch_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, weight: Tensor 
     dims = _channel_dims(x)
     if training and mean.dtype in LOW_PRECISION:
         # rounded statistics no longer cancel: taking them again costs a pass, and saves the result
-        mean, inverse = (squeeze(t, dims) for t in _statistics(ctx, *_in(x.dtype, x), dims, eps))
+        fresh = _statistics(ctx, x.to(compute_type(x.dtype)), dims, eps)
+        mean, inverse = (squeeze(t, dims) for t in fresh)
     wanted = _wanted(ctx, mask)
     grad, values, centre, spread, weight = _in(
         x.dtype, keep(ctx, grad), keep(ctx, x), _channel(mean, x), _channel(inverse, x),

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from tilewright import config
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
-from tilewright.ir.program import Buffer, Nest, Node, Opaque, Program
+from tilewright.ir.program import Buffer, Handle, Nest, Node, Opaque, Program, leaves
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
 
 
@@ -53,7 +53,7 @@ class Grouping:
         self.groups: list[Group] = []
         self._writer: dict[str, int] = {}
         self._users: dict[str, list[int]] = {}
-        self._binder: dict[str, int] = {}  # which call makes a symbol known
+        self._binder: dict[str, int] = {}  # which call makes a symbol or a handle known
         self._effect: int | None = None  # the last call whose order matters
 
     def add(self, node: Node) -> None:
@@ -77,9 +77,12 @@ class Grouping:
         found = {self._writer[b] for b in node.reads | node.writes if b in self._writer}
         for b in node.writes:
             found.update(self._users.get(b, ()))
-        found.update(self._binder[s.arg.name] for s in node.symbols if s.arg.name in self._binder)
-        if isinstance(node, Opaque) and has_effects(node) and self._effect is not None:
-            found.add(self._effect)
+        names = [s.arg.name for s in node.symbols]
+        if isinstance(node, Opaque):
+            names += [h.name for h in leaves((node.args, node.kwargs)) if isinstance(h, Handle)]
+            if has_effects(node) and self._effect is not None:
+                found.add(self._effect)
+        found.update(self._binder[name] for name in names if name in self._binder)
         return found
 
     def _candidates(self, node: Nest) -> list[int]:
@@ -126,6 +129,7 @@ class Grouping:
             self._users.setdefault(b, []).append(k)
         if isinstance(node, Opaque):
             self._binder.update({name: k for name, _ in node.binds})
+            self._binder.update({f"{node.name}_r{i}": k for i in range(max(len(node.results), 1))})
             if has_effects(node):
                 self._effect = k
 

@@ -89,10 +89,12 @@ class Kernel:
     def _load(self, node: Expr, w: Writer) -> str:
         source = self._handed_over(node)
         if source is not None:
-            return w.value(source)
-        text = self.element(node.arg, node.src[0])
-        if node.dtype == torch.bool and node.arg not in self.scalars and node.arg not in self.rows:
-            text = f"({text} != 0)"
+            text = w.value(source)
+        else:
+            text = self.element(node.arg, node.src[0])
+            placed = node.arg in self.scalars or node.arg in self.rows
+            if node.dtype == torch.bool and not placed:
+                text = f"({text} != 0)"
         if len(node.src) == 2:
             zero = f"{CTYPE[node.dtype]}{{}}"
             text = f"({w.value(node.src[1])} ? {text} : {zero})"

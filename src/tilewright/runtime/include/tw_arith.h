@@ -80,12 +80,20 @@ TW_INLINE float copysign(float a, float b) { return __builtin_copysignf(a, b); }
 TW_INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
 
 // -------------------------------------------------------------------------------------- min, max
-// NaN on either side wins. With a NaN in b the comparison is false and b is taken. Two selections
-// instead of one with an "or": the first is one machine instruction, and always vectorises.
+// NaN on either side wins. With a NaN in b the comparison is false and b is taken; a NaN in a sets
+// the bits that make any number a NaN. Not a second selection: the compiler would join the
+// conditions of several in a row into logic on booleans, which does not vectorise (g++ 12).
+template <class T>
+TW_INLINE T nan_if(bool nan, T x) {
+    using U = bits_of<T>;
+    constexpr U quiet = bit_cast<U>(limits<T>::nan);
+    return bit_cast<T>(U(bit_cast<U>(x) | (nan ? quiet : U(0))));
+}
+
 template <class T>
 TW_INLINE T max(T a, T b) {
     if constexpr (is_float<T>)
-        return a != a ? a : (a > b ? a : b);
+        return nan_if(a != a, a > b ? a : b);
     else
         return a > b ? a : b;
 }
@@ -93,7 +101,7 @@ TW_INLINE T max(T a, T b) {
 template <class T>
 TW_INLINE T min(T a, T b) {
     if constexpr (is_float<T>)
-        return a != a ? a : (a < b ? a : b);
+        return nan_if(a != a, a < b ? a : b);
     else
         return a < b ? a : b;
 }

@@ -227,6 +227,20 @@ TW_INLINE T to_fp8(float x) {
 // ----------------------------------------------------------------------------------------- cast
 // Float to integer truncates; NaN and numbers out of range give what the x86 conversion
 // instructions give, as in eager: the "indefinite" integer, then the low bits of it.
+
+// By shifting the mantissa into place: before AVX-512 no instruction converts vectors to int64.
+TW_INLINE int64_t float_to_int64(float x) {
+    int32_t u = bit_cast<int32_t>(x);
+    int64_t exponent = ((u >> 23) & 0xff) - 150;  // of the last bit of the mantissa
+    int64_t mantissa = (u & 0x7fffff) | 0x800000;
+    uint64_t left = uint64_t(exponent) & 63, right = uint64_t(-exponent) & 63;
+    int64_t large = int64_t(uint64_t(mantissa) << left), small = mantissa >> right;
+    int64_t r = exponent >= 0 ? large : small;
+    r = exponent < -23 ? 0 : r;
+    r = u < 0 ? -r : r;
+    return exponent >= 40 ? limits<int64_t>::lowest : r;
+}
+
 template <class To, class From>
 TW_INLINE To float_to_int(From x) {
     if constexpr (sizeof(To) <= 2 && (is_signed<To> || sizeof(To) == 2))
@@ -234,12 +248,30 @@ TW_INLINE To float_to_int(From x) {
     else if constexpr (same<To, uint8_t> && same<From, float>)
         // Floats beyond int32 have zeros in their low eight bits, so int32 is as good as int64.
         return To(int32_t(x));
+#ifndef __AVX512DQ__
+    else if constexpr (same<To, int64_t> && same<From, float>)
+        return float_to_int64(x);
+#endif
     else if constexpr (is_signed<To>)
         return To(x);
     else if constexpr (same<To, uint64_t>)
         return To(x);
     else
         return To(int64_t(x));
+}
+
+// The same the other way: both halves take the place of a mantissa, and one addition rounds.
+TW_INLINE double int64_to_double(int64_t x) {
+    double low = bit_cast<double>((uint64_t(x) & 0xffffffffu) | 0x4330000000000000u);
+    double high = bit_cast<double>((uint64_t(x) >> 32) ^ 0x4530000080000000u);
+    return (high - 0x1.000008010p84) + low;  // 2^84 + 2^63 + 2^52
+}
+
+TW_INLINE float int64_to_float(int64_t x) {
+    // What a double cannot hold is far below a float's last bit: one bit stands for all of it.
+    int64_t kept = (x & ~int64_t(0xfff)) | ((x & 0xfff) != 0 ? 0x800 : 0);
+    bool exact = uint64_t(x) + (uint64_t(1) << 53) <= uint64_t(1) << 54;
+    return float(int64_to_double(exact ? x : kept));
 }
 
 template <class To, class From>
@@ -258,6 +290,12 @@ TW_INLINE To cast(From x) {
         return to_fp8<To>(float(x));
     else if constexpr (is_int<To> && is_float<From>)
         return float_to_int<To>(x);
+#ifndef __AVX512DQ__
+    else if constexpr (same<To, float> && same<From, int64_t>)
+        return int64_to_float(x);
+    else if constexpr (same<To, double> && same<From, int64_t>)
+        return int64_to_double(x);
+#endif
     else
         return To(x);
 }

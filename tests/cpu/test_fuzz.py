@@ -1,0 +1,126 @@
+"""Random programs against eager; `python -m tests.fuzz` runs many more of them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fuzz.__main__ import report
+from tests.fuzz.check import difference
+from tests.fuzz.generate import Input, Line, Program, generate
+from tests.fuzz.shrink import shrink
+
+PROGRAMS = 48
+SECONDS = 60.0 / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("batch", range(4))
+def test_random_programs(batch: int) -> None:
+    """Each batch runs its seeds in order until its share of a minute is used up."""
+    start, run = time.perf_counter(), 0
+    for seed in range(batch, PROGRAMS, 4):
+        found = difference(generate(seed))
+        assert not found, report(seed, found)
+        run += 1
+        if time.perf_counter() - start > SECONDS / 4:
+            break
+    assert run
+
+
+# Found by the fuzzer, as small as they got.
+
+
+def _program(inputs: tuple[Input, ...], lines: tuple[tuple[str, tuple[int, ...]], ...],
+             outputs: tuple[int, ...]) -> Program:  # fmt: skip
+    made = tuple(Line(text, operands, exact=True) for text, operands in lines)
+    return Program(inputs, made, outputs, (True,) * (len(inputs) + len(lines)))
+
+
+_MATRIX = Input((9, 16), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            _program(
+                (_MATRIX,),
+                (("{0} + 1", (0,)), ("{0}.movedim(0, -1)", (1,)), ("{0}[1::2]", (2,))),
+                (3, 1, 2),
+            ),
+            id="views of one result stay views of it",
+        ),
+        pytest.param(
+            _program(
+                (_MATRIX,),
+                (("{0}.transpose(0, 1).reshape({0}.shape)", (0,)), ("{0}.reshape(-1)", (1,))),
+                (1, 2),
+            ),
+            id="a copy that is returned with a view of it",
+        ),
+        pytest.param(
+            _program(
+                (_MATRIX,),
+                (
+                    ("{0}.transpose(0, 1).reshape({0}.shape)", (0,)),
+                    ("{0}.clone()", (1,)),
+                    ("{0}.reshape(-1)", (2,)),
+                ),
+                (2, 3),
+            ),
+            id="a clone of a copy, returned with a view of it",
+        ),
+        pytest.param(
+            _program((_MATRIX,), (("{0}.t()", (0,)), ("{0}[2:]", (1,))), (1, 2)),
+            id="views of an argument",
+        ),
+    ],
+)
+def test_found_before(program: Program) -> None:
+    assert difference(program) == ""
+
+
+# The tools themselves: a fuzzer that cannot fail finds nothing.
+
+
+def _wrong(gm: torch.fx.GraphModule, _: list[Tensor]) -> object:
+    """A backend that gives sine where cosine is asked for."""
+    for node in gm.graph.nodes:
+        if node.target is torch.sin:
+            node.target = torch.cos
+    gm.recompile()
+    return gm
+
+
+def test_a_wrong_backend_is_noticed_and_the_program_shrunk() -> None:
+    lines = (("{0} + 1", (0,)), ("torch.sin({0})", (1,)), ("{0} * 2", (2,)), ("-{0}", (1,)))
+    program = _program((_MATRIX,), lines, (3, 4))
+    assert "Tensor-likes are not" in difference(program, _wrong)
+    small = shrink(program, lambda p: bool(difference(p, _wrong)))
+    assert [line.text for line in small.lines] == ["torch.sin({0})"]
+    assert len(small.outputs) == 1
+
+
+def test_generation_is_repeatable() -> None:
+    assert generate(11).source() == generate(11).source()
+    assert generate(11).inputs == generate(11).inputs
+    assert len({generate(seed).source() for seed in range(20)}) == 20
+
+
+def test_generated_programs_cover_what_they_claim() -> None:
+    programs = [generate(seed) for seed in range(150)]
+    text = "\n".join(p.source() for p in programs)
+    for word in ("cat", "pad", "gather", "scatter", "matmul", "add_(", "softmax", "cumsum",
+                 "permute", "where", "index_select", "unfold"):  # fmt: skip
+        assert word in text, word
+    inputs = [i for p in programs for i in p.inputs]
+    assert {i.layout for i in inputs} >= {"transposed", "strided", "offset", "expanded", "padded"}
+    assert {i.dtype for i in inputs} >= {torch.bfloat16, torch.float64, torch.int32, torch.bool}
+    assert any(0 in i.shape for i in inputs)
+    assert any(i.grad for i in inputs)
+    assert any(p.dynamic for p in programs)
