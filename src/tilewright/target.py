@@ -31,13 +31,9 @@ _NEEDS: dict[Isa, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"}),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
-# The compiler's general tuning takes no gather instructions (g++ 12), and a loop with one gathered
-# load in it is then not vectorised at all. This is about choice and order of instructions only.
-_TUNE = ("-mtune=haswell",)
 _CXX_FLAGS: dict[Isa, tuple[str, ...]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c",
-               *_TUNE),
-    "avx2": ("-mavx2", "-mfma", "-mf16c", *_TUNE),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 
 _CPU_DTYPES = frozenset({torch.float32, torch.float64})
