@@ -39,9 +39,9 @@ def config_page() -> str:
 _OPS = """\
 # Operators
 
-Made by `make docs` from the op table, with torch {version}: change `src/tilewright/lower`, not this
-page. An op is *native* when we generate loops for it, *decomposed* when it is traced as simpler ops,
-and a *fallback* when ATen computes it as it is. A native op still falls back for operands we do not
+Made by `make docs` from the op table, with torch {version}: change `src/tilewright/lower`, not
+this page. An op is *native* when we generate loops for it, *decomposed* when it is traced as
+simpler ops, and a *fallback* when ATen computes it as it is. A native op still falls back for operands we do not
 generate loops for: complex, quantised and sparse tensors, and the cases its lowering names.
 
 """
@@ -64,8 +64,8 @@ def ops_page() -> str:
     for family in FAMILIES:
         if family in native:
             lines.append(f"**`{family}.py`**: {', '.join(sorted(native[family]))}\n")
-    lines.append(f"## Decomposed ({len(decomposed)} overloads)\n\n{', '.join(sorted(decomposed))}\n")
-    lines.append(f"## Fallback ({len(left)} overloads)\n\n{', '.join(sorted(left))}\n")
+    for title, names in (("Decomposed", decomposed), ("Fallback", left)):
+        lines.append(f"## {title} ({len(names)} overloads)\n\n{', '.join(sorted(names))}\n")
     return "\n".join(lines)
 
 

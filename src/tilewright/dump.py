@@ -19,9 +19,10 @@ _numbers = itertools.count()
 
 
 def stage(name: str, value: Any) -> None:
-    if config.debug >= 3:
-        text = value.print_readable(False) if isinstance(value, torch.fx.GraphModule) else show(value)
-        _write(name, text)
+    if config.debug < 3:
+        return
+    is_graph = isinstance(value, torch.fx.GraphModule)
+    _write(name, value.print_readable(False) if is_graph else show(value))
 
 
 def code(host: str, kernels: Mapping[str, CxxSource]) -> None:

@@ -77,7 +77,7 @@ def test_a_fault_in_a_lowering_names_node_stage_and_the_users_line() -> None:
 
     with pytest.MonkeyPatch.context() as patch, fresh_cache():
         patch.setitem(LOWERINGS, aten.add.Tensor, broken)
-        with pytest.raises(Exception) as caught:
+        with pytest.raises(Exception, match="deliberate") as caught:
             compiled()(torch.randn(3, 4))
     cause: BaseException | None = caught.value
     while cause is not None and not isinstance(cause, LoweringError):
@@ -123,6 +123,8 @@ def test_quiet_by_default() -> None:
         "f = torch.compile(lambda x: x.exp().sum(0), backend='tilewright')\n"
         "f(torch.randn(5, 6))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == ""
     assert done.stderr == ""

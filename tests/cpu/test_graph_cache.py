@@ -42,7 +42,9 @@ print(json.dumps({
 
 
 def run_script() -> dict[str, int]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -109,7 +111,9 @@ def test_an_error_from_a_cached_program_names_the_current_line() -> None:
         call = torch.compile(second, backend="tilewright")
         call(x, good)
         assert metrics.cache_hits == 1
-        with pytest.raises(IndexError, match=f"test_graph_cache.py:{second.__code__.co_firstlineno + 1}"):
+        with pytest.raises(
+            IndexError, match=f"test_graph_cache.py:{second.__code__.co_firstlineno + 1}"
+        ):
             call(x, bad)
 
 

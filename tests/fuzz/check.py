@@ -84,7 +84,7 @@ def _compare(program: Program, got: Any, want: Any, eager_args: Sequence[Tensor]
             return f"argument {k} afterwards: {found}"
     for k, (a, b) in enumerate(zip(got[1], want[1], strict=True)):
         if (a is None) != (b is None):
-            return f"gradient {k} is {a is None and 'missing' or 'unexpected'}"
+            return f"gradient {k} is {(a is None and 'missing') or 'unexpected'}"
         found = "" if a is None else _differ(a, b, exact=False, layout=False)
         if found:
             return f"gradient {k}: {found}"
@@ -120,7 +120,9 @@ def _aliasing(got: Sequence[Tensor], args: Sequence[Tensor], want: Sequence[Tens
             if b and not a:
                 return f"value {i} and {j} of (arguments, outputs) no longer share memory"
             if a and not b:
-                return f"value {i} and {j} of (arguments, outputs) share memory, which eager's do not"
+                return (
+                    f"value {i} and {j} of (arguments, outputs) share memory, which eager's do not"
+                )
     return ""
 
 

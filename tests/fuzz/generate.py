@@ -187,7 +187,10 @@ class _Growth:
             return False
         line = Line(text, tuple(operands), kind.exact)
         results = [self._try(line, values) for values in self.values]
-        if any(r is None for r in results) or len({(r.dtype, r.dim()) for r in results if r is not None}) > 1:
+        if (
+            any(r is None for r in results)
+            or len({(r.dtype, r.dim()) for r in results if r is not None}) > 1
+        ):
             return False
         self.lines.append(line)
         self.exact.append(kind.exact and all(self.exact[k] for k in operands))
@@ -372,7 +375,7 @@ def _gather(rng: random.Random, t: Tensor, i: Tensor) -> str:
         f"torch.index_select({{0}}, {d}, {flat})",
         f"{{0}}.movedim({d}, 0)[{shaped}]",
         f"torch.gather({{0}}, {d}, {shaped})",
-        f"torch.take({{0}}, {{1}}.long() % max({{0}}.numel(), 1))",
+        "torch.take({0}, {1}.long() % max({0}.numel(), 1))",
         f"{{0}}.movedim({d}, 0)[:, None][{flat}]",
     ))  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch.fx
 
 from tilewright.errors import TilewrightError
+from tilewright.host import support
 from tilewright.host.text import argument, number, numbers, target_path, view
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
@@ -86,8 +87,7 @@ class _Assembly:
         outputs = "".join(self._output(o) + ", " for o in self.program.outputs)
         self.lines.append(f"return ({outputs})")
         text = [
-            "from tilewright.host.support import "
-            "Flag, empty, empty_cpu, key_get, laid_out, resolve, torch, window",
+            f"from tilewright.host.support import {', '.join(support.__all__)}",
             *self.head,
             "flag = Flag()",
             "",

@@ -159,4 +159,4 @@ def _rebuild(node: Expr, src: tuple[Expr, ...]) -> Expr:
     return op(node.op, *src, arg=node.arg)
 
 
-REBUILD.update({name: _rebuild for name in TABLE})
+REBUILD.update(dict.fromkeys(TABLE, _rebuild))

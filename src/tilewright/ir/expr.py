@@ -5,15 +5,15 @@ never refers to Python code: it prints, hashes, substitutes and is rewritten.
 
 Leaves and special nodes (every other `op` is a row of `ops.TABLE` or an index op of `index.py`):
 
-| op       | src                     | arg              | meaning                                   |
-|----------|-------------------------|------------------|-------------------------------------------|
-| `const`  |                         | Python number    | a literal of `dtype`                      |
-| `var`    | (size,)                 | name             | a loop variable in `[0, size)`            |
-| `sym`    |                         | `Sym`            | a number known when the program is called |
-| `load`   | (index[, mask])         | buffer name      | an element of a buffer; 0 where not mask  |
-| `reduce` | values                  | `Reduce`         | all of the nest's reduction loops folded  |
-| `scan`   | values                  | `Scan`           | running fold along one loop               |
-| `part`   | (reduce or scan,)       | position         | one result of a fold with several         |
+| op       | src               | arg           | meaning                                   |
+|----------|-------------------|---------------|-------------------------------------------|
+| `const`  |                   | Python number | a literal of `dtype`                      |
+| `var`    | (size,)           | name          | a loop variable in `[0, size)`            |
+| `sym`    |                   | `Sym`         | a number known when the program is called |
+| `load`   | (index[, mask])   | buffer name   | an element of a buffer; 0 where not mask  |
+| `reduce` | values            | `Reduce`      | all of the nest's reduction loops folded  |
+| `scan`   | values            | `Scan`        | running fold along one loop               |
+| `part`   | (reduce or scan,) | position      | one result of a fold with several         |
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Scan:
 class Expr:
     """`Expr(op, dtype, src, arg)`; build through `make`, which returns the one equal object."""
 
-    __slots__ = ("op", "dtype", "src", "arg", "key", "_memo", "__weakref__")
+    __slots__ = ("__weakref__", "_memo", "arg", "dtype", "key", "op", "src")
     op: str
     dtype: torch.dtype
     src: tuple[Expr, ...]

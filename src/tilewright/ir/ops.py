@@ -50,6 +50,14 @@ def _mathlike(a: torch.Tensor, b: torch.Tensor, mode: str) -> torch.Tensor:
 
 _S = torch.special
 
+POLYNOMIALS = (
+    *(f"chebyshev_polynomial_{kind}" for kind in "tuvw"),
+    *(f"shifted_chebyshev_polynomial_{kind}" for kind in "tuvw"),
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
+    "legendre_polynomial_p",
+)  # fmt: skip
+"""Orthogonal polynomials of (x, degree); the degree is a whole float."""
+
 TABLE: dict[str, Op] = _rows(
     # arithmetic; integers wrap
     Op("add", 2, torch.add),
@@ -107,6 +115,7 @@ TABLE: dict[str, Op] = _rows(
     _float2(torch.igamma, 60),
     _float2(torch.igammac, 60),
     _float2(_S.zeta, 60, "zeta"),
+    *(_float2(getattr(_S, name), 60, name) for name in POLYNOMIALS),
     # random numbers: (seed: int64, offset: int64[, low, high]); Philox, so any order gives the same
     Op("rand", 2, philox.rand, result="arg", cost=30),
     Op("randn", 2, philox.randn, result="arg", cost=60),

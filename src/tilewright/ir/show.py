@@ -86,8 +86,9 @@ def show(value: Any) -> str:
     """A program, or anything made of groups (a schedule), as text."""
     if isinstance(value, Program):
         lines = [f"inputs {', '.join(value.inputs)}"]
-        lines += [f"buffer {b.name}: {b.dtype} {[brief(s) for s in b.size]} "
-                  f"{[brief(s) for s in b.stride]} {b.kind}" for b in value.buffers.values()]  # fmt: skip
+        for b in value.buffers.values():
+            layout = f"{[brief(s) for s in b.size]} {[brief(s) for s in b.stride]}"
+            lines.append(f"buffer {b.name}: {b.dtype} {layout} {b.kind}")
         lines += [show_nest(n) if isinstance(n, Nest) else show_call(n) for n in value.nodes]
         return "\n".join([*lines, "outputs " + ", ".join(_output(o) for o in value.outputs)])
     steps = getattr(value, "steps", None)

@@ -344,7 +344,9 @@ def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str,
 
 
 def _same_layout(view: View, stride: tuple[Expr, ...]) -> bool:
-    return all(a is b or n is ix.ONE for a, b, n in zip(view.stride, stride, view.size, strict=True))
+    return all(
+        a is b or n is ix.ONE for a, b, n in zip(view.stride, stride, view.size, strict=True)
+    )
 
 
 def _shared_results(gm: torch.fx.GraphModule) -> frozenset[int]:

@@ -15,6 +15,7 @@ import torch
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
+from tilewright.ir.ops import POLYNOMIALS
 from tilewright.lower import formula as f
 from tilewright.lower.context import Lowering
 from tilewright.lower.promote import (
@@ -434,6 +435,8 @@ _TWO: list[tuple[Any, Callable[[Expr, Expr], Expr], KIND]] = [
     (aten.igamma, f.binary("igamma"), KIND.DEFAULT),
     (aten.igammac, f.binary("igammac"), KIND.DEFAULT),
     (aten.special_zeta, f.binary("zeta"), KIND.INT_TO_FLOAT),
+    *((getattr(aten, f"special_{name}"), f.binary(name), KIND.INT_TO_FLOAT)
+      for name in POLYNOMIALS),
     (aten.heaviside, _heaviside, KIND.DEFAULT),
     (aten.logaddexp, _log_sum(f.exp, 1.0), KIND.DEFAULT),
     (aten.logaddexp2, _log_sum(f.exp2, 1 / math.log(2)), KIND.DEFAULT),
@@ -452,7 +455,7 @@ _TWO: list[tuple[Any, Callable[[Expr, Expr], Expr], KIND]] = [
 ]  # fmt: skip
 
 _FORMS = ("default", "Tensor", "Scalar", "Scalar_Tensor", "Tensor_Scalar", "self_scalar",
-          "other_scalar")  # fmt: skip
+          "other_scalar", "x_scalar", "n_scalar")  # fmt: skip
 
 for _packet, _fn, _kind in _TWO:
     _overloads = [getattr(_packet, form) for form in _FORMS if form in _packet.overloads()]
@@ -481,9 +484,24 @@ lowers(aten.special_xlog1py.default, aten.special_xlog1py.self_scalar,
 
 @lowers(aten.nextafter.default)
 def nextafter(ctx: Lowering, a: Tensor, b: Tensor) -> Tensor:
-    if compute_type(a.dtype) != a.dtype:
+    if compute_type(a.dtype) == a.dtype:
+        return elementwise(ctx, f.binary("nextafter"), a, b)
+    if a.dtype != torch.bfloat16:
         raise Unsupported("the neighbours of a low-precision number are its own type's")
-    return elementwise(ctx, f.binary("nextafter"), a, b)
+    return pointwise(_next_bfloat16, a, b)
+
+
+def _next_bfloat16(a: Expr, b: Expr) -> Expr:
+    """Bits of one sign are in the order of the numbers: one more is one further from zero."""
+    x, y = (build.cast(e, torch.float32) for e in (a, b))
+    bits = build.op("bitcast", a, arg=torch.int16)
+    away = f.eq(f.lt(x, y), f.gt(x, 0.0))
+    moved = f.add(bits, f.where(away, f.like(1, bits), -1))
+    least = f.where(f.lt(y, 0.0), f.like(-0x7FFF, bits), 1)  # from zero: the smallest, signed
+    moved = build.op("bitcast", f.where(f.eq(x, 0.0), least, moved), arg=torch.bfloat16)
+    undefined = f.either(f.isnan(x), f.isnan(y))
+    found = f.where(f.eq(x, y), b, moved)
+    return build.where(undefined, build.cast(f.add(x, y), torch.bfloat16), found)
 
 
 # ---- limits and selection

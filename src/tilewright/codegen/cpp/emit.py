@@ -9,7 +9,7 @@ import torch
 
 from tilewright.codegen.cpp.text import CTYPE, OPS, index_text, literal
 from tilewright.errors import CodegenError
-from tilewright.ir.expr import Expr, walk
+from tilewright.ir.expr import Expr, loads, walk
 from tilewright.ir.ops import INDEX_OPS
 
 LoadText = Callable[[Expr, "Writer"], str]
@@ -54,6 +54,12 @@ class Writer:
         is not what the second gives."""
         for scope in self._scopes:
             for e in [e for e in scope if e is not fold and any(n is fold for n in walk(e))]:
+                del scope[e]
+
+    def forget(self, buffer: str) -> None:
+        """From here on, what was computed from this buffer's old contents is not known."""
+        for scope in self._scopes:
+            for e in [e for e in scope if any(n.arg == buffer for n in loads(e))]:
                 del scope[e]
 
     def known(self, e: Expr) -> str | None:

@@ -92,6 +92,23 @@ class Accumulator:
         value = self._combine(self.name, f"{self.name}_slots[k]")
         w.line(f"for (int64_t k = 0; k < {slots}; ++k) {self.name} = {value};")
 
+    # over slots of lanes
+
+    def lane_states(self) -> list[tuple[str, str]]:
+        """The arrays with a value per lane that make up a partial result, and their types."""
+        return [(self.name, self.total)]
+
+    def declare_lane_slots(self, w: Writer, slots: int) -> None:
+        pass
+
+    def save_lane_slot(self, w: Writer) -> None:
+        pass
+
+    def combine_lanes(self, w: Writer, slot: Callable[[str], str]) -> None:
+        """Lane by lane with the partial result of one slot; `slot(array)` is its element `k`."""
+        value = self._combine(f"{self.name}[k]", slot(self.name))
+        w.line(f"for (int64_t k = 0; k < stop; ++k) {self.name}[k] = {value};")
+
 
 class ArgAccumulator(Accumulator):
     """The position of an extreme: each chunk's extreme is found vectorised, then located."""
@@ -156,6 +173,16 @@ class ArgAccumulator(Accumulator):
         with w.block(f"for (int64_t k = 0; k < {slots}; ++k)"):
             take = f"tw::{self.kind}_takes({name}_slots[k], {at}_slots[k], {name}, {at})"
             w.line(f"if ({take}) {{ {name} = {name}_slots[k]; {at} = {at}_slots[k]; }}")
+
+    def lane_states(self) -> list[tuple[str, str]]:
+        return [(self.name, self.ctype), (self.at, "int64_t")]
+
+    def combine_lanes(self, w: Writer, slot: Callable[[str], str]) -> None:
+        name, at = f"{self.name}[k]", f"{self.at}[k]"
+        value, position = slot(self.name), slot(self.at)
+        with w.block("for (int64_t k = 0; k < stop; ++k)"):
+            w.line(f"const bool take = tw::{self.kind}_takes({value}, {position}, {name}, {at});")
+            w.line(f"{name} = take ? {value} : {name}; {at} = take ? {position} : {at};")
 
 
 class WelfordAccumulator(Accumulator):
@@ -239,6 +266,27 @@ class WelfordAccumulator(Accumulator):
         with w.block(f"for (int64_t k = 0; k < {slots}; ++k)"):
             self._merge(w, f"{self.mean}_slots[k]", f"{self.m2}_slots[k]", f"{self.count}_slots[k]")
 
+    def lane_states(self) -> list[tuple[str, str]]:
+        return [(self.mean, self.ctype), (self.m2, self.ctype)]
+
+    def declare_lane_slots(self, w: Writer, slots: int) -> None:
+        w.line(f"double {self.count}_slots[{slots}];")
+
+    def save_lane_slot(self, w: Writer) -> None:
+        w.line(f"{self.count}_slots[slot] = {self.count};  // the same from every tile")
+
+    def combine_lanes(self, w: Writer, slot: Callable[[str], str]) -> None:
+        total, share = w.fresh("n_"), w.fresh("n_")
+        more = f"{self.count}_slots[slot]"
+        w.line(f"const double {total} = {self.count} + {more};")
+        w.line(f"const {self.ctype} {share} = {self.ctype}({total} > 0 ? {more} / {total} : 0);")
+        with w.block("for (int64_t k = 0; k < stop; ++k)"):
+            w.line(f"const {self.ctype} apart = {slot(self.mean)} - {self.mean}[k];")
+            w.line(f"{self.m2}[k] += {slot(self.m2)} + "
+                   f"apart * apart * {self.ctype}({self.count}) * {share};")  # fmt: skip
+            w.line(f"{self.mean}[k] += apart * {share};")
+        w.line(f"{self.count} = {total};")
+
 
 class ScanAccumulator:
     """A running fold: updated in the loop, and read there."""
@@ -274,7 +322,7 @@ class ScanAccumulator:
             w.know(part(self.node, 1, torch.int64), f"{result}_at")
             return
         if self.kind == "logsumexp":
-            w.line(f"{name} = tw_logaddexp({name}, {value});")
+            w.line(f"{name} = tw::logaddexp({name}, {value});")
         else:
             w.line(f"{name} = {combine(self.kind, name, f'{self.total}({value})')};")
         w.line(f"const {self.ctype} {result} = {self.ctype}({name});")

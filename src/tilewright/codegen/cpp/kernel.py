@@ -14,6 +14,12 @@ from tilewright.codegen.cpp.folds import Accumulator, ScanAccumulator, folds_of,
 from tilewright.codegen.cpp.pointwise import write_pointwise
 from tilewright.codegen.cpp.scatter import scatters, write_scatter
 from tilewright.codegen.cpp.segments import Segment, Structure, structure
+from tilewright.codegen.cpp.slots import (
+    is_column_reduction,
+    is_full_reduction,
+    write_column_reduction,
+    write_full_reduction,
+)
 from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
@@ -26,7 +32,6 @@ SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a
 CHUNK = 4096  # elements of a loop handled together: partial sums stay accurate, threads get work
 LANE_CHUNK = 512  # the same where one lane adds up a chunk alone
 FEWEST_TILES = 16  # of the widest kind; with fewer, some threads would have nothing to do
-SLOTS = 64  # partial results of a full reduction; fixed, so that any number of threads agree
 PARALLEL_WORK = 8192  # iterations below which starting threads costs more than it gains
 
 
@@ -71,6 +76,7 @@ class Kernel:
         self.w = Writer(self._name, self._load)
         exprs = [e for m in self.members for e in m.exprs]
         self.flag = uses_flag(*exprs)
+        self.rewritten = _rewritten(self.members)
         self.outer = self.shape.outer
         self.lane = self.outer[-1] if self.shape.lanes else None
         self.tiled = self.lane is not None and any(s.inner for s in self.shape.segments)
@@ -129,8 +135,10 @@ class Kernel:
     def generate(self) -> CppKernel:
         self._place_locals()
         body = self.w
-        if self._is_full_reduction():
-            self._full_reduction()
+        if is_full_reduction(self):
+            write_full_reduction(self)
+        elif is_column_reduction(self):
+            write_column_reduction(self)
         elif any(scatters(m) for m in self.members):
             (nest,) = self.members
             write_scatter(self, nest)
@@ -167,7 +175,8 @@ class Kernel:
         inner = [v for v in free_vars(store.index) if v not in self.outer]
         readers = [(s, m) for s in self.shape.segments for m in s.members
                    if store.buffer in m.reads]  # fmt: skip
-        if not nest.reduce and all(s is segment for s, _ in readers):
+        stable = not nest.reads & self.rewritten  # or computing it again would give another value
+        if not nest.reduce and stable and all(s is segment for s, _ in readers):
             return  # handed over from statement to statement
         name = f"l{len(self.scalars) + len(self.rows)}"
         if not inner:
@@ -228,9 +237,9 @@ class Kernel:
             self._open_scratch()
             with ExitStack() as loops:
                 self._outer_loops(loops, parallel)
-                self._declare_scalars()
+                self.declare_scalars()
                 for segment in self.shape.segments:
-                    self._segment(segment)
+                    self.segment(segment)
             for row in self.rows.values():
                 self.w.line(f"__builtin_free({row.name});")
 
@@ -246,9 +255,18 @@ class Kernel:
         if self.lane is None:
             self.open_loops(stack, heads, parallel)
             return
+        self.open_loops(stack, [*heads, self.tile_head()], parallel)
+        self.tile_stop()
+
+    def tile_head(self) -> str:
+        assert self.lane is not None
+        size = self.w.index(self.lane.src[0])
+        return f"for (int64_t tile = 0; tile < {size}; tile += {self.lanes})"
+
+    def tile_stop(self) -> None:
+        """How many lanes the tile has; a literal where that is always all of them."""
+        assert self.lane is not None
         size, step = self.w.index(self.lane.src[0]), self.lanes
-        heads.append(f"for (int64_t tile = 0; tile < {size}; tile += {step})")
-        self.open_loops(stack, heads, parallel)
         whole = (ix.value_of(self.lane.src[0]) or 1) % step == 0
         stop = str(step) if whole else f"{size} - tile < {step} ? {size} - tile : {step}"
         self.w.line(f"const int64_t stop = {stop};")
@@ -264,7 +282,7 @@ class Kernel:
     def for_loop(self, v: Expr) -> str:
         return f"for (int64_t {v.arg} = 0; {v.arg} < {self.w.index(v.src[0])}; ++{v.arg})"
 
-    def _lane_loop(self) -> ExitStack:
+    def lane_loop(self) -> ExitStack:
         """The vectorised loop over one tile of the last outer loop."""
         assert self.lane is not None
         stack = ExitStack()
@@ -273,7 +291,7 @@ class Kernel:
         self.w.line(f"const int64_t {self.lane.arg} = tile + lane;")
         return stack
 
-    def _declare_scalars(self) -> None:
+    def declare_scalars(self) -> None:
         for buffer, name in self.scalars.items():
             ctype = CTYPE[self.buffers[buffer].dtype]
             extent = f"[{self.lanes}]" if self.tiled else ""
@@ -281,7 +299,7 @@ class Kernel:
 
     # ---- segments
 
-    def _segment(self, segment: Segment) -> None:
+    def segment(self, segment: Segment) -> None:
         w = self.w
         folds = folds_of(segment, self.w.fresh)
         scans = scans_of(segment, self.w.fresh)
@@ -294,13 +312,13 @@ class Kernel:
             if folds:
                 self._fold_segment(segment, folds)
             elif not segment.inner:
-                with self._lane_loop() if self.tiled else ExitStack():
+                with self.lane_loop() if self.tiled else ExitStack():
                     self.stores(segment.members)
             else:
                 last = segment.inner[-1]
                 if self.tiled:
                     stack.enter_context(w.block(self.for_loop(last)))
-                    with self._lane_loop():
+                    with self.lane_loop():
                         self.stores(segment.members)
                 else:
                     w.line(f"#pragma omp simd{self.flag_clause()}")
@@ -310,7 +328,7 @@ class Kernel:
     def point(self, members: Sequence[Nest]) -> None:
         """All there is to do at one point of the loops of a kernel without inner loops."""
         self.members = list(members)
-        self._declare_scalars()
+        self.declare_scalars()
         self.stores(members)
 
     def stores(self, members: Sequence[Nest]) -> None:
@@ -324,6 +342,8 @@ class Kernel:
         value = w.value(store.value)
         if store.value.dtype != buffer.dtype:
             value = f"tw::cast<{CTYPE[buffer.dtype]}>({value})"
+        if store.buffer in self.rewritten:
+            w.forget(store.buffer)
         for node in self._loads_of(store):
             w.know(node, value)  # later reads of this element in the same iteration
         placed = store.buffer in self.scalars or store.buffer in self.rows
@@ -344,7 +364,7 @@ class Kernel:
         (axis,) = segment.loops
         for scan in scans:
             scan.declare(w, self.lanes if self.tiled else 0)
-        with w.block(self.for_loop(axis)), self._lane_loop() if self.tiled else ExitStack():
+        with w.block(self.for_loop(axis)), self.lane_loop() if self.tiled else ExitStack():
             for scan in scans:
                 scan.step(w, "[lane]" if self.tiled else "")
             self.stores(segment.members)
@@ -356,14 +376,14 @@ class Kernel:
         w = self.w
         for fold in folds:
             fold.declare(w, self.lanes if self.tiled else 0)
-        self._fold_loops(segment, folds)
+        self.fold_loops(segment, folds)
         reducing = [m for m in segment.members if m.reduce]
-        with self._lane_loop() if self.tiled else ExitStack():
+        with self.lane_loop() if self.tiled else ExitStack():
             for fold in folds:
                 fold.finish(w, "[lane]" if self.tiled else "")
             self.stores(reducing)
 
-    def _fold_loops(self, segment: Segment, folds: list[Accumulator],
+    def fold_loops(self, segment: Segment, folds: list[Accumulator],
                     bounds: tuple[str, str] | None = None) -> None:  # fmt: skip
         """The reduction loops; `bounds` restrict the outermost."""
         w = self.w
@@ -415,43 +435,21 @@ class Kernel:
             with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < last; ++{v.arg})"):
                 for fold in folds:
                     fold.before_lanes(w)
-                with self._lane_loop():
+                with self.lane_loop():
                     self._fold_point(segment, folds, lambda fold: fold.step_lane(w))
             for fold in folds:
                 fold.end_lanes(w, self.lanes)
 
-    # ---- full reductions: partial results per slot, so that the result does not depend on threads
 
-    def _is_full_reduction(self) -> bool:
-        first = self.shape.segments[0]
-        return (not self.outer and bool(first.reduce) and not first.loops
-                and self.threads() != "never" and all(m.reduce for m in first.members)
-                and all(not s.inner for s in self.shape.segments[1:]))  # fmt: skip
-
-    def _full_reduction(self) -> None:
-        w = self.w
-        first, *rest = self.shape.segments
-        folds = folds_of(first, w.fresh)
-        extent = w.index(first.reduce[0].src[0])
-        w.line(f"const int64_t share = ({extent} + {SLOTS - 1}) / {SLOTS};")
-        for fold in folds:
-            fold.declare_slots(w, SLOTS)
-        w.line(f"#pragma omp parallel for schedule(static){self.threads()}{self.flag_clause()}")
-        with w.block(f"for (int64_t slot = 0; slot < {SLOTS}; ++slot)"):
-            w.line("const int64_t begin = slot * share;")
-            w.line(f"const int64_t end = begin + share < {extent} ? begin + share : {extent};")
-            for fold in folds:
-                fold.declare(w, 0)
-            self._fold_loops(first, folds, ("begin", "end"))
-            for fold in folds:
-                fold.save_slot(w)
-        for fold in folds:
-            fold.combine_slots(w, SLOTS)
-            fold.finish(w, "")
-        self._declare_scalars()
-        self.stores(first.members)
-        for segment in rest:
-            self._segment(segment)
+def _rewritten(members: Sequence[Nest]) -> set[str]:
+    """Buffers whose contents change after something in the kernel has read or written them."""
+    touched: set[str] = set()
+    found: set[str] = set()
+    for m in members:
+        touched |= m.reads
+        found |= touched & m.writes
+        touched |= m.writes
+    return found
 
 
 __all__ = ["CppKernel", "Kernel", "Param", "generate"]

@@ -25,6 +25,10 @@ class Segment:
     def inner(self) -> tuple[Expr, ...]:
         return (*self.loops, *self.reduce)
 
+    @property
+    def scans(self) -> bool:
+        return any(is_fold(m, "scan") for m in self.members)
+
 
 @dataclass
 class Structure:

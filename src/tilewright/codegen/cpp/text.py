@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tilewright.ir.expr import Expr
+from tilewright.ir.ops import POLYNOMIALS
 
 CTYPE: dict[torch.dtype, str] = {
     torch.float64: "double", torch.float32: "float", torch.float16: "tw::f16",
@@ -65,9 +66,9 @@ def index_text(e: Expr, atom: Callable[[Expr], str]) -> str:
         case "imul":
             return "*".join(parts)
         case "ifloordiv":
-            return f"tw_floordiv({parts[0]}, {parts[1]})"
+            return f"tw::index_floordiv({parts[0]}, {parts[1]})"
         case "imod":
-            return f"tw_mod({parts[0]}, {parts[1]})"
+            return f"tw::index_mod({parts[0]}, {parts[1]})"
         case "imin" | "imax":
             sign = "<" if e.op == "imin" else ">"
             return f"(({parts[0]}) {sign} ({parts[1]}) ? ({parts[0]}) : ({parts[1]}))"
@@ -75,16 +76,7 @@ def index_text(e: Expr, atom: Callable[[Expr], str]) -> str:
             return atom(e)
 
 
-_TYPES = ", ".join(sorted(set(CTYPE.values()) - {t for t in CTYPE.values() if "tw::" in t}))
-
-PRELUDE = f"""#include "tw.h"
-#pragma omp declare reduction(tw_max : {_TYPES} : omp_out = tw::max(omp_out, omp_in)) initializer(omp_priv = omp_orig)
-#pragma omp declare reduction(tw_min : {_TYPES} : omp_out = tw::min(omp_out, omp_in)) initializer(omp_priv = omp_orig)
-""" + """
-template <class T> static inline T tw_logaddexp(T a, T b) { T m = tw::max(a, b); if (m == -tw::limits<T>::inf || m == tw::limits<T>::inf) return m; return m + tw::log(tw::exp(a - m) + tw::exp(b - m)); }
-static inline int64_t tw_floordiv(int64_t a, int64_t b) { int64_t q = a / b; return q - ((a % b != 0) & ((a < 0) != (b < 0))); }
-static inline int64_t tw_mod(int64_t a, int64_t b) { int64_t r = a % b; return r + ((r != 0) & ((r < 0) != (b < 0))) * b; }
-"""
+PRELUDE = '#include "tw.h"\n'
 
 
 def _call(name: str) -> Callable[..., str]:
@@ -127,7 +119,7 @@ OPS: dict[str, Callable[..., str]] = {
         "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0", "modified_bessel_i1",
         "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0",
         "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai", "atan2", "hypot",
-        "copysign", "nextafter", "igamma", "igammac", "zeta",
+        "copysign", "nextafter", "igamma", "igammac", "zeta", *POLYNOMIALS,
     )},
     **{name: _division(name) for name in ("floordiv", "mod", "fmod")},
     "truncdiv": lambda e, a, b: f"tw::trunc({a} / {b})" if e.dtype.is_floating_point

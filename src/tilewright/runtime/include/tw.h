@@ -29,6 +29,8 @@ constexpr int BAD_ZERO_DIVISION = 2;  // an integer was divided by zero
 
 #include "tw_reduce.h"
 
+#include "tw_loops.h"
+
 // Long, and few kernels need it: the builder defines this for sources that name one of its
 // functions.
 #ifdef TW_SPECIAL
