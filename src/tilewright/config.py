@@ -20,10 +20,10 @@ from tilewright.options import Group, Option, Patch, Value, is_regex, option
 
 debug: int = option(
     0,
-    "How much is dumped: 1 kernels and times, 2 choices and reasons, 3 sources, "
-    "4 the IR after every stage, 5 every rewrite.",
+    "How much is shown: 1 a line per graph, 2 groups and why others were not fused, "
+    "3 generated sources in `debug_dir`, 4 the IR after every stage as well.",
     affects_code=False,
-    choices=(0, 1, 2, 3, 4, 5),
+    choices=(0, 1, 2, 3, 4),
 )
 debug_dir: str | None = option(
     None,
@@ -32,9 +32,6 @@ debug_dir: str | None = option(
 )
 verify_ir: bool = option(
     False, "Check every IR invariant between stages, not only the cheap ones.", affects_code=False
-)
-size_asserts: bool = option(
-    True, "Generated programs check the sizes and strides of their inputs.", affects_code=True
 )
 
 # Caches and builds -------------------------------------------------------------------------
@@ -67,19 +64,13 @@ fallback_random: bool = option(
 emulate_precision_casts: bool = option(
     True, "Round low-precision results wherever eager stores a tensor.", affects_code=True
 )
-deterministic: bool = option(
-    False, "Decide nothing by timing and use no order-dependent accumulation.", affects_code=True
-)
-implicit_fallbacks: bool = option(
-    True,
-    "Leave an operator we cannot lower to ATen; off: raise a LoweringError.",
-    affects_code=True,
-)
 
 # Graph and lowering ------------------------------------------------------------------------
 
 pattern_matcher: bool = option(
-    True, "Rewrite the graph with the rule lists before lowering.", affects_code=True
+    True,
+    "Rewrite products into richer library forms, such as a bias into addmm.",
+    affects_code=True,
 )
 realize_opcount_threshold: int = option(
     30, "Store a value once computing it takes more operations than this.", affects_code=True
@@ -100,11 +91,6 @@ max_pointwise_cat_inputs: int = option(
 # Scheduling --------------------------------------------------------------------------------
 
 max_fusion_size: int = option(64, "Most loop nests in one fused kernel.", affects_code=True)
-split_reductions: bool = option(
-    True,
-    "Cut a long reduction into parallel partial ones when there are few outputs.",
-    affects_code=True,
-)
 inplace_buffers: bool = option(
     True, "Let a kernel write over an input that nobody reads again.", affects_code=True
 )
@@ -115,21 +101,27 @@ allow_buffer_reuse: bool = option(
 # Tuning ------------------------------------------------------------------------------------
 
 max_autotune: bool = option(
-    False, "Measure candidates for products, convolutions and loop kernels.", affects_code=True
+    False,
+    "No effect yet. Measure candidates for products, convolutions and loop kernels.",
+    affects_code=True,
 )
 max_autotune_gemm: bool = option(
-    False, "Measure candidates for products and convolutions only.", affects_code=True
+    False,
+    "No effect yet. Measure candidates for products and convolutions only.",
+    affects_code=True,
 )
 max_autotune_pointwise: bool = option(
-    False, "Measure candidates for loop kernels only.", affects_code=True
+    False, "No effect yet. Measure candidates for loop kernels only.", affects_code=True
 )
 max_autotune_gemm_backends: str = option(
     "ATEN,TRITON,CPP",
-    "Comma list, in any case, of who may offer products; empty: nobody.",
+    "No effect yet. Comma list, in any case, of who may offer products; empty: nobody.",
     affects_code=True,
 )
 coordinate_descent_tuning: bool = option(
-    False, "Refine the best measured configuration one parameter at a time.", affects_code=True
+    False,
+    "No effect yet. Refine the best measured configuration one parameter at a time.",
+    affects_code=True,
 )
 
 
@@ -137,7 +129,7 @@ class Triton(Group):
     """Triton kernels and how they are launched."""
 
     cudagraphs: bool = option(
-        False, "Record launches in a CUDA graph and replay it.", affects_code=True
+        False, "No effect yet. Record launches in a CUDA graph and replay it.", affects_code=True
     )
 
 
@@ -145,7 +137,9 @@ class Cuda(Group):
     """What is generated for NVIDIA cards."""
 
     arch: str | None = option(
-        None, "Generate for this architecture (`sm_90`); none: the card's own.", affects_code=True
+        None,
+        "No effect yet. Generate for this architecture (`sm_90`); none: the card's own.",
+        affects_code=True,
     )
 
 
@@ -167,25 +161,27 @@ class Cpp(Group):
     cxx: str = option(
         "g++", "The C++ compiler: a name on the PATH or a full path.", affects_code=True
     )
-    min_chunk_size: int = option(
-        4096,
-        "Fewest elements worth a thread of their own.",
-        affects_code=True,
-        check=lambda n: n > 0,
-    )
 
 
 class TestConfigs(Group):
     """Hooks for tests; no program needs them."""
 
     autotune_choice_name_regex: str | None = option(
-        None, "Keep only candidates whose name matches.", affects_code=True, check=is_regex
+        None,
+        "No effect yet. Keep only candidates whose name matches.",
+        affects_code=True,
+        check=is_regex,
     )
     autotune_choice_desc_regex: str | None = option(
-        None, "Keep only candidates whose description matches.", affects_code=True, check=is_regex
+        None,
+        "No effect yet. Keep only candidates whose description matches.",
+        affects_code=True,
+        check=is_regex,
     )
     max_mm_configs: int | None = option(
-        None, "Most configurations a template may offer for one product.", affects_code=True
+        None,
+        "No effect yet. Most configurations a template may offer for one product.",
+        affects_code=True,
     )
 
 

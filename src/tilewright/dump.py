@@ -1,10 +1,16 @@
-"""`TILEWRIGHT_DEBUG`: shows every stage. 1 prints generated host code, 2 adds kernels, 3 and above
-the text of each stage; with `debug_dir` set, each goes to a numbered file instead."""
+"""`TILEWRIGHT_DEBUG`: what the compiler does, shown as far as asked.
+
+| level | shows |
+|---|---|
+| 1 | a line per graph on stderr: kernels, library calls, bytes, seconds |
+| 2 | the groups, and for each pair that was not fused the reason, on stderr |
+| 3 | generated sources, as numbered files in `config.debug_root()` |
+| 4 | the graph and the IR after every stage, in the same folder |
+"""
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -19,29 +25,40 @@ _numbers = itertools.count()
 
 
 def stage(name: str, value: Any) -> None:
-    if config.debug < 3:
-        return
-    is_graph = isinstance(value, torch.fx.GraphModule)
-    _write(name, value.print_readable(False) if is_graph else show(value))
+    """The state after a stage."""
+    if config.debug >= 2 and name == "scheduled":
+        print(show(value), file=sys.stderr)
+    if config.debug >= 4:
+        graph = isinstance(value, torch.fx.GraphModule)
+        _write(name, value.print_readable(False) if graph else show(value))
 
 
 def code(host: str, kernels: Mapping[str, CxxSource]) -> None:
-    if config.debug < 1 and not metrics.on_code:
+    """The generated code of a graph, for listeners and for the dump."""
+    if config.debug < 3 and not metrics.on_code:
         return
-    parts = [host, *(f"// {name}\n{source.text}" for name, source in kernels.items())]
+    sources = "\n".join(f"// {name}\n{source.text}" for name, source in kernels.items())
     for listener in metrics.on_code:
-        listener("\n".join(parts))
-    if config.debug >= 1:
+        listener(f"{host}\n{sources}")
+    if config.debug >= 3:
         _write("host", host)
-    if config.debug >= 2:
-        _write("kernels", "\n".join(parts[1:]))
+        _write("kernels", sources)
+
+
+def summary(counted: metrics.Delta, seconds: float, cached: bool) -> None:
+    """One line per graph."""
+    if config.debug >= 1:
+        calls = ", ".join(f"{op} x{n}" for op, n in counted.fallback_ops.most_common(4))
+        print(
+            f"tilewright: {counted.generated_kernel_count} kernels for {counted.native_nodes} "
+            f"nodes, {counted.fallback_nodes} ATen calls{f' ({calls})' if calls else ''}, "
+            f"{counted.num_bytes_moved / 1e6:.3g} MB moved, {seconds:.3g} s"
+            f"{', from the cache' if cached else ''}",
+            file=sys.stderr,
+        )
 
 
 def _write(name: str, text: str) -> None:
-    number = next(_numbers)
-    if not config.debug_dir:
-        print(f"---- {number:02d} {name}\n{text}", file=sys.stderr)
-        return
-    os.makedirs(config.debug_dir, exist_ok=True)
-    with open(os.path.join(config.debug_dir, f"{number:04d}_{name}.txt"), "w") as file:
-        file.write(text)
+    folder = config.debug_root()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{next(_numbers):04d}_{name}.txt").write_text(text)

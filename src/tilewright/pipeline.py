@@ -31,6 +31,7 @@ def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
     start = time.perf_counter()
     name = artifact.key(gm)
     found = artifact.find(name) if name is not None else None
+    cached = found is not None
     if found is None:
         metrics.cache_misses += 1
         before = metrics.snapshot()
@@ -44,7 +45,9 @@ def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
     with stage("build"):
         compiled = found.load(gm)
     dump.code(found.host.located(artifact.locations(gm)), found.kernels)
-    metrics.compile_seconds += time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    metrics.compile_seconds += seconds
+    dump.summary(found.counted, seconds, cached)
     return compiled
 
 

@@ -117,6 +117,16 @@ def test_debug_levels_write_every_stage(tmp_path: Path) -> None:
     assert {"graph", "simplified", "lowered", "scheduled", "host", "kernels"} <= names
 
 
+def test_the_first_levels_print_a_line_per_graph_and_the_groups(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with fresh_cache(), config.patch(debug=2):
+        torch.compile(lambda x: (x @ x).exp().sum(0), backend="tilewright")(torch.randn(6, 6))
+    shown = capsys.readouterr().err
+    assert "tilewright: 1 kernels for 2 nodes, 1 ATen calls (aten.mm.default x1)" in shown
+    assert "group 0" in shown and "group 1" in shown
+
+
 def test_quiet_by_default() -> None:
     script = (
         "import torch\n"

@@ -67,9 +67,9 @@ def test_ma_a3_patch_nests_and_restores_after_an_exception():
 
 
 def test_ma_a3_truthy_strings_act_as_booleans():
-    with config.patch(max_autotune="1", size_asserts="0"):
+    with config.patch(max_autotune="1", inplace_buffers="0"):
         assert config.max_autotune is True
-        assert config.size_asserts is False
+        assert config.inplace_buffers is False
 
 
 def test_patch_decorates_a_recursive_function():
@@ -157,7 +157,7 @@ def test_setting_an_attribute_checks_it():
     [
         ("TILEWRIGHT_DEBUG", "3", "debug", "3"),
         ("TILEWRIGHT_MAX_AUTOTUNE", "yes", "max_autotune", "True"),
-        ("TILEWRIGHT_SIZE_ASSERTS", "0", "size_asserts", "False"),
+        ("TILEWRIGHT_INPLACE_BUFFERS", "0", "inplace_buffers", "False"),
         ("TILEWRIGHT_CPP_SIMDLEN", "256", "cpp.simdlen", "256"),
         ("TILEWRIGHT_CPP_SIMDLEN", "none", "cpp.simdlen", "None"),
         ("TILEWRIGHT_MAX_AUTOTUNE_GEMM_BACKENDS", "", "max_autotune_gemm_backends", "''"),
@@ -208,7 +208,7 @@ def test_code_key_holds_what_shapes_code_and_nothing_else():
     assert [name for name, _ in key] == sorted(o.name for o in config.declared() if o.affects_code)
     with config.patch({"cpp.simdlen": 1}):
         assert config.code_key() != key
-    with config.patch(debug=5, cache_dir="elsewhere", compile_threads=1, verify_ir=False):
+    with config.patch(debug=4, cache_dir="elsewhere", compile_threads=1, verify_ir=False):
         assert config.code_key() == key
 
 

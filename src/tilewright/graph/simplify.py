@@ -22,6 +22,8 @@ import torch.fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from tilewright import config
+
 aten = torch.ops.aten
 
 Node = torch.fx.Node
@@ -312,6 +314,8 @@ def _bias_into_addmm(node: Node) -> Node | None:
     Where only pointwise ops follow, the addition costs nothing as part of their loop.
     """
     left, right = node.args[:2]
+    if not config.pattern_matcher:
+        return None
     if node.kwargs.get("alpha", 1) != 1 or all(_is_pointwise(user) for user in node.users):
         return None
     for product, bias in ((left, right), (right, left)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 
 FAMILIES = (
-    "pointwise", "activations", "casts", "views", "join", "indexing", "scatter", "reductions",
-    "softmax", "losses", "norms", "scans", "factories", "random", "pooling", "resample", "products",
-    "optim",
+    "pointwise", "activations", "casts", "views", "join", "indexing", "scatter", "bags",
+    "reductions", "softmax", "losses", "norms", "scans", "factories", "random", "pooling",
+    "resample", "grid_sample", "products", "optim",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Resampling: interpolation, grid sampling, and the unfolding of windows into columns.
+"""Resampling: interpolation, affine grids, and the unfolding of windows into columns.
 
 Interpolation along one dimension is an `Axis`: which inputs an output is made of, with which
 weights (its taps). Forward multiplies the taps of all dimensions out, in one loop. Backward runs
@@ -71,7 +71,7 @@ def _clamp(i: Expr, size: Expr) -> Expr:
     return ix.maximum(ix.minimum(i, ix.sub(size, 1)), 0)
 
 
-def _cubic_weights(t: Expr) -> list[Expr]:
+def cubic_weights(t: Expr) -> list[Expr]:
     """Keys' convolution at distances 1 + t, t, 1 - t and 2 - t."""
 
     def near(x: Expr) -> Expr:
@@ -130,7 +130,7 @@ class Axis:
         if self.kind == "cubic":
             whole = build.op("floor", source)
             start = build.cast(whole, torch.int64)
-            weights = _cubic_weights(_unit(build.op("sub", source, whole)))
+            weights = cubic_weights(_unit(build.op("sub", source, whole)))
             return [(_clamp(ix.add(start, k - 1), self.into), w) for k, w in enumerate(weights)]
         source = source if self.align else _f("max", source, 0.0)
         first = _clamp(build.cast(source, torch.int64), self.into)
@@ -340,105 +340,7 @@ def _register() -> None:
 _register()
 
 
-# ---- grid sampling
-
-BILINEAR, NEAREST, BICUBIC = range(3)
-ZEROS, BORDER, REFLECTION = range(3)
-
-
-def _unnormalize(c: Expr, size: Expr, align: bool) -> Expr:
-    """From [-1, 1] to element positions."""
-    extent = build.cast(size, c.dtype)
-    if align:
-        return build.op("mul", _f("mul", _f("add", c, 1.0), 0.5), _f("sub", extent, 1.0))
-    return _f("mul", _f("sub", build.op("mul", _f("add", c, 1.0), extent), 1.0), 0.5)
-
-
-def _padded(c: Expr, size: Expr, mode: int, align: bool) -> Expr:
-    """Positions outside the input moved inside it."""
-    if mode == ZEROS:
-        return c
-    if mode == REFLECTION:
-        c = _reflect(c, size, align)
-    last = build.cast(ix.sub(size, 1), c.dtype)
-    return build.op("min", _f("max", c, 0.0), last)
-
-
-def _reflect(c: Expr, size: Expr, align: bool) -> Expr:
-    low = 0.0 if align else -0.5
-    span = build.cast(ix.sub(size, 1) if align else size, c.dtype)
-    distance = build.op("abs", _f("sub", c, low))
-    turns = build.op("floor", build.op("div", distance, span))
-    rest = build.op("fmod", distance, span)
-    even = _f("eq", _f("mul", build.op("floor", _f("mul", turns, 0.5)), 2.0), turns)
-    folded = build.where(even, rest, build.op("sub", span, rest))
-    back = _f("add", folded, low) if low else folded
-    return build.where(_f("eq", span, 0.0), _const(0, c), back)
-
-
-def _pick(source: Tensor, lead: Sequence[Expr], at: Sequence[Expr]) -> Expr:
-    """The element at float positions that are whole; zero outside (and at NaN)."""
-    mask = build.TRUE
-    sizes = source.size[len(lead) :]
-    for c, size in zip(at, sizes, strict=True):
-        last = build.cast(ix.sub(size, 1), c.dtype)
-        mask = build.both(mask, build.both(_f("ge", c, 0.0), build.op("le", c, last)))
-    where = [_to_index(build.where(mask, c, _const(0, c)), size)
-             for c, size in zip(at, sizes, strict=True)]  # fmt: skip
-    value = build.guard(source.at([*lead, *where]), mask)
-    return build.where(mask, value, _const(0, value))
-
-
-def _sample(source: Tensor, lead: Sequence[Expr], at: list[Expr], mode: int, padding: int,
-            align: bool) -> Expr:  # fmt: skip
-    """One output: `at` are the positions per spatial dimension, outermost first."""
-    sizes = source.size[len(lead) :]
-    if mode == BICUBIC:
-        return _sample_cubic(source, lead, at, padding, align)
-    at = [_padded(c, size, padding, align) for c, size in zip(at, sizes, strict=True)]
-    if mode == NEAREST:
-        return _pick(source, lead, [build.op("round", c) for c in at])
-    corners: list[list[tuple[Expr, Expr]]] = []
-    for c in at:
-        low = build.op("floor", c)
-        high = _f("add", low, 1.0)
-        corners.append([(low, build.op("sub", high, c)), (high, build.op("sub", c, low))])
-    terms: list[Expr] = []
-    for chosen in itertools.product(*corners):
-        weight = _product(*(w for _, w in reversed(chosen)))
-        terms.append(_weighted(_pick(source, lead, [c for c, _ in chosen]), weight))
-    return _sum(terms)
-
-
-def _sample_cubic(source: Tensor, lead: Sequence[Expr], at: list[Expr], padding: int,
-                  align: bool) -> Expr:  # fmt: skip
-    sizes = source.size[len(lead) :]
-    taps: list[list[tuple[Expr, Expr]]] = []
-    for c, size in zip(at, sizes, strict=True):
-        whole = build.op("floor", c)
-        weights = _cubic_weights(build.op("sub", c, whole))
-        taps.append([(_padded(_f("add", whole, float(k - 1)), size, padding, align), w)
-                     for k, w in enumerate(weights)])  # fmt: skip
-    rows = [_weighted(_sum([_weighted(_pick(source, lead, [y, x]), v) for x, v in taps[1]]), w)
-            for y, w in taps[0]]  # fmt: skip
-    return _sum(rows)
-
-
-@lowers(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
-def grid_sampler(ctx: Lowering, x: Tensor, grid: Tensor, interpolation_mode: int,
-                 padding_mode: int, align_corners: bool) -> Tensor:  # fmt: skip
-    out = result_size(ctx)
-    source = ctx.realize(x).to(compute_type(x.dtype))
-    places = ctx.realize(grid).to(source.dtype)
-    point = placeholders(out)
-    spatial = x.size[2:]
-    n = len(spatial)
-    at = [
-        _unnormalize(places.at([point[0], *point[2:], const(n - 1 - k)]), size, align_corners)
-        for k, size in enumerate(spatial)  # the grid's last dimension is x, y(, z)
-    ]
-    body = _sample(source, point[:2], at, interpolation_mode, padding_mode, align_corners)
-    return Tensor(out, x.dtype, x.device, build.cast(body, x.dtype))
+# ---- grids of positions
 
 
 @lowers(aten.affine_grid_generator.default)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tilewright.codegen.cpp.text import CTYPE, OPS, index_text, literal
+from tilewright.codegen.cpp.text import CTYPE, OPS, index_op_text, index_text, literal
 from tilewright.errors import CodegenError
 from tilewright.ir.expr import Expr, loads, walk
 from tilewright.ir.ops import INDEX_OPS
@@ -86,6 +86,12 @@ class Writer:
         assert found is not None
         return found
 
+    def prepare(self, e: Expr) -> None:
+        """Compute here what `e` needs; sums of indices themselves stay part of their use."""
+        for node in _atoms(e) if e.op in ("iadd", "imul") else (e,):
+            if node.op not in ("var", "const", "sym"):
+                self.value(node)
+
     def index(self, e: Expr) -> str:
         """`e` as an array index."""
         return index_text(e, self.value)
@@ -102,8 +108,10 @@ class Writer:
             self.know(node, literal(node.arg, node.dtype))
         elif node.op in ("var", "sym"):
             self.know(node, self._names(node))
-        elif node.op in INDEX_OPS:
+        elif node.op in ("iadd", "imul"):
             self._temporary(node, self.index(node))
+        elif node.op in INDEX_OPS:
+            self._temporary(node, index_op_text(node.op, *(self.index(s) for s in node.src)))
         elif node.op == "load":
             self._temporary(node, self._load(node, self))
         elif node.op in OPS:
@@ -121,7 +129,7 @@ class Writer:
 def _atoms(node: Expr) -> Iterator[Expr]:
     """What the index text of a node is made of, below its sums and products."""
     for source in node.src:
-        if source.op in INDEX_OPS:
+        if source.op in ("iadd", "imul"):
             yield from _atoms(source)
         else:
             yield source

@@ -321,6 +321,8 @@ class Kernel:
                     with self.lane_loop():
                         self.stores(segment.members)
                 else:
+                    if ix.bounds(last.src[0])[0] >= 1:
+                        self.hoist(segment.members, last)
                     w.line(f"#pragma omp simd{self.flag_clause()}")
                     with w.block(self.for_loop(last)):
                         self.stores(segment.members)
@@ -330,6 +332,22 @@ class Kernel:
         self.members = list(members)
         self.declare_scalars()
         self.stores(members)
+
+    def hoist(self, members: Sequence[Nest], loop: Expr) -> None:
+        """Compute before a loop, which runs at least once, what is the same at all of its points.
+        The compiler often cannot: for all it knows, a store inside may change what is loaded."""
+        written = {s.buffer for m in self.members for s in m.stores}
+        nodes = list(walk(*(e for m in members for e in m.exprs)))
+        same: set[Expr] = set()
+        for node in nodes:
+            changes = node.op in ("reduce", "scan", "part") or node.arg in written
+            if node is not loop and not changes and all(s in same for s in node.src):
+                same.add(node)
+        for node in nodes:
+            if node not in same:
+                for source in node.src:
+                    if source in same:
+                        self.w.prepare(source)
 
     def stores(self, members: Sequence[Nest]) -> None:
         for m in members:

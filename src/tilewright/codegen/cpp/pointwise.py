@@ -12,12 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import torch
+
+from tilewright.codegen.cpp.emit import uses_flag
 from tilewright.codegen.cpp.text import CTYPE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.build import FALSE, TRUE
-from tilewright.ir.expr import Expr, free_vars, substitute, var, walk
+from tilewright.ir.expr import INDEX, Expr, free_vars, substitute, var, walk
+from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest
-from tilewright.schedule.group import hint
+from tilewright.schedule.group import hint, hint_product
 from tilewright.schedule.loops import cuts, drop_masks, replace_exprs, substitute_nest
 
 if TYPE_CHECKING:
@@ -27,6 +31,9 @@ CHUNK = 4096  # elements of the vectorised loop one thread takes at a time
 TILE_LANES, TILE_ROWS = 64, 32  # a transposed tile; each row read is two cache lines of floats
 MOST_VARIANTS = 6  # copies of the loop body worth their compile time
 MOST_NODES = 900  # in all copies together
+
+LONGEST_TABLE, MOST_TABLES = 2048, 8
+TABLE_COST = 5  # operations an expression has to save
 
 Members = Sequence[Nest]
 
@@ -42,6 +49,8 @@ def write_pointwise(k: Kernel, members: Members) -> None:
             flag = "" if not shared else k.flag_clause()
             k.w.line(f"#pragma omp parallel{threads}{flag}")
             region.enter_context(k.w.block(""))
+        if shared and across is None:
+            _tables(k, members, shared, lane)
         if not shared:
             for part, v in _pieces(members, lane):
                 k.w.line(f"#pragma omp {'for ' if threads != 'never' else ''}simd"
@@ -65,6 +74,7 @@ def _rows(k: Kernel, members: Members, shared: list[Expr], lane: Expr, parallel:
         if not short:
             size = w.index(lane.src[0])
             w.line(f"const int64_t stop = {size} - tile < {CHUNK} ? {size} : tile + {CHUNK};")
+            k.hoist(members, lane)
             w.line(f"#pragma omp simd{k.flag_clause()}")
             with w.block(f"for (int64_t {lane.arg} = tile; {lane.arg} < stop; ++{lane.arg})"):
                 k.point(members)
@@ -73,6 +83,7 @@ def _rows(k: Kernel, members: Members, shared: list[Expr], lane: Expr, parallel:
             with ExitStack() as branch:
                 if conditions:
                     branch.enter_context(w.block(f"if ({' && '.join(_texts(k, conditions))})"))
+                k.hoist(decided, lane)
                 for part, v in _pieces(decided, lane):
                     w.line(f"#pragma omp simd{k.flag_clause()}")
                     with w.block(k.for_loop(v)):
@@ -149,6 +160,41 @@ def _conjuncts(mask: Expr) -> Iterator[Expr]:
             yield from _conjuncts(source)
     else:
         yield mask
+
+
+# ---- tables
+
+
+def _tables(k: Kernel, members: Members, shared: list[Expr], lane: Expr) -> None:
+    """What depends on the vectorised loop alone is computed once, not again for every row."""
+    w = k.w
+    extent = ix.value_of(lane.src[0]) or 0
+    few = hint_product(v.src[0] for v in shared) < 16
+    if few or not 8 <= extent <= LONGEST_TABLE or cuts(members, lane):
+        return
+    for node in _worth_a_table(members, lane)[:MOST_TABLES]:
+        low, high = ix.bounds(node) if node.dtype == INDEX else (0, 1 << 31)
+        narrow = -(1 << 31) <= low and high < 1 << 31  # 32-bit positions can be gathered from
+        name = w.fresh("table")
+        w.line(f"alignas(64) {'int32_t' if narrow else CTYPE[node.dtype]} {name}[{extent}];")
+        w.line("#pragma omp simd")
+        with w.block(k.for_loop(lane)):
+            w.line(f"{name}[{lane.arg}] = {w.value(node)};")
+        w.know(node, f"int64_t({name}[{lane.arg}])" if narrow else f"{name}[{lane.arg}]")
+
+
+def _worth_a_table(members: Members, lane: Expr) -> list[Expr]:
+    """The largest expressions of the loop variable alone that cost more than reading memory."""
+    roots = [e for m in members for e in m.exprs]
+    alone = {n for n in walk(*roots) if free_vars(n) == {lane} and not _reads(n)
+             and n.dtype != torch.bool and not uses_flag(n)}  # fmt: skip
+    needed = [s for n in walk(*roots) if n not in alone for s in n.src if s in alone]
+    needed += [e for e in roots if e in alone]
+    return [n for n in dict.fromkeys(needed) if _cost(n) >= TABLE_COST]
+
+
+def _cost(e: Expr) -> int:
+    return sum(TABLE[n.op].cost for n in walk(e) if n.op in TABLE)
 
 
 # ---- transposed tiles

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from tilewright.codegen.cpp.text import CTYPE, memory_type
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars
+from tilewright.ir.expr import Expr, free_vars, walk
 from tilewright.ir.program import Nest, Store
+from tilewright.schedule.group import hint
 
 if TYPE_CHECKING:
     from tilewright.codegen.cpp.kernel import Kernel
@@ -31,6 +32,9 @@ def write_scatter(k: Kernel, nest: Nest) -> None:
     safe = [v for v in nest.loops if all(_disjoint(s.index, v) for s in nest.stores)]
     row = next((v for v in safe if all(ix.coefficient(s.index, v) is ix.ONE
                                        for s in nest.stores)), None)  # fmt: skip
+    if row is not None and len(safe) == 1 and _goes_by_row(nest, row) and k.threads() != "never":
+        _by_owner(k, nest, row)
+        return
     split = [v for v in safe if v is not row]
     in_order = [v for v in nest.loops if v not in safe]
     heads = [k.for_loop(v) for v in split]
@@ -58,6 +62,28 @@ def write_scatter(k: Kernel, nest: Nest) -> None:
                 _scatter_store(k, store, masked)
 
 
+def _goes_by_row(nest: Nest, row: Expr) -> bool:
+    return len(nest.stores) == 1 and hint(row.src[0]) >= 16 and _moves_together(nest, row)
+
+
+def _by_owner(k: Kernel, nest: Nest, row: Expr) -> None:
+    """Every row of the target belongs to one thread, which takes what goes there, in order."""
+    w = k.w
+    (store,) = nest.stores
+    w.line(f"#pragma omp parallel{k.threads()}{k.flag_clause()}")
+    with ExitStack() as stack:
+        stack.enter_context(w.block(""))
+        w.line("const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();")
+        for v in nest.loops:
+            if v is not row:
+                stack.enter_context(w.block(k.for_loop(v)))
+        target = w.index(ix.without(store.index, [row]))
+        w.line(f"if (({target}) / ({w.index(row.src[0])}) % all != me) continue;")
+        w.line(f"#pragma omp simd{k.flag_clause()}")
+        with w.block(k.for_loop(row)), ExitStack() as masked:
+            _scatter_store(k, store, masked)
+
+
 def _moves_together(nest: Nest, row: Expr) -> bool:
     """Whether a whole row goes to one place: then it vectorises."""
     return all(row not in free_vars(n) for s in nest.stores for n in _below(s.index)
@@ -81,8 +107,6 @@ def _scatter_store(k: Kernel, store: Store, stack: ExitStack) -> None:
 
 
 def _below(e: Expr) -> list[Expr]:
-    from tilewright.ir.expr import walk
-
     return list(walk(e))
 
 

@@ -56,24 +56,27 @@ def _float_literal(value: float, dtype: torch.dtype) -> str:
 
 
 def index_text(e: Expr, atom: Callable[[Expr], str]) -> str:
-    """An index expression as C++; `atom` renders variables, symbols and gathered values."""
-    parts = [index_text(s, atom) for s in e.src] if e.op.startswith("i") and e.op != "index" else []
+    """Sums and products as C++; `atom` renders everything they are made of."""
     match e.op:
         case "const":
             return str(e.arg)
         case "iadd":
-            return "(" + " + ".join(parts) + ")"
+            return "(" + " + ".join(index_text(s, atom) for s in e.src) + ")"
         case "imul":
-            return "*".join(parts)
-        case "ifloordiv":
-            return f"tw::index_floordiv({parts[0]}, {parts[1]})"
-        case "imod":
-            return f"tw::index_mod({parts[0]}, {parts[1]})"
-        case "imin" | "imax":
-            sign = "<" if e.op == "imin" else ">"
-            return f"(({parts[0]}) {sign} ({parts[1]}) ? ({parts[0]}) : ({parts[1]}))"
+            return "*".join(index_text(s, atom) for s in e.src)
         case _:
             return atom(e)
+
+
+def index_op_text(op: str, a: str, b: str) -> str:
+    """The index operations that get a variable of their own."""
+    match op:
+        case "ifloordiv":
+            return f"tw::index_floordiv({a}, {b})"
+        case "imod":
+            return f"tw::index_mod({a}, {b})"
+        case _:
+            return f"tw::{op[1:]}(int64_t({a}), int64_t({b}))"
 
 
 PRELUDE = '#include "tw.h"\n'
