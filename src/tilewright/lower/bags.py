@@ -230,8 +230,9 @@ def dense_backward(ctx: Lowering, grad: Tensor, indices: Tensor, bag_of_each: Te
     height, width, work = ix.as_index(rows), grad.size[1:], compute_type(grad.dtype)
     into = full((height, *width), 0, grad.dtype, grad.device)
     if mode == MAX:
+        empty = const(0, bag_size.dtype)
         points = Points(grad.size, lambda b, d: [checked(maximum_indices.at([b, d]), height), d],
-                        lambda b, d: build.op("ne", bag_size.at([b]), const(0, bag_size.dtype)))  # fmt: skip
+                        lambda b, d: build.op("ne", bag_size.at([b]), empty))  # fmt: skip
         return scattered(ctx, into, points, lambda b, d: grad.at([b, d]), "add")
     bags = Bags(ctx, indices, grad.size[0], padding_idx, None, bag_of_each)
     often = _frequencies(ctx, bags, height) if scale_grad_by_freq else None

@@ -8,7 +8,6 @@ taps of all dimensions out; they differ in what is summed.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,9 +20,8 @@ from tilewright.lower import formula as f
 from tilewright.lower.context import Fill, Lowering
 from tilewright.lower.promote import compute_type
 from tilewright.lower.resample import CUBIC_A, cubic_weights
-from tilewright.lower.scatter import Points
 from tilewright.lower.table import lowers
-from tilewright.lower.tensor import Size, Tensor, from_indices, placeholders
+from tilewright.lower.tensor import Size, Tensor, from_indices
 from tilewright.lower.views import result_size
 
 aten = torch.ops.aten
@@ -64,8 +62,8 @@ class Sampler:
         whole = build.op("floor", at)
         part = f.sub(at, whole)
         slopes = [f.mul(s, rate) for s in _cubic_slopes(part)]
-        return [Tap(self._padded(f.add(whole, float(k - 1)), size)[0], w, s)
-                for k, (w, s) in enumerate(zip(cubic_weights(part), slopes, strict=True))]  # fmt: skip
+        ats = [self._padded(f.add(whole, float(k - 1)), size)[0] for k in range(4)]
+        return [Tap(*tap) for tap in zip(ats, cubic_weights(part), slopes, strict=True)]
 
     def _position(self, c: Expr, size: Expr) -> tuple[Expr, Expr]:
         """From [-1, 1] to element positions, and how many of them to one of `c`."""
@@ -197,7 +195,8 @@ def grid_sampler(ctx: Lowering, x: Tensor, grid: Tensor, interpolation_mode: int
 @lowers(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def grid_sampler_backward(ctx: Lowering, grad: Tensor, x: Tensor, grid: Tensor,
                           interpolation_mode: int, padding_mode: int, align_corners: bool,
-                          output_mask: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+                          output_mask: Sequence[bool]
+                          ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     sampler = Sampler(interpolation_mode, padding_mode, align_corners)
     work = compute_type(x.dtype)
     source, places, slopes = (ctx.realize(t).to(work) for t in (x, grid, grad))
@@ -221,13 +220,14 @@ def _to_input(ctx: Lowering, sampler: Sampler, grad: Tensor, x: Tensor, grid: Te
         at = [t.at for t in chosen(point)]
         return [*point[:2], *_indices(at, sizes, _inside(at, sizes))]
 
-    points = Points(over, position, lambda *p: _inside([t.at for t in chosen(p)], sizes))
+    def mask(*point: Expr) -> Expr:
+        return _inside([t.at for t in chosen(point)], sizes)
 
     def value(*point: Expr) -> Expr:
         return _weighted(grad.at(point[:rank]), *(t.weight for t in chosen(point)))
 
     nothing = Tensor(x.size, grad.dtype, x.device, const(0, grad.dtype))
-    return ctx.scatter(nothing, points.size, points.position, value, "add", points.mask)
+    return ctx.scatter(nothing, over, position, value, "add", mask)
 
 
 def _select(options: Sequence[Tap], k: Expr) -> Tap:
