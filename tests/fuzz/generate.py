@@ -434,7 +434,7 @@ _POINTWISE_EXACT = (
 _BINARY = ("{0} + {1}", "{0} - {1}", "{0} * {1}", "torch.maximum({0}, {1})",
            "torch.minimum({0}, {1})", "torch.where({0} > {1}, {0}, {1})")  # fmt: skip
 _COMPARE = ("{0} > {1}", "{0} == {1}", "{0} <= {1}", "torch.logical_xor({0}, {1})",
-            "torch.floor_divide({0}, {1}.abs() + 1)", "torch.remainder({0}, {1}.abs() + 1)",
+            "torch.div({0}, {1}.abs() + 1, rounding_mode='floor')", "torch.remainder({0}, {1}.abs() + 1)",
             "torch.fmod({0}, {1}.abs() + 1)")  # fmt: skip
 
 _KINDS: tuple[Kind, ...] = (

@@ -96,7 +96,8 @@ def _widens(a: torch.dtype, b: torch.dtype, c: torch.dtype) -> bool:
     """Whether converting a -> b -> c is the same as a -> c, because b holds every value of a."""
     if not (a.is_floating_point and b.is_floating_point and c.is_floating_point):
         return False
-    return torch.promote_types(a, b) == b and b.itemsize > a.itemsize
+    # eight-bit floats have no promotion
+    return b.itemsize > a.itemsize > 1 and torch.promote_types(a, b) == b
 
 
 def _only_rounds(inner: Expr, dtype: torch.dtype) -> bool:

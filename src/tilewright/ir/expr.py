@@ -81,6 +81,9 @@ class Expr:
             self._memo[name] = compute(self)
         return self._memo[name]
 
+    def knows(self, name: str) -> bool:
+        return self._memo is not None and name in self._memo
+
     @property
     def is_const(self) -> bool:
         return self.op == "const"
@@ -193,12 +196,22 @@ def free_vars(root: Expr) -> frozenset[Expr]:
 
 
 def _free_vars(root: Expr) -> frozenset[Expr]:
-    if root.op == "var":
-        return frozenset((root,))
-    found: frozenset[Expr] = frozenset()
-    for source in root.src:
-        found |= free_vars(source)
-    return found
+    stack = [root]  # not recursive: expressions can be deep
+    while stack:
+        node = stack[-1]
+        waiting = [s for s in node.src if not s.knows("vars")] if node.op != "var" else []
+        if waiting:
+            stack.extend(waiting)
+            continue
+        stack.pop()
+        node.memo("vars", _own_vars)
+    return root.memo("vars", _own_vars)
+
+
+def _own_vars(node: Expr) -> frozenset[Expr]:
+    if node.op == "var":
+        return frozenset((node,))
+    return frozenset().union(*(free_vars(s) for s in node.src))
 
 
 def loads(*roots: Expr) -> list[Expr]:

@@ -275,20 +275,45 @@ def _div_bounds(a: Bounds, b: Bounds) -> Bounds:
 
 
 def known_nonneg(e: Expr) -> bool:
-    """Whether `e >= 0` everywhere; symbolic extents of variables are put at their worst."""
+    """Whether `e >= 0` everywhere; what has a known range is put at its worst."""
+    return e.memo("nonneg", _known_nonneg)
+
+
+def _known_nonneg(e: Expr) -> bool:
     if bounds(e)[0] >= 0:
         return True
-    for v in sorted(free_vars(e), key=_order):  # the same answer in every process
-        p = poly(e)
-        if any(m.count(v) > 1 or (v not in m and any(v in free_vars(a) for a in m)) for m in p):
+    p = poly(e)
+    for atom in sorted({a for m in p for a in m}, key=_order):  # the same in every process
+        low, high = _ends(atom)
+        if (low is None and high is None) or any(m.count(atom) > 1 for m in p):
             continue
-        slope = from_poly({tuple(a for a in m if a is not v): c for m, c in p.items() if v in m})
-        rest = from_poly({m: c for m, c in p.items() if v not in m})
-        if known_nonneg(slope):
-            return known_nonneg(rest)
-        if known_nonneg(neg(slope)):
-            return known_nonneg(add(rest, mul(slope, sub(v.src[0], 1))))
+        if any(atom not in m and any(atom in free_vars(a) for a in m) for m in p):
+            continue
+        slope = from_poly({tuple(a for a in m if a is not atom): c for m, c in p.items()
+                           if atom in m})  # fmt: skip
+        rest = from_poly({m: c for m, c in p.items() if atom not in m})
+        for end, sign in ((low, slope), (high, neg(slope))):
+            if end is not None and known_nonneg(sign):
+                if known_nonneg(add(rest, mul(slope, end))):
+                    return True
+                break
     return False
+
+
+def _ends(atom: Expr) -> tuple[Expr | None, Expr | None]:
+    """The least and the greatest value, as expressions; None where unknown."""
+    match atom.op:
+        case "var":
+            return ZERO, sub(atom.src[0], 1)
+        case "sym":
+            low, high = atom.arg.lower, atom.arg.upper
+            return None if low is None else const(low), None if high is None else const(high)
+        case "imod" if bounds(atom.src[1])[0] > 0:
+            return ZERO, sub(atom.src[1], 1)
+        case "index":
+            return ZERO, sub(atom.src[1], 1)
+        case _:
+            return None, None
 
 
 def known_le(a: IndexLike, b: IndexLike) -> bool:

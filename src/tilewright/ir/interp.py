@@ -191,14 +191,16 @@ class _Machine:
 
     def fused(self, group: GroupLike) -> None:
         """All members at one point of the outer loops, then at another: any order must do."""
-        ranges = [range(self.number(v.src[0])) for v in group.outer]
+        scanned = {n.arg.axis for m in group.members for n in walk(*m.exprs) if n.op == "scan"}
+        outer = [v for v in group.outer if v.arg not in scanned]  # a scan runs along its loop
+        ranges = [range(self.number(v.src[0])) for v in outer]
         points = list(itertools.product(*ranges))
         random.Random(0).shuffle(points)
         for point in points:
             for name in group.local:  # what one point leaves there is not for the next
                 _poison(self.flat(name))
             for member in group.members:
-                self.nest(member, dict(zip(group.outer, point, strict=True)))
+                self.nest(member, dict(zip(outer, point, strict=True)))
 
     def nest(self, nest: Nest, fixed: Mapping[Expr, int]) -> None:
         evaluation = _Evaluation(self, nest, fixed)

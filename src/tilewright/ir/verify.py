@@ -72,17 +72,19 @@ def _verify_store(program: Program, nest: Nest, store: Store) -> None:
                               f"is used outside a reduction")  # fmt: skip
 
 
-def _outside_folds(e: Expr) -> frozenset[Expr]:
-    """The variables `e` depends on other than through a `reduce` node."""
-    return e.memo("outside_folds", _compute_outside_folds)
-
-
-def _compute_outside_folds(e: Expr) -> frozenset[Expr]:
-    if e.op == "reduce":
-        return frozenset()
-    if e.op == "var":
-        return frozenset((e,))
-    return frozenset(v for s in e.src for v in _outside_folds(s))
+def _outside_folds(root: Expr) -> set[Expr]:
+    """The variables an expression depends on other than through a `reduce` node."""
+    found: set[Expr] = set()
+    seen: set[Expr] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node.op == "var":
+            found.add(node)
+        elif node not in seen and node.op != "reduce":
+            seen.add(node)
+            stack.extend(node.src)
+    return found
 
 
 def _verify_order(nest: Nest) -> None:

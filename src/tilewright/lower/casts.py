@@ -20,7 +20,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
     aten.clone.default, aten.alias.default, aten.detach.default, aten.positive.default,
     aten.conj_physical.default, aten._conj.default, aten.real.default, aten.resolve_conj.default,
     aten.resolve_neg.default, aten.contiguous.default, aten._fw_primal.default,
-    prims.view_of.default, prims.clone.default,
+    aten.alias_copy.default, aten.detach_copy.default, aten.lift.default, aten.lift_fresh.default,
+    aten.lift_fresh_copy.default, prims.view_of.default, prims.clone.default,
 )  # fmt: skip
 def same(ctx: Lowering, x: Tensor, *_: Any, **__: Any) -> Tensor:
     """The layout a copy asks for is in the graph's fake value, which outputs follow."""

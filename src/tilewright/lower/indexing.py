@@ -171,7 +171,12 @@ def _masked_fill(ctx: Lowering, t: Tensor, mask: Tensor, value: Operand) -> Tens
 
 def ranks(ctx: Lowering, mask: Tensor) -> Tensor:
     """How many elements hold up to and including each, in row-major order."""
-    flat = reshape(mask, (mask.numel,)).to(INDEX)
+    return _running(ctx, mask)
+
+
+def _running(ctx: Lowering, t: Tensor) -> Tensor:
+    """The sum of the elements up to and including each, in row-major order."""
+    flat = reshape(t, (t.numel,)).to(INDEX)
     (position,) = placeholders(flat.size)
     if position.op != "var":
         return flat
@@ -210,18 +215,26 @@ def _masked_scatter_backward(ctx: Lowering, grad: Tensor, mask: Tensor, sizes: A
 # ---- searches in sorted sequences
 
 
+MOST_HALVINGS = 40  # of a sequence as long as memory holds
+
+
+def _halvings(count: Expr) -> int:
+    """How often a sequence of (at most) this length can be halved."""
+    most = ix.bounds(count)[1]
+    return MOST_HALVINGS if most >= 1 << MOST_HALVINGS else int(most).bit_length()
+
+
 def _search(sequence: Callable[[Sequence[Expr]], Expr], count: Expr, value: Expr,
             right: bool) -> Expr:  # fmt: skip
     """The first place where `value` could be put; halving exactly as eager does, since a sequence
     with NaNs has no order that would make every way of halving agree."""
-    size = ix.value_of(count)
-    if size is None:
-        raise Unsupported("the number of halvings depends on a dynamic size")
-    start, end = ix.ZERO, ix.as_index(size)
-    for _ in range(size.bit_length()):
+    start, end = ix.ZERO, count
+    last = ix.maximum(ix.sub(count, 1), 0)
+    for _ in range(_halvings(count)):
         active = build.op("lt", start, end)
         middle = ix.floordiv(ix.add(start, end), 2)
-        met = sequence([ix.minimum(middle, size - 1)])
+        met = sequence([ix.minimum(middle, last)])
+        met = met if ix.known_lt(0, count) else build.guard(met, active)
         after = build.op("bit_not", build.op("gt" if right else "ge", met, value))
         go_on = build.both(active, after)
         end = build.where(build.both(active, build.op("bit_not", after)), middle, end)
@@ -231,8 +244,6 @@ def _search(sequence: Callable[[Sequence[Expr]], Expr], count: Expr, value: Expr
 
 def _searched(ctx: Lowering, sequence: Tensor, value: Operand, int32: bool, right: bool,
               sorter: Tensor | None = None) -> Tensor:  # fmt: skip
-    if ix.value_of(sequence.size[-1]) is None:
-        raise Unsupported("the number of halvings depends on a dynamic size")
     common, _ = promoted(ctx, (sequence, value))
     values = operand(ctx, value, common)
     ordered = ctx.realize(sequence)
@@ -263,3 +274,45 @@ def _searchsorted(ctx: Lowering, sequence: Tensor, value: Operand, *, out_int32:
                   right: bool = False, side: str | None = None,
                   sorter: Tensor | None = None) -> Tensor:  # fmt: skip
     return _searched(ctx, sequence, value, out_int32, right or side == "right", sorter)
+
+
+@lowers(aten.repeat_interleave.Tensor)
+def _repeat_interleave(ctx: Lowering, repeats: Tensor, *, output_size: Any = None) -> Tensor:
+    """Position k as often as `repeats[k]` says: found in the running sum of them."""
+    if output_size is None:
+        raise Unsupported("the size of the result depends on the data")
+    ends = _running(ctx, repeats)
+    count = repeats.size[0]
+
+    def element(i: Expr) -> Expr:
+        return build.cast(_search(lambda at: ends.at(at), count, i, right=True), repeats.dtype)
+
+    return from_indices((ix.as_index(output_size),), repeats.device, element)
+
+
+@lowers(aten.nonzero_static.default)
+def _nonzero_static(ctx: Lowering, t: Tensor, *, size: Any, fill_value: int = -1) -> Tensor:
+    """The coordinates of the elements that hold, in row-major order, cut or filled to `size`."""
+    if not t.rank:
+        return Tensor(result_size(ctx), INDEX, t.device, ix.ZERO)
+    rows = ix.as_index(size)
+    keep = ctx.realize(t.to(torch.bool))
+    rank = reshape(ranks(ctx, keep), t.size)
+    into = Tensor((rows, ix.as_index(t.rank)), INDEX, t.device, ix.as_index(fill_value))
+
+    def row(*i: Expr) -> Expr:
+        return ix.sub(rank.at(i[:-1]), 1)
+
+    def coordinate(*i: Expr) -> Expr:
+        value = i[0]
+        for k in range(1, t.rank):
+            value = build.where(build.op("eq", i[-1], ix.as_index(k)), i[k], value)
+        return value
+
+    return ctx.scatter(
+        into,
+        (*t.size, ix.as_index(t.rank)),
+        lambda *i: [row(*i), i[-1]],
+        coordinate,
+        mask=lambda *i: build.both(keep.at(i[:-1]), build.op("lt", row(*i), rows)),
+    )

@@ -89,40 +89,48 @@ def _integer(low: Any, high: Any) -> Draw:
 # ---- factories
 
 
-@lowers(aten.rand.default, aten.rand_like.default)
-def rand(ctx: Lowering, *_: Any, **__: Any) -> Tensor:
+@lowers(aten.rand.default, aten.rand.generator, aten.rand_like.default, aten.rand_like.generator)
+def rand(ctx: Lowering, *_: Any, generator: Any = None, **__: Any) -> Tensor:
     dtype = _result(ctx).dtype
-    return _drawn(ctx, _uniform(dtype)).to(dtype)
+    return _drawn(ctx, _uniform(dtype), generator).to(dtype)
 
 
-@lowers(aten.randn.default, aten.randn_like.default)
-def randn(ctx: Lowering, *_: Any, **__: Any) -> Tensor:
+@lowers(
+    aten.randn.default, aten.randn.generator, aten.randn_like.default, aten.randn_like.generator
+)
+def randn(ctx: Lowering, *_: Any, generator: Any = None, **__: Any) -> Tensor:
     dtype = _result(ctx).dtype
-    return _drawn(ctx, _normal(dtype)).to(dtype)
+    return _drawn(ctx, _normal(dtype), generator).to(dtype)
 
 
-def _randint(ctx: Lowering, low: Any, high: Any) -> Tensor:
-    return _drawn(ctx, _integer(low, high)).to(_result(ctx).dtype)
+def _randint(ctx: Lowering, low: Any, high: Any, generator: Any) -> Tensor:
+    """A bound may be a tensor of one element."""
+    bounds = [n.at([0] * n.rank) if isinstance(n, Tensor) else n for n in (low, high)]
+    return _drawn(ctx, _integer(*bounds), generator).to(_result(ctx).dtype)
 
 
-@lowers(aten.randint.default)
-def randint(ctx: Lowering, high: Any, *_: Any, **__: Any) -> Tensor:
-    return _randint(ctx, 0, high)
+@lowers(aten.randint.default, aten.randint.generator)
+def randint(ctx: Lowering, high: Any, *_: Any, generator: Any = None, **__: Any) -> Tensor:
+    return _randint(ctx, 0, high, generator)
 
 
-@lowers(aten.randint.low)
-def randint_low(ctx: Lowering, low: Any, high: Any, *_: Any, **__: Any) -> Tensor:
-    return _randint(ctx, low, high)
+@lowers(aten.randint.low, aten.randint.low_generator)
+def randint_low(ctx: Lowering, low: Any, high: Any, *_: Any, generator: Any = None,
+                **__: Any) -> Tensor:  # fmt: skip
+    return _randint(ctx, low, high, generator)
 
 
-@lowers(aten.randint_like.default)
-def randint_like(ctx: Lowering, x: Tensor, high: Any, **_: Any) -> Tensor:
-    return _randint(ctx, 0, high)
+@lowers(aten.randint_like.default, aten.randint_like.generator, aten.randint_like.Tensor,
+        aten.randint_like.Tensor_generator)  # fmt: skip
+def randint_like(ctx: Lowering, x: Tensor, high: Any, *, generator: Any = None,
+                 **_: Any) -> Tensor:  # fmt: skip
+    return _randint(ctx, 0, high, generator)
 
 
-@lowers(aten.randint_like.low_dtype)
-def randint_like_low(ctx: Lowering, x: Tensor, low: Any, high: Any, **_: Any) -> Tensor:
-    return _randint(ctx, low, high)
+@lowers(aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype)
+def randint_like_low(ctx: Lowering, x: Tensor, low: Any, high: Any, *, generator: Any = None,
+                     **_: Any) -> Tensor:  # fmt: skip
+    return _randint(ctx, low, high, generator)
 
 
 # ---- distributions

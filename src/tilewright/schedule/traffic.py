@@ -1,57 +1,89 @@
-"""Bytes moved by each group: the compatible count, and the honest one."""
+"""Bytes moved by each group: the compatible count, and the honest one.
+
+Both charge a buffer once per direction. The compatible count assumes the best case for a kernel
+and the worst for a buffer: a fused kernel that reads any of it reads all of it. The honest count
+charges what can be touched.
+"""
 
 from __future__ import annotations
 
-from tilewright.ir.expr import loads
-from tilewright.ir.program import Buffer, Nest, Program
+from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.group import Group, hint_bytes, hint_product, work
-from tilewright.schedule.legality import accesses
 
 
 def accessed(program: Program, group: Group) -> int:
-    """Whole buffers, best case: a buffer the kernel keeps to itself is free, a mutated argument
-    of an opaque call counts twice. A kernel of one nest is charged at most its iterations."""
+    """The compatible count: targets of scatters are read too, a buffer that an opaque call
+    mutates counts twice, a kernel of one nest is charged at most its iterations."""
     total = 0
     for b in group.reads | group.writes:
         if b in group.local or b not in program.buffers:
             continue
-        buffer = program.buffers[b]
-        count = hint_product(buffer.size)
-        if len(group.members) == 1:
-            patterns = len(set(accesses(group.members[0], b)))
-            count = min(count, work(group.members[0]) * patterns)
-        total += count * buffer.dtype.itemsize
-    if group.call is not None:
-        total += sum(hint_bytes(program.buffers[b]) for b in group.call.mutates)
+        whole = hint_product(program.buffers[b].size)
+        if group.call is not None:
+            count = whole * (2 if b in group.call.mutates and b in group.reads else 1)
+        else:
+            count = _written(group, b, whole)
+            if _needed(group, b) or _scattered(group, b):
+                count += min(whole, _iterations(group, b))
+        total += count * program.buffers[b].dtype.itemsize
     return total
 
 
 def moved(program: Program, group: Group) -> int:
-    """What a perfect cache moves: the extent each buffer is touched over, in each direction."""
+    """The honest count: slices and gathers by extent, write-only targets not read."""
     if group.call is not None:
-        return accessed(program, group)
+        return sum(hint_bytes(program.buffers[b]) for b in group.reads | group.writes
+                   if b in program.buffers)  # fmt: skip
     total = 0
     for b in group.reads | group.writes:
-        if b not in group.local:
-            total += _extent(program.buffers[b], group)
+        if b in group.local:
+            continue
+        whole = hint_product(program.buffers[b].size)
+        count = _written(group, b, whole)
+        if _needed(group, b):
+            count += min(whole, sum(_points(i) for m in group.members for i in _patterns(m, b)))
+        total += count * program.buffers[b].dtype.itemsize
     return total
 
 
-def _extent(buffer: Buffer, group: Group) -> int:
-    read = written = 0
-    for member in group.members:
-        patterns = {n.src[0] for n in loads(*member.exprs) if n.arg == buffer.name}
-        read += sum(_points(index, member) for index in patterns)
-        written += sum(_points(s.index, member) for s in member.stores if s.buffer == buffer.name)
-    whole = hint_product(buffer.size)
-    inside = any(buffer.name in m.writes for m in group.members)
-    read = 0 if inside else min(read, whole)
-    return (read + min(written, whole)) * buffer.dtype.itemsize
+def _needed(group: Group, buffer: str) -> bool:
+    """Whether the buffer's contents from before the group are read."""
+    for m in group.members:
+        if buffer in m.reads or any(s.mode != "set" for s in m.stores if s.buffer == buffer):
+            return True
+        if buffer in m.writes:
+            return False
+    return False
 
 
-def _points(index: object, nest: Nest) -> int:
+def _scattered(group: Group, buffer: str) -> bool:
+    return any(_is_scatter(s) for m in group.members for s in m.stores if s.buffer == buffer)
+
+
+def _is_scatter(store: Store) -> bool:
+    return store.mode != "set" or store.mask is not None or bool(loads(store.index))
+
+
+def _written(group: Group, buffer: str, whole: int) -> int:
+    points = sum(work(m) if _is_scatter(s) else _points(s.index)
+                 for m in group.members for s in m.stores if s.buffer == buffer)  # fmt: skip
+    return min(whole, points)
+
+
+def _iterations(group: Group, buffer: str) -> int:
+    """The most elements a kernel of one nest can read; no bound for a fused one."""
+    if len(group.members) > 1:
+        return 1 << 62
+    (nest,) = group.members
+    return work(nest) * max(len(_patterns(nest, buffer)), 1)
+
+
+def _patterns(nest: Nest, buffer: str) -> set[Expr]:
+    """The different ways in which a nest reads a buffer."""
+    return {n.src[0] for n in loads(*nest.exprs) if n.arg == buffer}
+
+
+def _points(index: Expr) -> int:
     """How many different elements an access can touch: the iterations its index varies over."""
-    from tilewright.ir.expr import Expr, free_vars
-
-    assert isinstance(index, Expr)
     return hint_product(v.src[0] for v in free_vars(index))

@@ -204,12 +204,12 @@ class Kernel:
         assert self.lane is not None
         extent = hint(self.lane.src[0])
         rows = hint_product(v.src[0] for v in self.outer[:-1])
-        longest = max(hint_product(v.src[0] for v in s.inner) for s in self.shape.segments)
+        longest = max(1, *(hint_product(v.src[0] for v in s.inner) for s in self.shape.segments))
         fits = SCRATCH // longest if any(self._keeps_row(m) for m in self.members) else LANES[0]
         for lanes in LANES:
-            if lanes <= max(fits, 64) and (rows * (extent // lanes) >= FEWEST_TILES or lanes <= 64):
-                if extent > lanes // 2:
-                    return lanes
+            busy = lanes <= 64 or rows * (extent // lanes) >= FEWEST_TILES
+            if busy and lanes <= max(fits, 64) and extent > lanes // 2:
+                return lanes
         return LANES[-1]
 
     def _keeps_row(self, nest: Nest) -> bool:

@@ -20,7 +20,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.build import FALSE, TRUE
 from tilewright.ir.expr import INDEX, Expr, free_vars, substitute, var, walk
 from tilewright.ir.ops import TABLE
-from tilewright.ir.program import Nest
+from tilewright.ir.program import Nest, Store
 from tilewright.schedule.group import hint, hint_product
 from tilewright.schedule.loops import cuts, drop_masks, replace_exprs, substitute_nest
 
@@ -133,9 +133,13 @@ def _decided(members: Members, lane: Expr
     for outcome in range(1 << len(masks)):
         holds = [not outcome >> j & 1 for j in range(len(masks))]
         mapping = {m: TRUE if h else FALSE for m, h in zip(masks, holds, strict=True)}
-        decided = [drop_masks(replace_exprs(n, lambda e: substitute(e, mapping))) for n in members]
-        result.append((decided, list(zip(masks, holds, strict=True))))
+        result.append(([_settled(n, mapping) for n in members],
+                       list(zip(masks, holds, strict=True))))  # fmt: skip
     return result
+
+
+def _settled(nest: Nest, known: dict[Expr, Expr]) -> Nest:
+    return drop_masks(replace_exprs(nest, lambda e: substitute(e, known)))
 
 
 def _outer_masks(members: Members, lane: Expr) -> list[Expr]:
@@ -174,7 +178,7 @@ def _tables(k: Kernel, members: Members, shared: list[Expr], lane: Expr) -> None
         return
     for node in _worth_a_table(members, lane)[:MOST_TABLES]:
         low, high = ix.bounds(node) if node.dtype == INDEX else (0, 1 << 31)
-        narrow = -(1 << 31) <= low and high < 1 << 31  # 32-bit positions can be gathered from
+        narrow = low >= -(1 << 31) and high < 1 << 31  # 32-bit positions can be gathered from
         name = w.fresh("table")
         w.line(f"alignas(64) {'int32_t' if narrow else CTYPE[node.dtype]} {name}[{extent}];")
         w.line("#pragma omp simd")
@@ -186,7 +190,8 @@ def _tables(k: Kernel, members: Members, shared: list[Expr], lane: Expr) -> None
 def _worth_a_table(members: Members, lane: Expr) -> list[Expr]:
     """The largest expressions of the loop variable alone that cost more than reading memory."""
     roots = [e for m in members for e in m.exprs]
-    alone = {n for n in walk(*roots) if free_vars(n) == {lane} and not _reads(n)
+    only = frozenset((lane,))
+    alone = {n for n in walk(*roots) if free_vars(n) == only and not _reads(n)
              and n.dtype != torch.bool and not uses_flag(n)}  # fmt: skip
     needed = [s for n in walk(*roots) if n not in alone for s in n.src if s in alone]
     needed += [e for e in roots if e in alone]
@@ -236,19 +241,29 @@ def _transposed(k: Kernel, members: Members, shared: list[Expr], u: Expr, lane: 
     heads.append(f"for (int64_t tile = 0; tile < {lanes}; tile += {TILE_LANES})")
     with ExitStack() as stack:
         k.open_loops(stack, heads, parallel)
-        w.line(f"const int64_t us = {rows} - row < {TILE_ROWS} ? {rows} - row : {TILE_ROWS};")
-        w.line(f"const int64_t ls = {lanes} - tile < {TILE_LANES} ? {lanes} - tile : {TILE_LANES};")
-        first_u, first_lane = var("row", u.src[0]), var("tile", lane.src[0])
-        names: dict[Expr, str] = {}
-        for node in loads:
-            names[node] = name = w.fresh("x")
-            ctype = memory_type(node.dtype)
-            corner = substitute(node.src[0], {u: first_u, lane: first_lane})
+        w.line(f"const int64_t us = {_rest(u, rows, 'row', TILE_ROWS)};")
+        w.line(f"const int64_t ls = {_rest(lane, lanes, 'tile', TILE_LANES)};")
+        corner = {u: var("row", u.src[0]), lane: var("tile", lane.src[0])}
+
+        def turn(node: Expr, target: str, width: str) -> None:
             stride = ix.coefficient(node.src[0], lane)
             assert stride is not None
-            w.line(f"alignas(64) {ctype} {name}[{TILE_ROWS * TILE_LANES}];")
-            w.line(f"tw::transpose_tile<{TILE_LANES}>({name}, &{k.element(node.arg, corner)}, "
-                   f"{w.index(stride)}, us, ls);")  # fmt: skip
+            source = k.element(node.arg, substitute(node.src[0], corner))
+            w.line(f"tw::transpose_tile({target}, {width}, &{source}, {w.index(stride)}, us, ls);")
+
+        copied = _copied(k, members, lane, loads)
+        if copied is not None:
+            width = ix.coefficient(copied.index, u)
+            assert width is not None
+            target = k.element(copied.buffer, substitute(copied.index, corner))
+            turn(copied.value, f"&{target}", w.index(width))
+            return
+        names: dict[Expr, str] = {}
+        for node in loads:
+            names[node] = w.fresh("x")
+            w.line(f"alignas(64) {memory_type(node.dtype)} "
+                   f"{names[node]}[{TILE_ROWS * TILE_LANES}];")  # fmt: skip
+            turn(node, names[node], str(TILE_LANES))
         with w.block("for (int64_t ku = 0; ku < us; ++ku)"):
             w.line(f"const int64_t {u.arg} = row + ku;")
             w.line(f"#pragma omp simd{k.flag_clause()}")
@@ -256,5 +271,22 @@ def _transposed(k: Kernel, members: Members, shared: list[Expr], u: Expr, lane: 
                 w.line(f"const int64_t {lane.arg} = tile + kl;")
                 for node, name in names.items():
                     text = f"{name}[ku*{TILE_LANES} + kl]"
-                    w.know(node, f"({text} != 0)" if memory_type(node.dtype) != CTYPE[node.dtype] else text)
+                    w.know(node, f"({text} != 0)" if node.dtype == torch.bool else text)
                 k.point(members)
+
+
+def _rest(v: Expr, size: str, start: str, step: int) -> str:
+    """The extent of a tile; a literal where all are whole."""
+    if (ix.value_of(v.src[0]) or 1) % step == 0:
+        return str(step)
+    return f"{size} - {start} < {step} ? {size} - {start} : {step}"
+
+
+def _copied(k: Kernel, members: Members, lane: Expr, loads: list[Expr]) -> Store | None:
+    """The store of a kernel that only turns a tensor around, in memory of the same type."""
+    stores = [s for m in members for s in m.stores]
+    if len(stores) != 1 or loads != [stores[0].value]:
+        return None
+    (store,) = stores
+    same = k.buffers[store.buffer].dtype == store.value.dtype
+    return store if same and ix.coefficient(store.index, lane) is ix.ONE else None

@@ -38,8 +38,8 @@ def write_scatter(k: Kernel, nest: Nest) -> None:
     split = [v for v in safe if v is not row]
     in_order = [v for v in nest.loops if v not in safe]
     heads = [k.for_loop(v) for v in split]
+    size = "" if row is None else w.index(row.src[0])
     if row is not None:
-        size = w.index(row.src[0])
         heads.append(f"for (int64_t block = 0; block < {size}; block += {BLOCK})")
     with ExitStack() as stack:
         threads = k.threads()

@@ -23,8 +23,9 @@ WIDEST = 2048  # columns of one tile: their partial sums stay in the nearest cac
 
 def is_full_reduction(k: Kernel) -> bool:
     first, *rest = k.shape.segments
-    return (not k.outer and bool(first.reduce) and not first.loops and k.threads() != "never"
-            and all(m.reduce for m in first.members) and all(not s.inner for s in rest))  # fmt: skip
+    return (not k.outer and bool(first.reduce) and not first.loops
+            and k.threads() != "never" and all(m.reduce for m in first.members)
+            and all(not s.inner for s in rest))  # fmt: skip
 
 
 def write_full_reduction(k: Kernel) -> None:

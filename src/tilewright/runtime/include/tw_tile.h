@@ -67,18 +67,19 @@ TW_INLINE void transpose_block(T* out, int64_t width, const T* in, int64_t strid
     for (int k = 0; k < N; ++k) *(V*)(out + k * width) = r[k];
 }
 
-// out[u * WIDTH + l] = in[l * stride + u] for u < us, l < ls.
-template <int WIDTH, class T>
-inline void transpose_tile(T* out, const T* in, int64_t stride, int64_t us, int64_t ls) {
+// out[u * width + l] = in[l * stride + u] for u < us, l < ls.
+template <class T>
+TW_INLINE void transpose_tile(T* out, int64_t width, const T* in, int64_t stride, int64_t us,
+                              int64_t ls) {
     constexpr int N = sizeof(T) == 8 ? 4 : 8;
     int64_t whole_u = us / N * N, whole_l = ls / N * N;
-    for (int64_t l = 0; l < whole_l; l += N)
-        for (int64_t u = 0; u < whole_u; u += N)
-            transpose_block(out + u * WIDTH + l, WIDTH, in + l * stride + u, stride);
+    for (int64_t u = 0; u < whole_u; u += N)
+        for (int64_t l = 0; l < whole_l; l += N)
+            transpose_block(out + u * width + l, width, in + l * stride + u, stride);
     for (int64_t l = 0; l < whole_l; ++l)
-        for (int64_t u = whole_u; u < us; ++u) out[u * WIDTH + l] = in[l * stride + u];
+        for (int64_t u = whole_u; u < us; ++u) out[u * width + l] = in[l * stride + u];
     for (int64_t l = whole_l; l < ls; ++l)
-        for (int64_t u = 0; u < us; ++u) out[u * WIDTH + l] = in[l * stride + u];
+        for (int64_t u = 0; u < us; ++u) out[u * width + l] = in[l * stride + u];
 }
 
 }  // namespace tw
