@@ -175,7 +175,11 @@ def test_a_bad_gathered_index_is_an_error() -> None:
     place = build.op("index", b.at(at, i), const(8))
     b.nest([i], Store(y, i, load(x, F32, place)))
     program = b.returns(y)
-    assert interp.run(program, [torch.arange(8.0), torch.tensor([7, 0, 3])])[0].tolist() == [7, 0, 3]
+    assert interp.run(program, [torch.arange(8.0), torch.tensor([7, 0, 3])])[0].tolist() == [
+        7,
+        0,
+        3,
+    ]
     with pytest.raises(IndexError):
         interp.run(program, [torch.arange(8.0), torch.tensor([8, 0, 3])])
 

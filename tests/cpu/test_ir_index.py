@@ -113,9 +113,7 @@ def test_strides_of_an_index() -> None:
         ([(ix.mul(N, M), 3), (M, N), (1, M)], 0, True),
     ],
 )
-def test_separate(
-    steps: list[tuple[ix.IndexLike, ix.IndexLike]], reach: int, apart: bool
-) -> None:
+def test_separate(steps: list[tuple[ix.IndexLike, ix.IndexLike]], reach: int, apart: bool) -> None:
     pairs = [(ix.as_index(s), ix.as_index(n)) for s, n in steps]
     assert ix.separate(pairs, const(reach)) is apart
 

@@ -28,8 +28,11 @@ def executable(program: Program, plan: Schedule | None = None) -> Callable[[list
     plan = plan or schedule(program)
     kernels = [pipeline._generate(program, step.group) for step in plan.steps]
     calls = pipeline._calls(plan, kernels)
-    sources = {c.name: CxxSource(k.text, k.name, pipeline._kinds(k))
-               for c, k in zip(calls, kernels, strict=True) if c is not None and k is not None}  # fmt: skip
+    sources = {
+        c.name: CxxSource(k.text, k.name, pipeline._kinds(k))
+        for c, k in zip(calls, kernels, strict=True)
+        if c is not None and k is not None
+    }
     artifact = Artifact(assemble(program, plan.steps, calls), sources)
     return artifact.load(torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph()))
 

@@ -385,14 +385,14 @@ def _scatter(rng: random.Random, t: Tensor, i: Tensor) -> str:
     d = rng.randrange(t.dim())
     shaped = f"({{1}}.long() % max({{0}}.shape[{d}], 1))"
     flat = f"({{1}}.long().reshape(-1) % max({{0}}.shape[{d}], 1))"
+    ones = "torch.ones_like({1}, dtype={0}.dtype)"
     return rng.choice((
         f"torch.scatter({{0}}, {d}, {shaped}, 2)",
-        f"torch.scatter_add({{0}}, {d}, {shaped}, torch.ones_like({{1}}, dtype={{0}}.dtype))",
-        f"torch.scatter_reduce({{0}}, {d}, {shaped}, "
-        f"torch.ones_like({{1}}, dtype={{0}}.dtype), 'amax')",
+        f"torch.scatter_add({{0}}, {d}, {shaped}, {ones})",
+        f"torch.scatter_reduce({{0}}, {d}, {shaped}, {ones}, 'amax')",
         f"{{0}}.index_fill({d}, {flat}, 3)",
-        f"torch.index_put({{0}}, ({flat if d == 0 else '{1}.long().reshape(-1) % max({0}.shape[0], 1)'},), "
-        "torch.ones((), dtype={0}.dtype), accumulate=True)",
+        ("torch.index_put({0}, ({1}.long().reshape(-1) % max({0}.shape[0], 1),), "
+         "torch.ones((), dtype={0}.dtype), accumulate=True)"),
     ))  # fmt: skip
 
 
@@ -434,8 +434,8 @@ _POINTWISE_EXACT = (
 _BINARY = ("{0} + {1}", "{0} - {1}", "{0} * {1}", "torch.maximum({0}, {1})",
            "torch.minimum({0}, {1})", "torch.where({0} > {1}, {0}, {1})")  # fmt: skip
 _COMPARE = ("{0} > {1}", "{0} == {1}", "{0} <= {1}", "torch.logical_xor({0}, {1})",
-            "torch.div({0}, {1}.abs() + 1, rounding_mode='floor')", "torch.remainder({0}, {1}.abs() + 1)",
-            "torch.fmod({0}, {1}.abs() + 1)")  # fmt: skip
+            "torch.div({0}, {1}.abs() + 1, rounding_mode='floor')",
+            "torch.remainder({0}, {1}.abs() + 1)", "torch.fmod({0}, {1}.abs() + 1)")  # fmt: skip
 
 _KINDS: tuple[Kind, ...] = (
     *[Kind((_float,), _fixed(*_POINTWISE_ROUNDED), exact=False)] * 4,
@@ -465,8 +465,9 @@ _KINDS: tuple[Kind, ...] = (
     Kind((_matrix,), _fixed("{0}.tril()", "{0}.triu(1)", "{0}.diagonal()",
                             "{0}.diagonal(1, -2, -1)", "{0}.mT")),
     # joining
-    *[Kind((_deep, _deep), _with_dim("torch.cat(({0}, {1}), DIM)", "torch.cat(({0}, {0}, {1}), DIM)",
-                                   "torch.stack(({0}, {0}), DIM)"))] * 2,
+    *[Kind((_deep, _deep), _with_dim(
+        "torch.cat(({0}, {1}), DIM)", "torch.cat(({0}, {0}, {1}), DIM)",
+        "torch.stack(({0}, {0}), DIM)"))] * 2,
     Kind((_deep_float,), _pad),
     Kind((_deep_float,), _window, exact=False),
     # folds
@@ -482,15 +483,17 @@ _KINDS: tuple[Kind, ...] = (
         "F.layer_norm({0}, {0}.shape[-1:])", "torch.cumsum({0}, DIM)",
         "{0} - {0}.mean(DIM, keepdim=True)", "torch.linalg.vector_norm({0}, dim=DIM)",
         "{0} / ({0}.abs().sum(DIM, keepdim=True) + 1)"), exact=False)] * 3,
-    Kind((_deep_number,), _with_dim("torch.cummax({0}, DIM)[0]", "torch.cummin({0}, DIM)[1]",
-                                    "torch.sort({0}, DIM, stable=True)[0]", "torch.diff({0}, dim=DIM)"),
-         needs_exact=True),
+    Kind((_deep_number,), _with_dim(
+        "torch.cummax({0}, DIM)[0]", "torch.cummin({0}, DIM)[1]",
+        "torch.sort({0}, DIM, stable=True)[0]", "torch.diff({0}, dim=DIM)"), needs_exact=True),
     # indirect access
     *[Kind((_deep, _int), _gather)] * 2,
     *[Kind((_deep_number, _int), _scatter)] * 2,
-    Kind((_int,), _fixed("F.one_hot({0}.long() % 5, 5)", "torch.bincount({0}.long().reshape(-1) % 7, minlength=7)")),
+    Kind((_int,), _fixed("F.one_hot({0}.long() % 5, 5)",
+                         "torch.bincount({0}.long().reshape(-1) % 7, minlength=7)")),
     Kind((_deep_float,), _fixed("torch.topk({0}, 1)[0]"), needs_exact=True),
-    Kind((_deep,), _fixed("torch.arange({0}.shape[0])", "torch.arange({0}.shape[-1], dtype=torch.float32)")),
+    Kind((_deep,), _fixed("torch.arange({0}.shape[0])",
+                          "torch.arange({0}.shape[-1], dtype=torch.float32)")),
     # products
     *[Kind((_matrix, _matrix), _fixed("torch.matmul({0}, {1}.mT)", "torch.matmul({0}.mT, {1})",
                                       "F.linear({0}, {1})"), exact=False)] * 2,

@@ -46,9 +46,8 @@ def _smaller(program: Program) -> Iterator[Program]:
     if any(i.layout != "plain" for i in program.inputs):
         for k, i in enumerate(program.inputs):
             if i.layout != "plain":
-                plain = replace(i, layout="plain")
-                yield replace(program,
-                              inputs=(*program.inputs[:k], plain, *program.inputs[k + 1 :]))  # fmt: skip
+                plain = (*program.inputs[:k], replace(i, layout="plain"), *program.inputs[k + 1 :])
+                yield replace(program, inputs=plain)
     if any(i.grad for i in program.inputs):
         yield replace(program, inputs=tuple(replace(i, grad=False) for i in program.inputs))
 

@@ -88,18 +88,34 @@ WHOLE: list[Any] = [
     aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d,
     aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d,
     aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d,
-    aten.upsample_bicubic2d,
+    aten.upsample_bicubic2d, aten.multi_margin_loss, aten.multilabel_margin_loss_forward,
 ]  # fmt: skip
+
+
+def _like_input(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _shape_functions() -> torch.library.Library:
+    """The backwards of the margin losses get the shape functions that torch lacks."""
+    made = torch.library.Library("aten", "IMPL", "Meta")
+    for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            made.impl(name, _like_input)
+    return made
 
 
 @contextlib.contextmanager
 def keep_whole() -> Generator[None]:
-    """Trace interpolation as one op, with its own backward.
+    """Trace interpolation and margin losses as one op each, with their own backwards.
 
-    torch registers Python kernels that rewrite it as dozens of index ops whose backward adds with
+    torch registers Python kernels that rewrite them as dozens of index ops whose backward adds with
     atomics; a lowering of the whole op is one loop, and gathers. They are back in place afterwards.
     """
-    overloads = [getattr(packet, name) for packet in WHOLE for name in ("default", "vec")]
+    overloads = [getattr(packet, name) for packet in WHOLE for name in ("default", "vec")
+                 if name in packet.overloads()]  # fmt: skip
+    _shape_functions()
     saved = [dict(op.py_kernels) for op in overloads]
     try:
         for op in overloads:

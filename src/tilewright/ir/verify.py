@@ -225,10 +225,12 @@ def _affine(index: Expr) -> bool:
 
 
 def _verify_once(nest: Nest, store: Store) -> None:
-    """A plain store at computed places writes each element once, so every loop must move it."""
+    """A plain store at computed places never writes two values to one element: every loop that
+    changes the value must change the place."""
     if store.mode != "set" or loads(store.index):
         return
-    still = [v for v in _moving(nest.loops) if v not in free_vars(store.index)]
+    changing = free_vars(store.value)
+    still = [v for v in _moving(nest.loops) if v in changing and v not in free_vars(store.index)]
     if still:
         raise VerifyError(f"{nest.name}: every iteration of {still[0].arg} stores to the same "
                           f"element of {store.buffer}")  # fmt: skip

@@ -21,7 +21,7 @@ from tilewright.lower.fold import fake_of, full
 from tilewright.lower.indexing import checked, table
 from tilewright.lower.promote import compute_type
 from tilewright.lower.scatter import Points, scattered
-from tilewright.lower.table import lowers
+from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Size, Tensor, from_indices, placeholders
 
 aten = torch.ops.aten
@@ -227,6 +227,8 @@ def dense_backward(ctx: Lowering, grad: Tensor, indices: Tensor, bag_of_each: Te
                    bag_size: Tensor, maximum_indices: Tensor, rows: ix.IndexLike,
                    scale_grad_by_freq: bool, mode: int, per_sample_weights: Tensor | None,
                    padding_idx: int = -1) -> Tensor:  # fmt: skip
+    if scale_grad_by_freq:
+        raise Unsupported("eager divides by the frequencies of its sorted indices, not of the rows")
     height, width, work = ix.as_index(rows), grad.size[1:], compute_type(grad.dtype)
     into = full((height, *width), 0, grad.dtype, grad.device)
     if mode == MAX:
@@ -235,7 +237,6 @@ def dense_backward(ctx: Lowering, grad: Tensor, indices: Tensor, bag_of_each: Te
                         lambda b, d: build.op("ne", bag_size.at([b]), empty))  # fmt: skip
         return scattered(ctx, into, points, lambda b, d: grad.at([b, d]), "add")
     bags = Bags(ctx, indices, grad.size[0], padding_idx, None, bag_of_each)
-    often = _frequencies(ctx, bags, height) if scale_grad_by_freq else None
     source = table(ctx, grad)
 
     def value(i: Expr, d: Expr) -> Expr:
@@ -243,22 +244,13 @@ def dense_backward(ctx: Lowering, grad: Tensor, indices: Tensor, bag_of_each: Te
         found = build.cast(source.at([bag, d]), work)
         if per_sample_weights is not None:
             found = build.op("mul", found, build.cast(per_sample_weights.at([i]), work))
-        counts = [often.at([bags.row(i, height)])] if often is not None else []
-        counts += [bag_size.at([bag])] if mode == MEAN else []
-        for count in counts:
-            found = build.op("div", found, build.cast(count, work))
+        if mode == MEAN:
+            found = build.op("div", found, build.cast(bag_size.at([bag]), work))
         return found
 
     points = Points((indices.size[0], *width), lambda i, d: [bags.row(i, height), d],
                     None if padding_idx < 0 else lambda i, d: bags.keeps(i))  # fmt: skip
     return scattered(ctx, into, points, value, "add")
-
-
-def _frequencies(ctx: Lowering, bags: Bags, rows: Expr) -> Tensor:
-    """How often each row of the table was taken."""
-    nothing = full((rows,), 0, INDEX, bags.indices.device)
-    return ctx.scatter(nothing, bags.indices.size, lambda i: [bags.row(i, rows)],
-                       lambda i: ix.ONE, mode="add")  # fmt: skip
 
 
 @lowers(aten._embedding_bag_backward.default)

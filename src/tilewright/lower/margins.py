@@ -12,7 +12,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, const
 from tilewright.lower import formula as f
 from tilewright.lower.context import Lowering
-from tilewright.lower.fold import dtype_of, fold, full, keep, number
+from tilewright.lower.fold import dtype_of, fake_of, fold, full, keep, number
 from tilewright.lower.indexing import checked
 from tilewright.lower.losses import MEAN, NONE
 from tilewright.lower.promote import compute_type
@@ -97,7 +97,8 @@ def multi_margin_loss(ctx: Lowering, x: Tensor, target: Tensor, p: Any = 1, marg
     terms = from_indices(loss.x.size, x.device, lambda n, c: loss.counted(n, c, power))
     classes = number(ix.maximum(loss.classes, 1), terms.dtype)
     losses = fold(ctx, "sum", terms, [1], False, None, lambda total: f.div(total, classes))
-    return _reduced(ctx, losses, reduction, target.size, dtype_of(ctx))
+    size = ctx.sizes.tuple(fake_of(ctx).size())
+    return _reduced(ctx, losses, reduction, size, dtype_of(ctx))
 
 
 @lowers(aten.multi_margin_loss_backward.default)
@@ -170,7 +171,7 @@ def multilabel_margin_loss(ctx: Lowering, x: Tensor, target: Tensor,
 
     classes = number(ix.maximum(loss.classes, 1), loss.x.dtype)
     losses = loss.total([1, 2], term).map(lambda total: f.div(total, classes))
-    size = target.size[:1] if target.rank == 2 else ()
+    size = ctx.sizes.tuple(fake_of(ctx, 0).size())
     return _reduced(ctx, losses, reduction, size, dtype), reshape(marks, target.size)
 
 

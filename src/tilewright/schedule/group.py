@@ -14,7 +14,6 @@ from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer, Handle, Nest, Node, Opaque, Program, leaves
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
 
-
 LONGEST_ROW = 4096  # elements; what pointwise members may have to themselves inside a group
 
 

@@ -196,7 +196,8 @@ def _same_block(a: Expr, b: Expr, earlier: Nest, later: Nest, outer: Sequence[Ex
     ta, tb = terms(a, all_loops(earlier)), terms(b, all_loops(later))
     if ta is None or tb is None or ta[1] is not tb[1]:
         return False
-    if any(ta[0].get(v) is not tb[0].get(v) or v not in ta[0] for v in outer if v.src[0] is not ix.ONE):
+    moving = [v for v in outer if v.src[0] is not ix.ONE]
+    if any(v not in ta[0] or ta[0][v] is not tb[0].get(v) for v in moving):
         return False
     rest_a = Counter((s, v.src[0]) for v, s in ta[0].items() if v not in outer)
     rest_b = Counter((s, v.src[0]) for v, s in tb[0].items() if v not in outer)

@@ -55,7 +55,16 @@ class Accumulator:
 
     def start_chunk(self, w: Writer) -> str:
         w.line(f"{self.ctype} {self.part} = {self._neutral()};")
+        return self.clause()
+
+    def clause(self) -> str:
         return f" reduction({_CLAUSE[self.kind]}:{self.part})"
+
+    def second_stream(self) -> Accumulator:
+        return Accumulator(self.node, f"{self.name}_b")
+
+    def join(self, w: Writer, other: Accumulator) -> None:
+        w.line(f"{self.part} = {self._combine(self.part, other.part)};")
 
     def step_chunk(self, w: Writer) -> None:
         w.line(f"{self.part} = {self._combine(self.part, w.value(self.value))};")
@@ -194,9 +203,8 @@ class WelfordAccumulator(Accumulator):
         self.mean, self.m2, self.count = f"{name}_mean", f"{name}_m2", f"{name}_count"
 
     def declare(self, w: Writer, lanes: int) -> None:
-        wide = self.ctype if lanes else "double"
-        _declare(w, wide, self.mean, "0", lanes)
-        _declare(w, wide, self.m2, "0", lanes)
+        _declare(w, "double", self.mean, "0", lanes)
+        _declare(w, "double", self.m2, "0", lanes)
         w.line(f"double {self.count} = 0;")
 
     def finish(self, w: Writer, suffix: str) -> None:
@@ -236,22 +244,34 @@ class WelfordAccumulator(Accumulator):
             w.line(f"{self.m2} += {m2} + apart * apart * {self.count} * ({count} / {n});")
             w.line(f"{self.count} = {n};")
 
+    # lanes: sums of distances from the chunk's first value, which is near the mean as a rule
+
     def start_lanes(self, w: Writer, lanes: int) -> None:
-        pass
+        for name in (f"{self.part}_from", f"{self.part}_sum", f"{self.part}_squares"):
+            _declare(w, self.ctype, name, "0", lanes)
+        w.line(f"int64_t {self.part}_count = 0;")
 
     def before_lanes(self, w: Writer) -> None:
-        w.line(f"{self.count} += 1;")
-        w.line(f"const {self.ctype} {self.part} = {self.ctype}(1 / {self.count});")
+        w.line(f"const bool {self.part}_first = {self.part}_count++ == 0;")
 
     def step_lane(self, w: Writer) -> None:
-        value, away = w.value(self.value), w.fresh()
-        mean, m2 = f"{self.mean}[lane]", f"{self.m2}[lane]"
-        w.line(f"const {self.ctype} {away} = {value} - {mean};")
-        w.line(f"{mean} += {away} * {self.part};")
-        w.line(f"{m2} += {away} * ({value} - {mean});")
+        value, away, p = w.value(self.value), w.fresh(), self.part
+        w.line(f"{p}_from[lane] = {p}_first ? {value} : {p}_from[lane];")
+        w.line(f"const {self.ctype} {away} = {value} - {p}_from[lane];")
+        w.line(f"{p}_sum[lane] += {away};")
+        w.line(f"{p}_squares[lane] += {away} * {away};")
 
     def end_lanes(self, w: Writer, lanes: int) -> None:
-        pass
+        p = self.part
+        with w.block(""):
+            w.line(f"const double more = double({p}_count), all = {self.count} + more;")
+            with w.block(f"for (int64_t k = 0; k < {lanes}; ++k)"):
+                w.line(f"const double shift = double({p}_sum[k]) / more;")
+                w.line(f"const double apart = double({p}_from[k]) + shift - {self.mean}[k];")
+                w.line(f"{self.m2}[k] += double({p}_squares[k]) - shift * shift * more + "
+                       f"apart * apart * {self.count} * (more / all);")  # fmt: skip
+                w.line(f"{self.mean}[k] += apart * (more / all);")
+            w.line(f"{self.count} = all;")
 
     def declare_slots(self, w: Writer, slots: int) -> None:
         for name in (self.mean, self.m2, self.count):
@@ -267,7 +287,7 @@ class WelfordAccumulator(Accumulator):
             self._merge(w, f"{self.mean}_slots[k]", f"{self.m2}_slots[k]", f"{self.count}_slots[k]")
 
     def lane_states(self) -> list[tuple[str, str]]:
-        return [(self.mean, self.ctype), (self.m2, self.ctype)]
+        return [(self.mean, "double"), (self.m2, "double")]
 
     def declare_lane_slots(self, w: Writer, slots: int) -> None:
         w.line(f"double {self.count}_slots[{slots}];")
@@ -279,11 +299,10 @@ class WelfordAccumulator(Accumulator):
         total, share = w.fresh("n_"), w.fresh("n_")
         more = f"{self.count}_slots[slot]"
         w.line(f"const double {total} = {self.count} + {more};")
-        w.line(f"const {self.ctype} {share} = {self.ctype}({total} > 0 ? {more} / {total} : 0);")
+        w.line(f"const double {share} = {total} > 0 ? {more} / {total} : 0;")
         with w.block("for (int64_t k = 0; k < stop; ++k)"):
-            w.line(f"const {self.ctype} apart = {slot(self.mean)} - {self.mean}[k];")
-            w.line(f"{self.m2}[k] += {slot(self.m2)} + "
-                   f"apart * apart * {self.ctype}({self.count}) * {share};")  # fmt: skip
+            w.line(f"const double apart = {slot(self.mean)} - {self.mean}[k];")
+            w.line(f"{self.m2}[k] += {slot(self.m2)} + apart * apart * {self.count} * {share};")
             w.line(f"{self.mean}[k] += apart * {share};")
         w.line(f"{self.count} = {total};")
 

@@ -10,7 +10,13 @@ from typing import Literal
 import torch
 
 from tilewright.codegen.cpp.emit import Writer, uses_flag
-from tilewright.codegen.cpp.folds import Accumulator, ScanAccumulator, folds_of, scans_of
+from tilewright.codegen.cpp.folds import (
+    Accumulator,
+    ArgAccumulator,
+    ScanAccumulator,
+    folds_of,
+    scans_of,
+)
 from tilewright.codegen.cpp.pointwise import write_pointwise
 from tilewright.codegen.cpp.scatter import scatters, write_scatter
 from tilewright.codegen.cpp.segments import Segment, Structure, structure
@@ -23,6 +29,7 @@ from tilewright.codegen.cpp.slots import (
 from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.group import Group, hint, hint_product
 from tilewright.schedule.legality import all_loops, terms
@@ -30,6 +37,7 @@ from tilewright.schedule.legality import all_loops, terms
 LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled together, at best
 SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a cache
 CHUNK = 4096  # elements of a loop handled together: partial sums stay accurate, threads get work
+ARG_CHUNK = 512
 LANE_CHUNK = 512  # the same where one lane adds up a chunk alone
 FEWEST_TILES = 16  # of the widest kind; with fewer, some threads would have nothing to do
 PARALLEL_WORK = 8192  # iterations below which starting threads costs more than it gains
@@ -374,7 +382,7 @@ class Kernel:
 
     def _loads_of(self, store: Store) -> list[Expr]:
         return [n for m in self.members for n in loads(*m.exprs)
-                if n.arg == store.buffer and n.src[0] is store.index and len(n.src) == 1]  # fmt: skip
+                if n.arg == store.buffer and n.src == (store.index,)]  # fmt: skip
 
     def _scan_segment(self, segment: Segment, scans: list[ScanAccumulator]) -> None:
         """One loop in order, carrying the accumulators."""
@@ -433,14 +441,48 @@ class Kernel:
     def _chunked_fold(self, v: Expr, folds: list[Accumulator], segment: Segment, low: str,
                       high: str) -> None:  # fmt: skip
         w = self.w
-        with w.block(f"for (int64_t chunk = {low}; chunk < {high}; chunk += {CHUNK})"):
-            w.line(f"const int64_t stop = {high} - chunk < {CHUNK} ? {high} : chunk + {CHUNK};")
+        # the place of an extreme is searched in the chunk that has it: short ones are found sooner
+        size = ARG_CHUNK if any(isinstance(f, ArgAccumulator) for f in folds) else CHUNK
+        with w.block(f"for (int64_t chunk = {low}; chunk < {high}; chunk += {size})"):
+            w.line(f"const int64_t stop = {high} - chunk < {size} ? {high} : chunk + {size};")
             clauses = [fold.start_chunk(w) for fold in folds]
-            w.line(f"#pragma omp simd{''.join(clauses)}{self.flag_clause()}")
-            with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < stop; ++{v.arg})"):
-                self._fold_point(segment, folds, lambda fold: fold.step_chunk(w))
+            if self._is_light(segment, folds):
+                self._two_streams(v, folds, segment)
+            else:
+                w.line(f"#pragma omp simd{''.join(clauses)}{self.flag_clause()}")
+                with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < stop; ++{v.arg})"):
+                    self._fold_point(segment, folds, lambda fold: fold.step_chunk(w))
             for fold in folds:
                 fold.end_chunk(w, v.arg)
+
+    def _is_light(self, segment: Segment, folds: list[Accumulator]) -> bool:
+        """Whether an addition waits for the one before it longer than all else takes."""
+        work = sum(TABLE[n.op].cost for f in folds for n in walk(f.value) if n.op in TABLE)
+        return (work <= 8 and not self.flag and all(m.reduce for m in segment.members)
+                and all(type(f) is Accumulator for f in folds))  # fmt: skip
+
+    def _two_streams(self, v: Expr, folds: list[Accumulator], segment: Segment) -> None:
+        """Both halves of a chunk at once, into accumulators of their own."""
+        w = self.w
+
+        def point() -> None:
+            self._fold_point(segment, folds, lambda fold: fold.step_chunk(w))
+
+        w.line("const int64_t half = (stop - chunk) / 2;")
+        second = [fold.second_stream() for fold in folds]
+        clauses = [f.start_chunk(w) for f in second] + [f.clause() for f in folds]
+        w.line(f"#pragma omp simd{''.join(clauses)}")
+        with w.block("for (int64_t at = 0; at < half; ++at)"):
+            with w.block(""):
+                w.line(f"const int64_t {v.arg} = chunk + at;")
+                point()
+            with w.block(""):
+                w.line(f"const int64_t {v.arg} = chunk + half + at;")
+                self._fold_point(segment, second, lambda fold: fold.step_chunk(w))
+        with w.block(f"for (int64_t {v.arg} = chunk + 2*half; {v.arg} < stop; ++{v.arg})"):
+            point()
+        for fold, other in zip(folds, second, strict=True):
+            fold.join(w, other)
 
     def _lane_fold(self, v: Expr, folds: list[Accumulator], segment: Segment, low: str,
                    high: str) -> None:  # fmt: skip
