@@ -60,7 +60,27 @@ def _layer_norm_backward_in_float32(grad: torch.Tensor, x: torch.Tensor, *args: 
     return None if gradient is None else gradient.to(x.dtype), *others
 
 
+def _loss_of_one_sample(op: Any, reduction_at: int) -> Callable[..., Any]:
+    """The unreduced loss of one sample is a number; its shape function says a vector of one.
+
+    Summed, it is the same number.
+    """
+
+    def traced(x: torch.Tensor, target: torch.Tensor, *args: Any) -> Any:
+        vector = 1 if op is aten.multilabel_margin_loss_forward.default else 0
+        given = len(args) > reduction_at and args[reduction_at] == 0
+        if not given or target.dim() > vector:
+            return NotImplemented
+        return op(x, target, *args[:reduction_at], 2)
+
+    return traced
+
+
 OWN: dict[Any, Callable[..., Any]] = {
+    aten.multi_margin_loss.default: _loss_of_one_sample(aten.multi_margin_loss.default, 3),
+    aten.multilabel_margin_loss_forward.default: _loss_of_one_sample(
+        aten.multilabel_margin_loss_forward.default, 0
+    ),
     aten.native_layer_norm_backward.default: _layer_norm_backward_in_float32,
     **{
         op: _statistics_in_float32(op)
@@ -106,6 +126,20 @@ def _shape_functions() -> torch.library.Library:
     return made
 
 
+def _with_sizes(op: Any) -> Callable[..., Any]:
+    """The overload that takes scale factors, in terms of `op`, which takes sizes: torch's own in
+    C++ wants literal sizes."""
+
+    def interpolate(x: torch.Tensor, size: Any, *rest: Any) -> torch.Tensor:
+        *corners, factors = rest
+        if size is not None:
+            return op(x, size, *corners)
+        size = [torch.sym_int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
+        return op(x, size, *corners, *factors)
+
+    return interpolate
+
+
 @contextlib.contextmanager
 def keep_whole() -> Generator[None]:
     """Trace interpolation and margin losses as one op each, with their own backwards.
@@ -122,6 +156,9 @@ def keep_whole() -> Generator[None]:
             for key in (torch._C.DispatchKey.Autograd,
                         torch._C.DispatchKey.CompositeImplicitAutograd):  # fmt: skip
                 op.py_kernels.pop(key, None)
+            if op._overloadname == "vec":
+                composite = torch._C.DispatchKey.CompositeImplicitAutograd
+                op.py_kernels[composite] = _with_sizes(op.overloadpacket.default)
             op._dispatch_cache.clear()
         yield
     finally:

@@ -269,7 +269,7 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
         binds.append((symbol.name, path))
     result = ctx.call(node.target, args, kwargs, value, _mutated(node, args, kwargs), tuple(binds),
                       _may_alias(node))  # fmt: skip
-    if isinstance(result, Tensor) and _storage(value) in ctx.shared:
+    if isinstance(result, Tensor) and value is not None and _storage(value) in ctx.shared:
         ctx.owners.setdefault(result.body.arg, _storage(value))
     return _lift(ctx, result)
 

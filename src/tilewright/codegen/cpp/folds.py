@@ -145,15 +145,15 @@ class ArgAccumulator(Accumulator):
 
     def end_chunk(self, w: Writer, loop: str) -> None:
         p, name, at = self.part, self.name, self.at
-        with w.block(f"if (tw::{self.kind}_takes({p}, INT64_C(0), {name}, {at}))"):
-            with w.block(f"for (int64_t {loop} = chunk; {loop} < stop; ++{loop})"):
-                value = w.value(self.value)
-                found = f"{value} == {p} || ({value} != {value} && {p} != {p})"
-                with w.block(f"if ({found})"):
-                    position = w.value(self.position)
-                    with w.block(f"if (tw::{self.kind}_takes({p}, {position}, {name}, {at}))"):
-                        w.line(f"{name} = {p}; {at} = {position};")
-                    w.line("break;")
+        takes = f"tw::{self.kind}_takes"
+        with (w.block(f"if ({takes}({p}, INT64_C(0), {name}, {at}))"),
+              w.block(f"for (int64_t {loop} = chunk; {loop} < stop; ++{loop})")):  # fmt: skip
+            value = w.value(self.value)
+            with w.block(f"if ({value} == {p} || ({value} != {value} && {p} != {p}))"):
+                position = w.value(self.position)
+                with w.block(f"if ({takes}({p}, {position}, {name}, {at}))"):
+                    w.line(f"{name} = {p}; {at} = {position};")
+                w.line("break;")
 
     def start_lanes(self, w: Writer, lanes: int) -> None:
         pass

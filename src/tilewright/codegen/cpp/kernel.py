@@ -38,7 +38,7 @@ LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled to
 SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a cache
 CHUNK = 4096  # elements of a loop handled together: partial sums stay accurate, threads get work
 ARG_CHUNK = 512
-LANE_CHUNK = 512  # the same where one lane adds up a chunk alone
+LANE_CHUNK = 128  # the same where one lane adds up a chunk alone
 FEWEST_TILES = 16  # of the widest kind; with fewer, some threads would have nothing to do
 PARALLEL_WORK = 8192  # iterations below which starting threads costs more than it gains
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads, walk
@@ -59,7 +60,7 @@ def _merge_loops(members: list[Nest], outer: tuple[Expr, ...]
     while changed:
         changed = False
         for chain in (outer, *_chains(members, outer)):
-            for a, b in zip(chain, chain[1:], strict=False):
+            for a, b in pairwise(chain):
                 found = merge(members, a, b)
                 if found is None:
                     continue
@@ -78,7 +79,7 @@ def _write_out_shortest(members: list[Nest], outer: tuple[Expr, ...]
     can be vectorised."""
     if len(members) != 1 or len(outer) < 2 or members[0].loops != outer or members[0].reduce:
         return members, outer
-    (nest,), last = members, outer[-1]
+    nest, last = members[0], outer[-1]
     short = (ix.value_of(last.src[0]) or 0) in (2, 3, 4)
     if not short or hint(outer[-2].src[0]) < 8 or any(
         s.mode != "set" or s.mask is not None or loads(s.index) for s in nest.stores
