@@ -126,15 +126,17 @@ def _shape_functions() -> torch.library.Library:
     return made
 
 
-def _with_sizes(op: Any) -> Callable[..., Any]:
-    """The overload that takes scale factors, in terms of `op`, which takes sizes: torch's own in
-    C++ wants literal sizes."""
+def _whole_if_static(op: Any, apart: Callable[..., Any]) -> Callable[..., Any]:
+    """The overload that takes scale factors, in terms of `op`, which takes sizes. Its shape
+    function knows literal sizes only: with symbolic ones the op is taken apart as before."""
 
     def interpolate(x: torch.Tensor, size: Any, *rest: Any) -> torch.Tensor:
         *corners, factors = rest
+        if not all(isinstance(n, int) for n in (*x.shape, *(size or ()))):
+            return apart(x, size, *rest)
         if size is not None:
             return op(x, size, *corners)
-        size = [torch.sym_int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
+        size = [int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
         return op(x, size, *corners, *factors)
 
     return interpolate
@@ -151,14 +153,14 @@ def keep_whole() -> Generator[None]:
                  if name in packet.overloads()]  # fmt: skip
     _shape_functions()
     saved = [dict(op.py_kernels) for op in overloads]
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
     try:
         for op in overloads:
-            for key in (torch._C.DispatchKey.Autograd,
-                        torch._C.DispatchKey.CompositeImplicitAutograd):  # fmt: skip
-                op.py_kernels.pop(key, None)
-            if op._overloadname == "vec":
-                composite = torch._C.DispatchKey.CompositeImplicitAutograd
-                op.py_kernels[composite] = _with_sizes(op.overloadpacket.default)
+            apart: Any = None
+            for key in (torch._C.DispatchKey.Autograd, composite):
+                apart = op.py_kernels.pop(key, None)
+            if op._overloadname == "vec" and apart is not None:
+                op.py_kernels[composite] = _whole_if_static(op.overloadpacket.default, apart)
             op._dispatch_cache.clear()
         yield
     finally:

@@ -1,6 +1,6 @@
 // Orthogonal polynomials by their three-term recurrences, in the element type itself: overflow
-// comes where it comes in eager. High degrees inside the interval use the trigonometric forms, as
-// there.
+// comes where it comes in eager, and each step is rounded once (fma) as there. High degrees inside
+// the interval use the trigonometric forms, as there.
 #pragma once
 
 namespace tw {
@@ -16,7 +16,7 @@ inline T chebyshev_recurrence(T y, int64_t n, T first) {
     if (n == 0) return T(1);
     T p = T(1), q = first;
     for (int64_t k = 2; k <= n && q == q; ++k) {
-        T r = (y + y) * q - p;
+        T r = fma(y + y, q, -p);
         p = q;
         q = r;
     }
@@ -78,7 +78,7 @@ inline T hermite(T x, int64_t n, T first, T step) {
     if (n > (same<T, float> ? 128 : 512)) return limits<T>::nan;
     T p = T(1), q = first;
     for (int64_t k = 1; k < n && q == q; ++k) {
-        T r = first * q - step * T(k) * p;
+        T r = fma(first, q, -(step * T(k) * p));
         p = q;
         q = r;
     }
@@ -122,7 +122,7 @@ inline T laguerre(T x, int64_t n) {
     if (x == T(0) || n == 0) return T(1);
     T p = T(1), q = T(1) - x;
     for (int64_t k = 1; k < n && q == q; ++k) {
-        T r = ((T(k + k) + (T(1) - x)) * q - T(k) * p) / T(k + 1);
+        T r = fma(T(k + k) + (T(1) - x), q, -(T(k) * p)) / T(k + 1);
         p = q;
         q = r;
     }
@@ -135,7 +135,7 @@ inline T legendre(T x, int64_t n) {
     if (n == 0) return T(1);
     T p = T(1), q = x;
     for (int64_t k = 1; k < n && q == q; ++k) {
-        T r = (T(k + k + 1) * x * q - T(k) * p) / T(k + 1);
+        T r = fma(T(k + k + 1) * x, q, -(T(k) * p)) / T(k + 1);
         p = q;
         q = r;
     }
