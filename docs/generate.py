@@ -41,8 +41,9 @@ _OPS = """\
 
 Made by `make docs` from the op table, with torch {version}: change `src/tilewright/lower`, not
 this page. An op is *native* when we generate loops for it, *decomposed* when it is traced as
-simpler ops, and a *fallback* when ATen computes it as it is. A native op still falls back for operands we do not
-generate loops for: complex, quantised and sparse tensors, and the cases its lowering names.
+simpler ops, and a *fallback* when ATen computes it as it is. A native op still falls back for
+operands we do not generate loops for: complex, quantised and sparse tensors, and the cases its
+lowering names.
 
 """
 

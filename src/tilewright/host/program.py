@@ -121,11 +121,19 @@ class _Assembly:
                 self._bound.add(e.arg.name)
         for e, text in known:
             self._solve(e, text)
+        self._derive()
 
     def _bind(self, name: str, text: str) -> None:
         if name not in self._bound:
             self._bound.add(name)
             self.lines.append(f"{name} = {text}")
+
+    def _derive(self) -> None:
+        """Compute the sizes that have become computable."""
+        for name, text in self.program.derived.items():
+            names = set(re.findall(r"\b[a-z]+\d+\b", text))
+            if name not in self._bound and names <= self._bound:
+                self._bind(name, text)
 
     def _solve(self, e: Expr, text: str) -> None:
         """A size such as `2*s0 + 1` gives `s0`, when nothing simpler did."""
@@ -184,6 +192,7 @@ class _Assembly:
             text = f"key_get({result}, {self._constant(tuple(path))})" if path else result
             self._bound.add(name)
             self.lines.append(f"{name} = {text}")
+        self._derive()
         for k, buffer in enumerate(call.results):
             item = result if call.single else f"{result}[{k}]"
             if buffer is not None:

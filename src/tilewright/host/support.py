@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 from typing import Any
 
 import torch
@@ -67,4 +68,14 @@ def resolve(path: str) -> Any:
     return found
 
 
-__all__ = ["Flag", "empty", "empty_cpu", "key_get", "laid_out", "resolve", "torch", "window"]
+__all__ = [
+    "Flag",
+    "empty",
+    "empty_cpu",
+    "key_get",
+    "laid_out",
+    "math",
+    "resolve",
+    "torch",
+    "window",
+]

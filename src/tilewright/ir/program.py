@@ -179,4 +179,5 @@ class Program:
     inputs: list[str] = field(default_factory=list[str])
     outputs: list[Output] = field(default_factory=list["Output"])
     symbols: dict[str, Expr] = field(default_factory=dict[str, Expr])
+    derived: dict[str, str] = field(default_factory=dict[str, str])  # symbol -> text over others
     constants: dict[str, str] = field(default_factory=dict[str, str])  # name -> graph attribute

@@ -43,6 +43,7 @@ def lower(gm: torch.fx.GraphModule) -> Program:
         except Exception as error:
             raise LoweringError(f"{type(error).__name__}: {error}", site=at_node(node)) from error
     ctx.program.symbols.update(ctx.sizes.symbols)
+    ctx.program.derived.update(ctx.sizes.derived)
     metrics.ir_nodes += len(ctx.program.nodes)
     return ctx.program
 

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import resolve_unbacked_bindings
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, sym
@@ -30,6 +31,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self.symbols: dict[str, Expr] = {}
+        self.derived: dict[str, str] = {}  # symbol -> Python text over others
         self._done: dict[sympy.Basic, Expr | None] = {}
 
     def index(self, value: Any) -> Expr:
@@ -52,8 +54,21 @@ class Sizes:
 
     def _convert(self, e: Any, env: Any) -> Expr | None:
         if e not in self._done:
-            self._done[e] = self._convert_new(e, env)
+            found = self._convert_new(e, env)
+            self._done[e] = self._derive(e, env) if found is None and e.is_integer else found
         return self._done[e]
+
+    def _derive(self, e: Any, env: Any) -> Expr:
+        """A whole number the index algebra lacks (a size times a fraction): the host program
+        computes it, and here it is a symbol of its own."""
+        name = f"size{len(self.derived)}"
+        known = {s: self.symbol(s, env) for s in e.free_symbols}
+        self.derived[name] = PythonPrinter().doprint(e)
+        value = e.xreplace({s: sympy.Integer(k.arg.hint) for s, k in known.items()
+                            if k is not None and k.arg.hint is not None})  # fmt: skip
+        hint = int(value) if value.is_number else None
+        self.symbols[name] = sym(name, lower=0, hint=hint)
+        return self.symbols[name]
 
     def _convert_new(self, e: Any, env: Any) -> Expr | None:
         if e.is_Integer:

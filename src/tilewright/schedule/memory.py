@@ -32,7 +32,11 @@ def plan(program: Program, groups: Sequence[Group]) -> list[Step]:
     exists = {b.name for b in program.buffers.values() if b.kind != "temporary"}
     for k, group in enumerate(groups):
         step = Step(group)
-        dying = [b for b in sorted(group.reads - group.local) if last[b] == k and _may_die(program, b, visible)]
+        dying = [
+            b
+            for b in sorted(group.reads - group.local)
+            if last[b] == k and _may_die(program, b, visible)
+        ]
         made = set() if group.call is None else {r for r in group.call.results if r}
         for b in sorted(group.writes - group.local - exists):
             exists.add(b)

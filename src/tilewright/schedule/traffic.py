@@ -75,7 +75,7 @@ def _iterations(group: Group, buffer: str) -> int:
     """The most elements a kernel of one nest can read; no bound for a fused one."""
     if len(group.members) > 1:
         return 1 << 62
-    (nest,) = group.members
+    nest = group.members[0]
     return work(nest) * max(len(_patterns(nest, buffer)), 1)
 
 

@@ -417,7 +417,8 @@ class Kernel:
             for k, v in enumerate(segment.reduce[:-1]):
                 low, high = bounds if bounds and k == 0 else ("0", w.index(v.src[0]))
                 stack.enter_context(
-                    w.block(f"for (int64_t {v.arg} = {low}; {v.arg} < {high}; ++{v.arg})"))
+                    w.block(f"for (int64_t {v.arg} = {low}; {v.arg} < {high}; ++{v.arg})")
+                )
             last = segment.reduce[-1]
             low, high = bounds if bounds and len(segment.reduce) == 1 else (
                 "0", w.index(last.src[0]))  # fmt: skip

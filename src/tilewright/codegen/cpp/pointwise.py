@@ -53,8 +53,10 @@ def write_pointwise(k: Kernel, members: Members) -> None:
             _tables(k, members, shared, lane)
         if not shared:
             for part, v in _pieces(members, lane):
-                k.w.line(f"#pragma omp {'for ' if threads != 'never' else ''}simd"
-                         f"{' schedule(static)' if threads != 'never' else ''}{k.flag_clause()}")
+                k.w.line(
+                    f"#pragma omp {'for ' if threads != 'never' else ''}simd"
+                    f"{' schedule(static)' if threads != 'never' else ''}{k.flag_clause()}"
+                )
                 with k.w.block(k.for_loop(v)):
                     k.point(part)
         elif across is not None:

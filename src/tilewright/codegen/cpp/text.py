@@ -39,7 +39,7 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
 
 def _float_literal(value: float, dtype: torch.dtype) -> str:
     if math.isnan(value):
-        text = "__builtin_nanf(\"\")"
+        text = '__builtin_nanf("")'
     elif math.isinf(value):
         text = "__builtin_inff()" if value > 0 else "(-__builtin_inff())"
     elif dtype == torch.float64:
