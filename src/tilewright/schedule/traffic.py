@@ -73,7 +73,7 @@ def _written(group: Group, buffer: str, whole: int) -> int:
 
 def _iterations(group: Group, buffer: str) -> int:
     """The most elements a kernel of one nest can read; no bound for a fused one."""
-    if len(group.members) > 1:
+    if len(group.members) != 1:
         return 1 << 62
     nest = group.members[0]
     return work(nest) * max(len(_patterns(nest, buffer)), 1)
