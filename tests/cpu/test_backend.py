@@ -138,3 +138,13 @@ def test_quiet_by_default() -> None:
     )
     assert done.stdout == ""
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("threads", "clause"), [(1, None), (3, "num_threads(3)")])
+def test_cpp_threads_decides_how_many_run(threads: int, clause: str | None) -> None:
+    x = torch.randn(300, 400)
+    with fresh_cache(), config.patch({"cpp.threads": threads}):
+        result, (code,) = run_and_get_code(compiled(), x)
+    torch.testing.assert_close(result, softened(x))
+    assert ("omp parallel" in code) == (threads > 1)
+    assert clause is None or clause in code

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from tilewright import config
 from tilewright.codegen.cpp.emit import Writer, uses_flag
 from tilewright.codegen.cpp.folds import (
     Accumulator,
@@ -225,12 +226,15 @@ class Kernel:
                    for s in nest.stores)  # fmt: skip
 
     def threads(self) -> str:
-        """The clause that keeps small problems on one thread; empty when known to be large."""
+        """The clauses that keep small problems on one thread, or "never" for a single thread."""
         work = self._work()
         known = ix.value_of(work)
+        if config.cpp.threads == 1 or (known is not None and known < PARALLEL_WORK):
+            return "never"
+        count = f" num_threads({config.cpp.threads})" if config.cpp.threads > 0 else ""
         if known is not None:
-            return "" if known >= PARALLEL_WORK else "never"
-        return f" if({self.w.index(work)} >= {PARALLEL_WORK})"
+            return count
+        return f"{count} if({self.w.index(work)} >= {PARALLEL_WORK})"
 
     def flag_clause(self) -> str:
         return " reduction(|:tw_bad)" if self.flag else ""
