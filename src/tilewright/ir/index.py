@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tilewright.ir.expr import INDEX, REBUILD, Expr, const, free_vars, make
+from tilewright.ir.ops import INDEX_OPS
 
 Monomial = tuple[Expr, ...]
 Poly = dict[Monomial, int]
@@ -326,6 +327,30 @@ def known_lt(a: IndexLike, b: IndexLike) -> bool:
 
 def _within(rest: Expr, b: Expr) -> bool:
     return known_nonneg(rest) and known_lt(rest, b)
+
+
+def likely(e: Expr) -> int:
+    """A typical value: symbols count as the sizes the graph was traced with, or as 64."""
+    parts = [likely(s) for s in e.src] if e.op in INDEX_OPS else []
+    match e.op:
+        case "const":
+            return e.arg
+        case "sym":
+            return 64 if e.arg.hint is None else e.arg.hint
+        case "iadd":
+            return sum(parts)
+        case "imul":
+            return math.prod(parts)
+        case "ifloordiv" if parts[1]:
+            return parts[0] // parts[1]
+        case "imod" if parts[1]:
+            return parts[0] % parts[1]
+        case "imin":
+            return min(parts)
+        case "imax":
+            return max(parts)
+        case _:
+            return 64
 
 
 # ---- reading an index as an access

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +124,7 @@ class Lowering:
         kept = [(v, k) for k, v in enumerate(loops) if v.op == "var"]
         if order is not None:
             strides = order
-            kept.sort(key=lambda pair: -_magnitude(strides[pair[1]]))
+            kept.sort(key=lambda pair: -ix.likely(strides[pair[1]]))
         self.program.nodes.append(
             Nest(self.fresh("nest"), tuple(v for v, _ in kept),
                  tuple(v for v in reduce if v.op == "var"), tuple(stores), self.origin())
@@ -311,28 +310,4 @@ def as_view(t: Tensor) -> View | None:
 
 def _is_negative(stride: Expr) -> bool:
     """A stride keeps its sign whatever the sizes are, so their hints decide what bounds cannot."""
-    return not ix.known_nonneg(stride) and _magnitude(stride) < 0
-
-
-def _magnitude(stride: Expr) -> float:
-    """A number to sort strides by; unknown sizes count as their hints."""
-    parts = [_magnitude(s) for s in stride.src]
-    match stride.op:
-        case "const":
-            return float(stride.arg)
-        case "sym":
-            return 64.0 if stride.arg.hint is None else float(stride.arg.hint)
-        case "iadd":
-            return sum(parts)
-        case "imul":
-            return math.prod(parts)
-        case "ifloordiv" if parts[1]:
-            return parts[0] // parts[1]
-        case "imod" if parts[1]:
-            return parts[0] % parts[1]
-        case "imin":
-            return min(parts)
-        case "imax":
-            return max(parts)
-        case _:
-            return 64.0
+    return not ix.known_nonneg(stride) and ix.likely(stride) < 0

@@ -170,14 +170,7 @@ def has_effects(call: Opaque) -> bool:
 
 def hint(e: Expr) -> int:
     """A likely value of a size: its literal, or the sizes the graph was traced with."""
-    total = 0
-    for monomial, c in ix.poly(e).items():
-        term = c
-        for atom in monomial:
-            known = atom.arg.hint if atom.op == "sym" else None
-            term *= 64 if known is None else known
-        total += term
-    return max(total, 0)
+    return max(ix.likely(e), 0)
 
 
 def hint_product(sizes: Iterable[Expr]) -> int:
