@@ -284,7 +284,10 @@ def _known_nonneg(e: Expr) -> bool:
     if bounds(e)[0] >= 0:
         return True
     p = poly(e)
-    for atom in sorted({a for m in p for a in m}, key=_order):  # the same in every process
+    # One atom after the other, without going back: symbols last, as the ends of variables are
+    # made of them. Trying every order would find little more and take exponential time.
+    atoms = {a for m in p for a in m}
+    for atom in sorted(atoms, key=lambda a: (a.op == "sym", _order(a))):
         low, high = _ends(atom)
         if (low is None and high is None) or any(m.count(atom) > 1 for m in p):
             continue
@@ -295,9 +298,7 @@ def _known_nonneg(e: Expr) -> bool:
         rest = from_poly({m: c for m, c in p.items() if atom not in m})
         for end, sign in ((low, slope), (high, neg(slope))):
             if end is not None and known_nonneg(sign):
-                if known_nonneg(add(rest, mul(slope, end))):
-                    return True
-                break
+                return known_nonneg(add(rest, mul(slope, end)))
     return False
 
 
