@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, free_vars, load, rewrite, substitute, var, walk
+from tilewright.ir.expr import (
+    Expr,
+    const,
+    free_vars,
+    load,
+    loads,
+    rewrite,
+    substitute,
+    var,
+    walk,
+)
 from tilewright.ir.program import Nest, Store
 
 
@@ -82,6 +92,8 @@ def merge(nests: Sequence[Nest], outer: Expr, inner: Expr) -> tuple[list[Nest], 
     """Two loops, the second directly inside the first, as one; None if an index would need `//`."""
     if inner.src[0] is ix.ZERO or outer.src[0] is ix.ZERO:
         return None
+    if any(_walks_apart(i, outer, inner) for nest in nests for i in _indices(nest)):
+        return None  # the common case, told without substituting
     joined = var(f"{outer.arg}{inner.arg}", ix.mul(outer.src[0], inner.src[0]))
     mapping = {outer: ix.floordiv(joined, inner.src[0]), inner: ix.mod(joined, inner.src[0])}
     merged: list[Nest] = []
@@ -102,6 +114,17 @@ def merge(nests: Sequence[Nest], outer: Expr, inner: Expr) -> tuple[list[Nest], 
             return None
         merged.append(new)
     return merged, joined
+
+
+def _indices(nest: Nest) -> Iterator[Expr]:
+    yield from (store.index for store in nest.stores)
+    yield from (node.src[0] for node in loads(*nest.exprs))
+
+
+def _walks_apart(index: Expr, outer: Expr, inner: Expr) -> bool:
+    """Whether an affine index steps over the two loops other than as over one."""
+    step, stride = ix.coefficient(index, outer), ix.coefficient(index, inner)
+    return None not in (step, stride) and step is not ix.mul(stride or 0, inner.src[0])
 
 
 def _before(nest: Nest) -> set[Expr]:
