@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -193,3 +194,15 @@ def test_old_cards_and_other_devices_are_refused(monkeypatch):
         Target.of("cuda:0")
     with pytest.raises(TilewrightError, match="'meta'"):
         Target.of("meta")
+
+
+def test_the_key_is_the_same_in_every_process():
+    script = "from tilewright.target import Target; print(Target.host().key, Target('sm_90').key)"
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(3)
+    }
+    assert len(texts) == 1
+    assert Target("sm_90").key != Target("sm_80").key

@@ -55,7 +55,7 @@ def key(gm: torch.fx.GraphModule) -> str | None:
         return None
     target = Target.host()
     return store.key(text, repr(config.code_key()), torch.__version__, _compiler_digest(),
-                     repr(target))  # fmt: skip
+                     target.key)  # fmt: skip
 
 
 def find(name: str) -> Artifact | None:
