@@ -100,12 +100,6 @@ class Target:
         else:
             raise _unknown(self.arch)
 
-    @property
-    def key(self) -> str:
-        """The same text in every process; `repr` lists the dtypes in an order of its own."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return repr({**values, "dtypes": sorted(map(str, self.dtypes))})
-
     def _fill_gpu(self) -> None:
         gpu = _GPUS.get(_family(self.arch))
         if gpu is None:
