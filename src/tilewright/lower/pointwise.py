@@ -266,7 +266,7 @@ def mul(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
     return elementwise(ctx, f.mul, a, b, rounds=1)
 
 
-@lowers(aten.div.Tensor, aten.div.Scalar)
+@lowers(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.true_divide.Scalar)
 def div(ctx: Lowering, a: Operand, b: Operand) -> Tensor:
     return elementwise(ctx, f.div, a, b, kind=KIND.INT_TO_FLOAT, rounds=1)
 
