@@ -36,6 +36,7 @@ ArgKind = Literal["ptr", "int", "float"]
 INCLUDE = Path(__file__).parent / "include"
 # Contraction is off because eager rounds every product; trapping maths and errno are off because
 # they forbid vectorisation and nobody looks at them. All else of IEEE arithmetic stays.
+# Unroll-and-jam took g++ 12 from 0.2 to 28 s on a column reduction of 40 lanes (AVX2, 2026-11-15).
 FLAGS = (
     "-O3",
     "-std=c++20",
@@ -43,6 +44,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
+    "-fno-loop-unroll-and-jam",
     "-fPIC",
     "-shared",
     "-pipe",
