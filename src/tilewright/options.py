@@ -213,7 +213,9 @@ class Registry:
         return self.options[name]
 
     def unknown(self, name: str) -> UnknownOptionError:
-        return UnknownOptionError(name, nearest=self.nearest(name))
+        nearest, valid = self.nearest(name), ", ".join(self.options)
+        hint = f"did you mean {nearest!r}? The options are: {valid}"
+        return UnknownOptionError(name, nearest=nearest, hint=hint)
 
     def nearest(self, name: str) -> str:
         """The valid name most like `name`; a right leaf in the wrong group counts as close."""

@@ -52,7 +52,6 @@ class Lowering:
         self.shared: frozenset[int] = frozenset()  # storages several results are views of
         self.owners: dict[str, int] = {}  # buffer -> storage, of arguments and of shared results
         self._counts: dict[str, int] = {}
-        self._seeds: Expr | None = None
 
     # ---- names and origins
 
