@@ -1,7 +1,7 @@
 """C++ kernels: plain loops the compiler vectorises, over the helpers of `runtime/include/tw.h`.
 
 - `text.py`     C++ for each scalar operation, literal and type
-- `segments.py` the loop structure of a kernel: which members share a loop, what is vectorised
+- `structure.py` the loop structure of a kernel, and which loop is vectorised
 - `emit.py`     expressions and folds as statements, each common subexpression once
 - `kernel.py`   `generate(program, group)`: the whole kernel
 """

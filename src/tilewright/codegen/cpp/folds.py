@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from tilewright.codegen.cpp.emit import Writer
-from tilewright.codegen.cpp.segments import Segment
 from tilewright.codegen.cpp.text import CTYPE, combine, neutral
 from tilewright.ir.build import part
 from tilewright.ir.expr import Expr, walk
+from tilewright.schedule.segments import Segment
 
 _CLAUSE = {"sum": "+", "prod": "*", "any": "|", "all": "&", "xor": "^", "max": "tw_max",
            "min": "tw_min"}  # fmt: skip

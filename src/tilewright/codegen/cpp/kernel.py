@@ -20,13 +20,13 @@ from tilewright.codegen.cpp.folds import (
 )
 from tilewright.codegen.cpp.pointwise import write_pointwise
 from tilewright.codegen.cpp.scatter import scatters, write_scatter
-from tilewright.codegen.cpp.segments import Segment, Structure, structure
 from tilewright.codegen.cpp.slots import (
     is_column_reduction,
     is_full_reduction,
     write_column_reduction,
     write_full_reduction,
 )
+from tilewright.codegen.cpp.structure import Structure, structure
 from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
@@ -34,6 +34,7 @@ from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.group import Group, hint, hint_product
 from tilewright.schedule.legality import all_loops, terms
+from tilewright.schedule.segments import Segment
 
 LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled together, at best
 SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a cache

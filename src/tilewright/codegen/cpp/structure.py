@@ -1,0 +1,93 @@
+"""How a C++ kernel walks its group: shared outer loops, segments, and which loop is vectorised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, loads, walk
+from tilewright.ir.program import Nest
+from tilewright.schedule.group import Group, hint, hint_product
+from tilewright.schedule.legality import all_loops
+from tilewright.schedule.loops import is_fold, unroll
+from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
+
+
+@dataclass
+class Structure:
+    outer: tuple[Expr, ...]
+    segments: list[Segment]
+    lanes: bool  # the last outer loop is vectorised, not the segments' own loops
+
+
+def structure(group: Group) -> Structure:
+    members, outer = merge_loops(list(group.members), without_scan(group))
+    members, outer = _write_out_shortest(members, outer)
+    segments = segments_of(members, outer)
+    return Structure(outer, segments, _prefers_lanes(segments, outer))
+
+
+def _write_out_shortest(members: list[Nest], outer: tuple[Expr, ...]
+                        ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
+    """A last loop of a few points, such as a stack of two, as statements: then the loop around it
+    can be vectorised."""
+    if len(members) != 1 or len(outer) < 2 or members[0].loops != outer or members[0].reduce:
+        return members, outer
+    nest, last = members[0], outer[-1]
+    short = (ix.value_of(last.src[0]) or 0) in (2, 3, 4)
+    if not short or hint(outer[-2].src[0]) < 8 or any(
+        s.mode != "set" or s.mask is not None or loads(s.index) for s in nest.stores
+    ):  # fmt: skip
+        return members, outer
+    return [unroll(nest, last)], outer[:-1]
+
+
+STRIDED = 8  # what a load that is not contiguous costs, in contiguous ones
+IN_ORDER = 4  # the same for a step of a scan, which waits for the one before
+
+
+def _prefers_lanes(segments: Sequence[Segment], outer: tuple[Expr, ...]) -> bool:
+    """Whether to vectorise the last outer loop: when walking memory along it costs less than along
+    the innermost loops, or when those are too short to fill a vector."""
+    if not outer:
+        return False
+    inside = [s for s in segments if s.inner]
+    if not inside:
+        return True
+    last = outer[-1]
+    shortest = min(hint_product(v.src[0] for v in s.inner) for s in inside)
+    if shortest <= 4 and hint(last.src[0]) >= 16:
+        return True
+    if hint(last.src[0]) < 8:
+        return False
+    along_lanes = along_inner = 0
+    for segment in inside:
+        for nest in segment.members:
+            along_lanes += _walk_cost(nest, segment, last)
+            along_inner += _walk_cost(nest, segment, segment.inner[-1])
+    return along_lanes < along_inner
+
+
+def _walk_cost(nest: Nest, segment: Segment, v: Expr) -> int:
+    """What the accesses inside the segment's loops cost when `v` is the vectorised loop."""
+    indices = {n.src[0] for n in loads(*nest.exprs)}
+    if not nest.reduce:
+        indices |= {s.index for s in nest.stores}
+    inner = set(segment.inner)
+    short = hint(v.src[0]) < 8
+    in_order = v in inner and is_fold(nest, "scan")
+    total = 0
+    for index in indices:
+        if not inner & _vars(index):
+            continue  # computed once, outside
+        stride = ix.coefficient(index, v)
+        if stride is ix.ZERO:
+            continue
+        plain = stride is ix.ONE and not short
+        total += (IN_ORDER if in_order else 1) if plain else STRIDED
+    return total * hint_product(u.src[0] for u in all_loops(nest))
+
+
+def _vars(index: Expr) -> set[Expr]:
+    return {n for n in walk(index) if n.op == "var"}
