@@ -22,10 +22,13 @@ class Group:
     """Nests that become one kernel, or one opaque call.
 
     `outer` are the loops all members share; `local` the buffers that never leave the kernel.
+    `serial` are loops all members share too, run one after the other inside `outer`: a member
+    that folds over a serial loop stores after its last iteration.
     """
 
     members: tuple[Nest, ...] = ()
     outer: tuple[Expr, ...] = ()
+    serial: tuple[Expr, ...] = ()
     call: Opaque | None = None
     local: frozenset[str] = frozenset()
     ancestors: int = 0  # a bit per earlier group this one depends on, also through others
