@@ -168,9 +168,16 @@ def test_a_worse_result_than_eager_is_wrong_though_inexact() -> None:
 
 
 def test_resumed_run_does_nothing_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "results.jsonl"
+    results = tmp_path / "out" / "results.jsonl"
     command = ["--op", "^neg$", "--dtype", "float32", "--dtype", "int64", "--static"]
-    command += ["--backend", "aot_eager", "--json", str(results), "--cache", str(tmp_path / "b")]
+    command += [
+        "--backend",
+        "aot_eager",
+        "--out",
+        str(results.parent),
+        "--cache",
+        str(tmp_path / "b"),
+    ]
     assert main(command) == 0
     first = results.read_text().splitlines()
     results.write_text("\n".join(first[:-1]) + "\n")

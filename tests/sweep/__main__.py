@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections import defaultdict, deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,11 @@ from tests.sweep.execute import Outcome
 from tests.sweep.judge import Verdict, judge
 from tests.sweep.pool import Job, Pool
 from tests.sweep.report import FAILED, Report, progress, reproduce
+
+_RESULTS = "results.jsonl"
+_SAMPLES = "these of each group, from 0; a group with fewer runs its last"
+_BUDGET = "begin nothing after this long: --resume does the rest"
+_OUT = "for results.jsonl, a line per case as it ends, and summary.txt"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,13 +39,15 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--backward", action="store_true")
     what.add_argument("--shard", default="1/1", metavar="I/N")
     what.add_argument("--max-samples", type=int, metavar="N", help="per group, evenly spread")
+    what.add_argument("--samples", type=_numbers, default=(), metavar="K,...", help=_SAMPLES)
     how = made.add_argument_group("how")
     how.add_argument("--backend", default="tilewright")
     how.add_argument("--jobs", type=int, default=2, help="worker processes")
     how.add_argument("--threads", type=int, default=1, help="threads of each worker")
     how.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="per case")
-    how.add_argument("--json", type=Path, metavar="FILE", help="one line per case, as they end")
-    how.add_argument("--resume", action="store_true", help="skip the cases already in --json")
+    how.add_argument("--budget", type=float, metavar="SECONDS", help=_BUDGET)
+    how.add_argument("--out", type=Path, metavar="FOLDER", help=_OUT)
+    how.add_argument("--resume", action="store_true", help="go on with the run in --out")
     how.add_argument("--cache", type=Path, default=default_path(), help="baseline outcomes")
     made.add_argument("--write-docs", action="store_true", help="write docs/differences.md")
     return made
@@ -54,18 +62,24 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if not (options.all or options.op or options.case):
         command.error("say what to run: --all, --op REGEX or --case CASE")
-    if options.resume and not options.json:
-        command.error("--resume needs --json FILE")
+    if options.resume and not options.out:
+        command.error("--resume needs --out FOLDER")
     report = Report(by_case(differences))
     done = _resume(options, report)
     todo = deque(_jobs(options, done))
     pool = Pool(options.jobs, timeout=options.timeout, threads=options.threads)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pool)
-        mode = "a" if options.resume else "w"
-        file = stack.enter_context(options.json.open(mode)) if options.json else None
+        file = None
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            mode = "a" if options.resume else "w"
+            file = stack.enter_context((options.out / _RESULTS).open(mode))
         _sweep(pool, options, todo, report, file)
-    report.show()
+    summary = report.text()
+    print(summary)
+    if options.out:
+        (options.out / "summary.txt").write_text(summary + "\n")
     return report.exit_status
 
 
@@ -82,7 +96,11 @@ def _sweep(pool: Pool, options: Any, todo: deque[Job], report: Report, file: Tex
             outcome = verdict.outcome
             print(f"{outcome.status} ({outcome.stage}) {verdict.case}: {outcome.text}")
             print(f"    {reproduce(verdict)}", flush=True)
-        if (now := time.monotonic()) - shown > every:
+        now = time.monotonic()
+        if todo and options.budget and now - started > options.budget:
+            report.left += len(todo)
+            todo.clear()
+        if now - shown > every:
             progress(count, len(todo), report, started, now)
             shown = now
 
@@ -98,11 +116,18 @@ def _jobs(options: Any, done: dict[Group, set[int]]) -> list[Job]:
         modes=_flags(options, MODES),
         wanted=_flags(options, DIRECTIONS),
     )
-    return [
-        Job(g, options.backend, limit=options.max_samples, skip=frozenset(done[g]))
-        for g in found
-        if in_shard(g, index, count)
-    ]
+    wanted = [g for g in found if in_shard(g, index, count)]
+    if options.samples:
+        jobs = [Job(g, options.backend, "clamped", samples=options.samples) for g in wanted]
+    else:
+        jobs = [Job(g, options.backend, limit=options.max_samples) for g in wanted]
+    jobs = [replace(job, skip=frozenset(done[job.group])) for job in jobs]
+    # Shuffled, and the same way every time: what a budget leaves undone is no particular family.
+    return sorted(jobs, key=lambda job: job.group.fingerprint)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def _flags(options: Any, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -124,9 +149,9 @@ def _record(verdict: Verdict, name: str) -> dict[str, Any]:
 def _resume(options: Any, report: Report) -> dict[Group, set[int]]:
     """Count the results of the interrupted run and say which samples they were."""
     done: dict[Group, set[int]] = defaultdict(set)
-    if not (options.resume and options.json.exists()):
+    if not (options.resume and (options.out / _RESULTS).exists()):
         return done
-    for line in options.json.read_text().splitlines():
+    for line in (options.out / _RESULTS).read_text().splitlines():
         record = json.loads(line)
         if record["case"].count("/") != 4:
             continue

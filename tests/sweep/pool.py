@@ -32,7 +32,8 @@ class Job:
     """Samples of a group to run on a backend.
 
     ``pick`` is one of all (at most ``limit``, evenly spread), small (one quick sample), hashed
-    (one, by fingerprint of the group) and listed (those in ``samples``).
+    (one, by fingerprint of the group), listed (those in ``samples``) and clamped (the same, with
+    the last one for those that do not exist).
     """
 
     group: Group
@@ -85,6 +86,9 @@ def _pick(job: Job, samples: list[Any]) -> list[int]:
             return [job.group.fingerprint // 7 % len(samples)]
         case "listed":
             return [i for i in job.samples if i < len(samples)]
+        case "clamped":
+            numbers = sorted({min(i, len(samples) - 1) for i in job.samples})
+            return [i for i in numbers if i not in job.skip]
         case _:
             return [i for i in choose(len(samples), job.limit) if i not in job.skip]
 

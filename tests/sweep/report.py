@@ -24,6 +24,7 @@ class Report:
     failures: list[Verdict] = field(default_factory=list)
     soft: list[Verdict] = field(default_factory=list)
     stale: list[Case] = field(default_factory=list)
+    left: int = 0  # groups that a time budget left undone
 
     def add(self, verdict: Verdict) -> str:
         name = verdict.name
@@ -41,29 +42,31 @@ class Report:
             self.soft.append(verdict)
         return name
 
-    def show(self) -> None:
+    def text(self) -> str:
         total = sum(self.counts.values())
-        print(f"\n{total} cases, {self.seconds:.0f} s of work")
-        for name, count in self.counts.most_common():
-            print(f"  {count:7d}  {name}")
-        self._show_groups("failures", self.failures)
-        self._show_groups("strides (soft)", self.soft)
-        for case in self.stale:
-            print(f"remove it from differences.toml, it passes: {case}")
+        lines = [f"{total} cases, {self.seconds:.0f} s of work"]
+        if self.left:
+            lines.append(f"out of time: {self.left} groups were not run; --resume runs them")
+        lines += [f"  {count:7d}  {name}" for name, count in self.counts.most_common()]
+        lines += self._groups("failures", self.failures)
+        lines += self._groups("strides (soft)", self.soft)
+        lines += [f"remove it from differences.toml, it passes: {case}" for case in self.stale]
+        return "\n".join(lines)
 
-    def _show_groups(self, title: str, verdicts: list[Verdict]) -> None:
+    def _groups(self, title: str, verdicts: list[Verdict]) -> list[str]:
         if not verdicts:
-            return
+            return []
         by_reason: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
         for verdict in verdicts:
             outcome = verdict.outcome
             reason = f"{outcome.status} ({outcome.stage}): {generalise(outcome.text)}"
             by_reason[verdict.group.op, reason].append(verdict)
         operators = len({v.group.op for v in verdicts})
-        print(f"\n{title}: {len(verdicts)} cases of {operators} operators")
+        lines = ["", f"{title}: {len(verdicts)} cases of {operators} operators"]
         for (op, reason), found in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-            print(f"  {len(found):5d}  {op}: {reason}")
-            print(f"         {reproduce(found[0])}")
+            lines.append(f"  {len(found):5d}  {op}: {reason}")
+            lines.append(f"         {reproduce(found[0])}")
+        return lines
 
     @property
     def exit_status(self) -> int:
