@@ -1,4 +1,4 @@
-"""The `torch.compile` entry: capture through AOTAutograd, one `compile_graph` per graph."""
+"""The `torch.compile` entries: capture through AOTAutograd, one compilation per graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright import config
 from tilewright.graph import decompositions
-from tilewright.pipeline import compile_graph
+from tilewright.pipeline import Compiled, compile_graph, decide
 
 Inputs = Sequence[Any]
 
@@ -20,6 +20,33 @@ Inputs = Sequence[Any]
 def compile_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | None = None,
                options: dict[str, Any] | None = None) -> Callable[..., Any]:  # fmt: skip
     """What `torch.compile(backend="tilewright", mode=..., options=...)` calls."""
+    return _capture(compile_graph, gm, example_inputs, mode, options)
+
+
+def count_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | None = None,
+             options: dict[str, Any] | None = None) -> Callable[..., Any]:  # fmt: skip
+    """The same under the name `tilewright_count`: graphs are compiled as far as `metrics` needs,
+    and run by eager. Fake tensors do, so the program may be for a card that is not there."""
+    return _capture(_count, gm, example_inputs, mode, options)
+
+
+def _count(gm: torch.fx.GraphModule) -> Compiled:
+    decided = torch.fx.GraphModule(gm, torch.fx.Graph())
+    decided.graph.output(decided.graph.graph_copy(gm.graph, {}))
+    decide(decided)
+
+    def run(args: list[Any]) -> Any:
+        given = tuple(args)
+        args.clear()  # as compiled programs do: the caller holds nothing alive
+        return gm(*given)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _capture(compile_one: Callable[[torch.fx.GraphModule], Compiled], gm: torch.fx.GraphModule,
+             example_inputs: Inputs, mode: str | None,
+             options: dict[str, Any] | None) -> Callable[..., Any]:  # fmt: skip
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
@@ -27,7 +54,7 @@ def compile_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | 
     def compiler(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
         # outside the tracing modes: literals are folded with real tensors
         with config.patch(chosen), _disable_current_modes():
-            return compile_graph(graph)
+            return compile_one(graph)
 
     with config.patch(chosen), decompositions.keep_whole():
         return aot_autograd(

@@ -25,6 +25,10 @@ from tilewright.schedule.plan import Schedule, schedule
 
 Compiled = Callable[[list[Any]], Any]
 
+# Devices we write kernels for; and those whose programs can be decided (and counted) as well.
+GENERATED = frozenset({"cpu"})
+COUNTED = frozenset({"cpu", "cuda"})
+
 
 def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
     """A functional ATen graph with fake values on its nodes, as a callable program."""
@@ -53,23 +57,9 @@ def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
 
 def build(gm: torch.fx.GraphModule) -> Artifact:
     """Every stage, from a graph to sources under construction."""
-    dump.stage("graph", gm)
-
-    with stage("graph"):
-        simplify(gm)
-    dump.stage("simplified", gm)
-
-    with stage("lower"):
-        program: Program = lower(gm)
-        verify(program)
-    dump.stage("lowered", program)
-
-    with stage("schedule"):
-        plan: Schedule = schedule(program)
-    dump.stage("scheduled", plan)
-
+    plan = decide(gm, GENERATED)
     with stage("generate"):
-        kernels = [_generate(program, step.group) for step in plan.steps]
+        kernels = [_generate(plan.program, step.group) for step in plan.steps]
     calls = _calls(plan, kernels)
     sources = {call.name: CxxSource(kernel.text, kernel.name, _kinds(kernel))
                for call, kernel in zip(calls, kernels, strict=True)
@@ -77,15 +67,34 @@ def build(gm: torch.fx.GraphModule) -> Artifact:
     submit(list(sources.values()))  # the compiler runs while the host program is written
 
     with stage("assemble"):
-        host: HostProgram = assemble(program, plan.steps, calls)
+        host: HostProgram = assemble(plan.program, plan.steps, calls)
     return Artifact(host, sources)
 
 
+def decide(gm: torch.fx.GraphModule, devices: frozenset[str] = COUNTED) -> Schedule:
+    """The stages that decide what will run, without writing it: all traffic is known after them.
+
+    The graph is simplified in place.
+    """
+    dump.stage("graph", gm)
+
+    with stage("graph"):
+        simplify(gm)
+    dump.stage("simplified", gm)
+
+    with stage("lower"):
+        program: Program = lower(gm, devices)
+        verify(program)
+    dump.stage("lowered", program)
+
+    with stage("schedule"):
+        plan: Schedule = schedule(program)
+    dump.stage("scheduled", plan)
+    return plan
+
+
 def _generate(program: Program, group: Group) -> CppKernel | None:
-    if group.call is not None:
-        return None
-    metrics.generated_kernel_count += 1
-    return generate(program, group)
+    return generate(program, group) if group.call is None else None
 
 
 def _kinds(kernel: CppKernel) -> tuple[Any, ...]:

@@ -44,7 +44,8 @@ class Fill:
 class Lowering:
     """The state of lowering one graph: the program so far, and where each node came from."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: frozenset[str]) -> None:
+        self.devices = devices  # the kinds of device that loops are made for
         self.program = Program()
         self.sizes = Sizes()
         self.node: torch.fx.Node | None = None

@@ -30,9 +30,12 @@ aten = torch.ops.aten
 families.load()
 
 
-def lower(gm: torch.fx.GraphModule) -> Program:
-    """The program of one functional ATen graph, whose nodes carry fake values in `meta["val"]`."""
-    ctx = Lowering()
+def lower(gm: torch.fx.GraphModule, devices: frozenset[str] = frozenset({"cpu"})) -> Program:
+    """The program of one functional ATen graph, whose nodes carry fake values in `meta["val"]`.
+
+    Loops are made for tensors on `devices`; what is elsewhere is left to ATen.
+    """
+    ctx = Lowering(devices)
     ctx.shared = _shared_results(gm)
     for node in gm.graph.nodes:
         ctx.node = node
@@ -104,7 +107,7 @@ def _call(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
             ctx.env[node] = ctx.env[source][position]
             return
     lowering = LOWERINGS.get(node.target)
-    if lowering is not None and _is_native(node):
+    if lowering is not None and _is_native(ctx, node):
         mark = len(ctx.program.nodes)
         try:
             args, kwargs = _arguments(ctx, node)
@@ -128,13 +131,13 @@ def _arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dic
     return map_arg((tuple(node.args), dict(node.kwargs)), lookup)
 
 
-def _is_native(node: torch.fx.Node) -> bool:
+def _is_native(ctx: Lowering, node: torch.fx.Node) -> bool:
     """Whether all tensors in and out are plain and on a device we generate loops for."""
     values: list[Any] = [node.meta.get("val")]
     for arg in node.all_input_nodes:
         values.append(arg.meta.get("val"))
     tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
-    return all(is_plain(t) and t.device.type == "cpu" for t in tensors)
+    return all(is_plain(t) and t.device.type in ctx.devices for t in tensors)
 
 
 def _number(ctx: Lowering, node: torch.fx.Node, value: Any) -> Expr:

@@ -61,6 +61,7 @@ def _mark_local(program: Program, groups: list[Group]) -> None:
 def _count(program: Program, groups: list[Group]) -> None:
     for group in groups:
         size = accessed(program, group)
+        metrics.generated_kernel_count += group.call is None
         metrics.num_bytes_accessed += size
         metrics.num_bytes_moved += moved(program, group)
         metrics.nodes_num_elem.append((group.nodes[0].name, size // 4))

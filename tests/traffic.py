@@ -1,0 +1,220 @@
+"""The programs whose memory traffic is specified, by spec id, and how they are counted.
+
+One line per case serves every target: sizes and types are text, so that the same program is
+counted on the CPU and, with fake tensors, for cards that are not there. Traffic is a compile-time
+fact: nothing runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilewright import config, metrics
+from tilewright.backend import count_fx
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32,
+          "i64": torch.int64, "b8": torch.bool, "f64": torch.float64}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """`most` elements (four-byte units) may move; `floor` is the least any compiler could, if that
+    is less. `bound` is what we hold ourselves to where we do better than `most`."""
+
+    name: str
+    most: int
+    program: Callable[..., Any]
+    inputs: str = ""
+    train: bool = False
+    floor: int | None = None
+    bound: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def limit(self) -> int:
+        return self.most if self.bound is None else self.bound
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one compilation added to the counters, in four-byte elements."""
+
+    elements: int
+    moved: int
+    kernels: int
+    nodes: tuple[int, ...]
+
+
+def tensors(inputs: str, device: str) -> list[Tensor]:
+    """`"f32[10,10] i32[2]"` as empty tensors; a type alone is a number in a tensor."""
+    found = re.findall(r"(\w+)\[([\d,]*)\]", inputs)
+    return [torch.empty([int(n) for n in size.split(",") if n], dtype=DTYPES[dtype], device=device)
+            for dtype, size in found]  # fmt: skip
+
+
+def count(case: Case, device: str = "cpu") -> Counted:
+    """Compile a case (train: forward, and backward of the sum of means) for its counters."""
+    torch._dynamo.reset()
+    metrics.reset()
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.device(device),
+        config.patch(dict(case.options)),
+    ):
+        given = tensors(case.inputs, device)
+        if case.train:
+            given = [x.requires_grad_(x.is_floating_point()) for x in given]
+        out = torch.compile(case.program, backend=count_fx, dynamic=False)(*given)
+        if case.train:
+            sum(item.mean() for item in out).backward()
+    nodes = tuple(n for _, n in metrics.nodes_num_elem)
+    return Counted(metrics.num_bytes_accessed // 4, metrics.num_bytes_moved // 4,
+                   metrics.generated_kernel_count, nodes)  # fmt: skip
+
+
+# ---- programs too long for a line
+
+cat, softmax, aten = torch.cat, torch.softmax, torch.ops.aten
+EVERY_OP = {"realize_opcount_threshold": 0}
+
+
+def scaled_by_row_sums(a: Tensor) -> Tensor:
+    for _ in range(3):
+        a = a * a.sum(1, keepdim=True)
+    return a
+
+
+def add_into_both(a: Tensor, b: Tensor, c: Tensor) -> None:
+    a0 = a + c
+    b0 = b + a0
+    b.copy_(b0)
+    a.copy_(a0)
+
+
+def shared_mask(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    mask = torch.tril(torch.ones(32, 32))
+    return a + mask, b + mask, c + mask
+
+
+def squares(a: Tensor, b: Tensor) -> Tensor:
+    return ((a - b) ** 2).sum(-1).amax(1)
+
+
+def unremat(x: Tensor) -> Tensor:
+    return (x @ torch.ones_like(x)).tanh().tanh()
+
+
+def two_kept(a: Tensor) -> Tensor:
+    q = a @ a + 1
+    return q @ (q + 2)
+
+
+def long_chain(x: Tensor) -> Tensor:
+    kept = x
+    for _ in range(2):
+        x = x * x
+        x = x @ x
+        x = 2 * x
+        x = kept + x
+        kept = x
+    return x
+
+
+class ThroughView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y, u = x.sin(), x.cos().view(10, 10)
+        ctx.save_for_backward(u, y)
+        return u.cos()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        u, y = ctx.saved_tensors
+        return (g @ u).view(100) * y
+
+
+# ---- the cases
+
+CASES = [
+    # the counter itself
+    Case("PF-01a", 20, lambda x: x.cos(), "f32[10]"),
+    Case("PF-01b", 30, lambda x, y: x + y, "f32[10] f32[10]"),
+    Case("PF-01c", 210, lambda x, y: x + y, "f32[10,10] f32[10]"),
+    Case("PF-01d", 20, lambda x: x + x, "f32[10]"),
+    Case("PF-01e", 200, lambda x: x + x.t(), "f32[10,10]"),
+    Case("PF-01f", 50, lambda a, b, c: (a.cos(), b.sin() + c.sin()), "f32[10] f32[10] f32[10]"),
+    Case("PF-02a", 110, lambda x: x.sum(1), "f32[10,10]"),
+    Case("PF-02b", 110, lambda x: x.sum(0), "f32[10,10]"),
+    Case("PF-03a", 200, lambda x: x @ x, "f32[10,10]"),
+    Case("PF-03b", 300, lambda a, b: a @ b, "f32[10,10] f32[10,10]"),
+    Case("PF-03c", 600, lambda x: (x.cos() @ x.cos()).cos(), "f32[10,10]"),
+    Case("PF-03d", 600, lambda x: x.cos() @ x.sin(), "f32[10,10]"),
+    # concatenation
+    Case("PF-04a", 40, lambda a, b: cat([a.sin(), b.sin()]), "f32[10] f32[10]"),
+    Case("PF-04b", 40, lambda a, b: cat([a, b]), "f32[10] f32[10]"),
+    Case("PF-04c", 40, lambda a, b: cat([a.cos(), b]), "f32[10] f32[10]"),
+    Case("PF-04f", 600, lambda *x: cat([t + k for k, t in enumerate(x)]) + 10, "f32[10,10]" * 3),
+    Case("PF-04g", 1000, lambda *x: cat([t + k for k, t in enumerate(x)]) + 10, "f32[10,10]" * 5),
+    Case("PF-04h", 2600, lambda a, b: cat([a.sum(0), b.sum(0)]) + 10, "f32[10,10,10]" * 2,
+         floor=2200),
+    Case("PF-05a", 400, lambda a, b: cat([softmax(a, 1), softmax(b, 1)]), "f32[10,10]" * 2),
+    Case("PF-05c", 600, lambda a, b: cat([a.cos(), b @ b]).cos(), "f32[10,10]" * 2),
+    Case("PF-05d", 800, lambda a, b: cat([a @ a, b @ b]).cos(), "f32[10,10]" * 2),
+    Case("PF-05e", 400, lambda a, b: cat([a, b]).cos(), "f32[10,10]" * 2),
+    Case("PF-05f", 400, lambda a, b: cat([a, b.cos()]), "f32[10,10]" * 2),
+    Case("PF-05g", 680, lambda a, b: F.pad(cat([a @ a, b]), (2, 2), value=0.5), "f32[10,10]" * 2,
+         floor=480),
+    Case("PF-06", 6400, lambda *x: cat([F.gelu(t) for t in x]) + 10, "f32[10,10]" * 16, floor=3200),
+    Case("PF-07", 9600, lambda *x: cat([F.relu(t) for t in x]) + 10, "f32[10,10]" * 16, floor=3200),
+    Case("PF-08", 400, lambda a, b: cat([a + 1, b + 2]) + 3, "f32[10,10]" * 2),
+    Case("PF-09", 30, lambda a, i: a[i], "f32[10] i32[10]"),
+    Case("PF-10", 6144, shared_mask, "f32[32,32]" * 3),
+    # one kernel
+    Case("PF-11", 210, lambda a: (a.sum(1), a.cos()), "f32[10,10]"),
+    Case("PF-12", 120, lambda a: (a.sum(1), a.amax(1)), "f32[10,10]"),
+    Case("PF-13", 120, lambda a, b: b.cos() + a.sum(1), "f32[10,10] f32[10]"),
+    Case("PF-14", 120, lambda a, b: b.cos() + a.sum(0), "f32[10,10] f32[10]"),
+    Case("PF-15", 210, lambda a, b: a.sum(1, keepdim=True) * b.cos(), "f32[10,10] f32[10]"),
+    Case("PF-16", 110, lambda a: a.cos().sum(1).cos(), "f32[10,10]"),
+    Case("PF-17", 200, scaled_by_row_sums, "f32[10,10]"),
+    Case("PF-18", 200, lambda a: softmax(a, 1), "f32[10,10]"),
+    Case("PF-19", 220, lambda a, w, b: F.layer_norm(a, (10,), w, b), "f32[10,10] f32[10] f32[10]"),
+    Case("PF-20", 200, lambda a: softmax(softmax(a, 1), 1), "f32[10,10]"),
+    Case("PF-21", 300, lambda g, o: aten._softmax_backward_data(g, o, 1, torch.float32),
+         "f32[10,10]" * 2),
+    Case("PF-22", 90, squares, "f32[10,1,4] f32[1,10,4]"),
+    Case("PF-23", 10, lambda: (torch.ones(10) + torch.ones(10, 10)).sum(-1)),
+    Case("PF-24", 320, lambda a, i: a[i].cos(), "f32[10,10] i32[20]"),
+    Case("PF-25", 140, lambda a, i: a[i].cos().sum(1), "f32[10,10] i32[20]"),
+    Case("PF-26", 500, add_into_both, "f32[10,10]" * 3),
+    # grouping when not everything fits; every op is a buffer of its own
+    Case("PF-34a", 1331, lambda x, w: x * w + 1, "f32[2,3,10,11] f32[11]", options=EVERY_OP),
+    Case("PF-34b", 1342, lambda x, v, w: x * v + x * w, "f32[2,3,10,11] f32[11] f32[11]",
+         options=EVERY_OP),
+    # tiling
+    Case("PF-35a", 300, lambda a, b: a + b.t(), "f32[10,10]" * 2),
+    Case("PF-35b", 300, lambda a, b: a.t() + b, "f32[10,10]" * 2),
+    Case("PF-36", 4000, lambda a, b, c: a + b.permute(1, 2, 0) + c.permute(2, 0, 1),
+         "f32[10,10,10]" * 3),
+    # what the backward pass is given
+    Case("PF-37", 50, lambda x: x.cos().cos().cos(), "f32[10]", train=True),
+    Case("PF-38", 90, lambda *x: sum(x).cos().cos(), "f32[10]" * 4, train=True),
+    Case("PF-39", 450, lambda x: (x < 0) * x, "f32[100]", train=True),
+    # beyond the reference
+    Case("PF-69", 210, lambda a: (a.sum(0), a.cos()), "f32[10,10]"),
+    Case("PF-69 at 1024x1024", 2098176, lambda a: (a.sum(0), a.cos()), "f32[1024,1024]"),
+    Case("PF-70", 200, lambda a: softmax(a, 0), "f32[10,10]"),
+    Case("PF-70 at 1024x1024", 2097152, lambda a: softmax(a, 0), "f32[1024,1024]"),
+    Case("PF-72", 170, squares, "f32[10,1,8] f32[1,10,8]"),
+]  # fmt: skip
+
+BY_NAME = {case.name: case for case in CASES}
