@@ -27,6 +27,9 @@ fallback_nodes: int = 0
 fallback_ops: Counter[str] = Counter()
 # Wall-clock seconds spent compiling in this process.
 compile_seconds: float = 0.0
+# Kernels compiled in this process, and those found in the store instead; not part of a `Delta`.
+kernels_compiled: int = 0
+kernels_found: int = 0
 # Whole graphs found, or not found, in a cache.
 cache_hits: int = 0
 cache_misses: int = 0
@@ -115,11 +118,11 @@ def reset() -> None:
     """Zero every counter. Containers are emptied in place, so references to them stay good."""
     global generated_kernel_count, num_bytes_accessed, num_bytes_moved
     global ir_nodes, native_nodes, fallback_nodes
-    global compile_seconds, cache_hits, cache_misses
+    global compile_seconds, cache_hits, cache_misses, kernels_compiled, kernels_found
     generated_kernel_count = num_bytes_accessed = num_bytes_moved = 0
     ir_nodes = native_nodes = fallback_nodes = 0
     compile_seconds = 0.0
-    cache_hits = cache_misses = 0
+    cache_hits = cache_misses = kernels_compiled = kernels_found = 0
     nodes_num_elem.clear()
     fallback_ops.clear()
     counters.clear()

@@ -83,5 +83,5 @@ def keep(name: str, artifact: Artifact) -> None:
 def _compiler_digest() -> str:
     """Changes whenever the compiler itself does."""
     root = Path(__file__).parent.parent
-    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".jinja"))
+    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".cpp", ".jinja"))
     return store.key(*(p.read_bytes() for p in files))

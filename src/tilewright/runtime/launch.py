@@ -1,0 +1,140 @@
+"""Loaded Triton kernels, as callables that cost little more than the driver's own launch.
+
+`kernel(stream, x, y, z, *arguments)`: tensors (or addresses) and numbers in the order of the
+kernel's parameters. A small extension module does it in C; where it cannot be built (no compiler,
+no Python headers) the same is done through ctypes, in about three times the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Sequence
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any
+
+from tilewright import caches, config, metrics
+from tilewright.runtime import store
+from tilewright.runtime.driver import Driver, driver
+from tilewright.runtime.triton_build import Binary
+
+Launcher = Callable[..., None]
+
+SOURCE = Path(__file__).parent / "launch.cpp"
+FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
+HIDDEN = 4  # room for the parameters Triton appends; a kernel reads as many as it has
+
+# How a parameter of each Triton type is passed: p address, i 32 bits, l 64 bits, f and d floats.
+# Small integers are read from the low bytes of a word.
+_KINDS = {"i1": "i", "i8": "i", "u8": "i", "i16": "i", "u16": "i", "i32": "i", "u32": "i",
+          "i64": "l", "u64": "l", "fp32": "f", "fp64": "d"}  # fmt: skip
+_CTYPES: dict[str, Any] = {"p": ctypes.c_uint64, "i": ctypes.c_int64, "l": ctypes.c_int64,
+                           "f": ctypes.c_float, "d": ctypes.c_double}  # fmt: skip
+
+
+def kinds_of(types: Sequence[str]) -> str:
+    """A letter per parameter."""
+    return "".join("p" if t.startswith("*") else _KINDS[t] for t in types)
+
+
+def load(binary: Binary, types: Sequence[str], device: int) -> Launcher:
+    """A built kernel on a device, ready to be called."""
+    return _load(binary.key, binary, kinds_of(types), device)
+
+
+_loaded: dict[tuple[str, str, int], Launcher] = {}
+caches.register(_loaded.clear)
+
+
+def _load(key: str, binary: Binary, kinds: str, device: int) -> Launcher:
+    found = _loaded.get((key, kinds, device))
+    if found is None:
+        made = driver()
+        function = made.load(binary.cubin, binary.name, binary.shared, device)
+        flags = (1 if binary.cooperative else 0) | (2 if binary.pdl else 0)
+        extension = _extension()
+        build = extension.Kernel if extension is not None else _Slow
+        found = build(binary.name, function.address, function.context, kinds, binary.num_warps,
+                      binary.shared, flags, binary.num_ctas, *_addresses(made))  # fmt: skip
+        _loaded[key, kinds, device] = found
+    return found
+
+
+def _addresses(made: Driver) -> tuple[int, int, int]:
+    return tuple(map(made.address, ("cuLaunchKernel", "cuLaunchKernelEx", "cuCtxSetCurrent")))  # type: ignore[return-value]
+
+
+# ---- the extension module
+
+
+@functools.cache
+def _extension() -> Any:
+    """The extension module, built once per machine; None where that cannot be done."""
+    include = sysconfig.get_path("include")
+    compiler = shutil.which(config.cpp.cxx)
+    if compiler is None or not (Path(include) / "Python.h").exists():
+        metrics.counters["launch"]["no C++ compiler or no Python headers"] += 1
+        return None
+    text = SOURCE.read_bytes()
+    tag = sysconfig.get_config_var("SOABI") or ""
+    path = store.path(store.key(text, tag, *FLAGS), ".launch.so")
+    if not path.exists():
+        command = [compiler, *FLAGS, f"-I{include}", "-x", "c++", str(SOURCE), "-o"]
+        try:
+            store.put_atomic(path, lambda draft: subprocess.run(
+                [*command, str(draft)], check=True, capture_output=True, timeout=600))  # fmt: skip
+        except (subprocess.SubprocessError, OSError):
+            metrics.counters["launch"]["the extension could not be built"] += 1
+            return None
+    loader = ExtensionFileLoader("tw_launch", str(path))
+    spec = importlib.util.spec_from_loader("tw_launch", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+class _Slow:
+    """The same callable through ctypes."""
+
+    def __init__(self, name: str, function: int, context: int, kinds: str, *rest: int) -> None:
+        warps, shared, flags, clusters, launch, _, set_context = rest
+        if flags or clusters != 1:
+            raise RuntimeError(f"{name} needs a launch that only the extension module can do")
+        self.name = name
+        self._types = [_CTYPES[k] for k in kinds]
+        self._array = ctypes.c_void_p * (len(kinds) + HIDDEN)
+        self._nothing = ctypes.c_uint64(0)
+        self._hidden = [ctypes.addressof(self._nothing)] * HIDDEN
+        self._fixed = (32 * warps, 1, 1, shared)
+        self._function = function
+        self._context = context
+        words = [ctypes.c_uint] * 7
+        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *words, ctypes.c_void_p,
+                                        ctypes.c_void_p, ctypes.c_void_p)(launch)  # fmt: skip
+        self._set_context = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(set_context)
+
+    def __call__(self, stream: int, x: int, y: int, z: int, *args: Any) -> None:
+        if len(args) != len(self._types):
+            raise TypeError(f"{self.name} takes {len(self._types)} arguments")
+        values = [t(_plain(a)) for t, a in zip(self._types, args, strict=True)]
+        params = self._array(*map(ctypes.addressof, values), *self._hidden)
+        if not (x and y and z):
+            return
+        code = self._launch(self._function, x, y, z, *self._fixed, stream, params, None)
+        if code == 201:  # a thread new to CUDA
+            self._set_context(self._context)
+            code = self._launch(self._function, x, y, z, *self._fixed, stream, params, None)
+        if code:
+            raise RuntimeError(f"CUDA error {code} when launching {self.name}")
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return 0
+    return value if isinstance(value, (int, float)) else value.data_ptr()

@@ -1,0 +1,336 @@
+"""Building Triton kernels ahead of their first launch, in processes that see no GPU.
+
+A kernel is a source text, the types of its parameters, and one or more configurations, best first.
+`submit` returns at once. What was built is kept in the store under the hash of all that went into
+it, so no process builds it again. A configuration that does not fit the card (shared memory,
+registers) makes way for the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.metadata
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright import caches, config, metrics
+from tilewright.errors import BuildError
+from tilewright.runtime import store
+from tilewright.runtime.cubin import facts
+
+WORKER = Path(__file__).parent / "triton_worker.py"
+SPILLED = 64  # bytes of stack per thread that cost less than a smaller configuration would
+_TIMEOUT = 300.0  # seconds for one kernel; a hanging compiler costs only that kernel
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """One way to compile a kernel: values of its `tl.constexpr` parameters, and its threads."""
+
+    constants: tuple[tuple[str, int | float | bool], ...] = ()
+    num_warps: int = 4
+    num_stages: int = 1
+    maxnreg: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return found if self.maxnreg is None else {**found, "maxnreg": self.maxnreg}
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{name}={value}" for name, value in self.constants)
+        return f"{names}; {self.num_warps} warps, {self.num_stages} stages"
+
+
+@dataclass(frozen=True)
+class TritonSource:
+    """A kernel to build. `params` are (name, Triton type) of what it is launched with, in order;
+    `aligned` names those that are multiples of 16. `options` hold for every configuration.
+    """
+
+    text: str
+    name: str
+    params: tuple[tuple[str, str], ...]
+    configs: tuple[TritonConfig, ...]
+    capability: int  # 90 for sm_90
+    shared_memory: int  # bytes a block may have
+    aligned: frozenset[str] = frozenset()
+    options: tuple[tuple[str, Any], ...] = (("enable_fp_fusion", False),)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(kind for _, kind in self.params)
+
+    def order(self, chosen: TritonConfig) -> dict[str, Any]:
+        constants = dict(chosen.constants)
+        return {
+            "text": self.text,
+            "name": self.name,
+            "signature": {**dict(self.params), **dict.fromkeys(constants, "constexpr")},
+            "constants": constants,
+            "attributes": {(k,): [["tt.divisibility", 16]]
+                           for k, (name, _) in enumerate(self.params) if name in self.aligned},
+            "capability": self.capability,
+            "options": {**dict(self.options), **chosen.options()},
+        }  # fmt: skip
+
+    def key(self, chosen: TritonConfig) -> str:
+        order = self.order(chosen)
+        return store.key(*(f"{k}={order[k]!r}" for k in sorted(order)), _triton_version())
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A built kernel: machine code, and what its launcher must know."""
+
+    key: str
+    cubin: bytes
+    name: str
+    shared: int
+    num_warps: int
+    num_ctas: int
+    cooperative: bool
+    pdl: bool
+    scratch: int  # bytes of global scratch per block
+    registers: int
+    stack: int
+    parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """The binary of the configuration that was taken."""
+
+    binary: Binary
+    config: TritonConfig
+
+
+def submit(source: TritonSource) -> Future[Built]:
+    """Start building (the first configuration that fits) and return at once."""
+    return _workshop.kernel(source)
+
+
+def build(source: TritonSource) -> Built:
+    return submit(source).result()
+
+
+def compile_all(source: TritonSource) -> list[Built]:
+    """Every configuration that compiles and fits, in parallel, in order; for measuring them."""
+    waits = [(c, _workshop.binary(source, c)) for c in source.configs]
+    found: list[Built] = []
+    for chosen, wait in waits:
+        try:
+            binary = wait.result()
+        except BuildError:
+            continue
+        if binary.shared <= source.shared_memory:
+            found.append(Built(binary, chosen))
+    return found
+
+
+def prepare() -> None:
+    """Start the compiling process, which takes a second, while there is other work to do."""
+    _workshop.pool()
+
+
+# ---- one kernel
+
+
+class _Workshop:
+    """The binaries of this process, built or under way, by key."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._binaries: dict[str, Future[Binary]] = {}
+        self._pool: _Pool | None = None
+
+    def pool(self) -> _Pool:
+        with self._lock:
+            if self._pool is None or not self._pool.alive():
+                self._pool = _Pool()
+            return self._pool
+
+    def binary(self, source: TritonSource, chosen: TritonConfig) -> Future[Binary]:
+        key = source.key(chosen)
+        with self._lock:
+            found = self._binaries.get(key)
+            if found is not None and not (found.done() and found.exception() is not None):
+                return found
+            future: Future[Binary] = Future()
+            self._binaries[key] = future
+        kept = _kept(key)
+        if kept is not None:
+            metrics.kernels_found += 1
+            future.set_result(kept)
+        else:
+            self.pool().compile(key, source.order(chosen), future)
+        return future
+
+    def kernel(self, source: TritonSource) -> Future[Built]:
+        result: Future[Built] = Future()
+        self._attempt(source, 0, [], result)
+        return result
+
+    def _attempt(self, source: TritonSource, k: int, seen: list[Built],
+                 result: Future[Built]) -> None:  # fmt: skip
+        """Take configuration `k` if it fits, else go on; `seen` run, but spill."""
+
+        def done(wait: Future[Binary]) -> None:
+            error = wait.exception()
+            if error is None:
+                binary = wait.result()
+                if binary.shared <= source.shared_memory:
+                    seen.append(Built(binary, source.configs[k]))
+                    if binary.stack <= SPILLED:
+                        result.set_result(seen[-1])
+                        return
+            if k + 1 < len(source.configs):
+                self._attempt(source, k + 1, seen, result)
+            elif seen:
+                result.set_result(min(seen, key=lambda b: b.binary.stack))
+            else:
+                result.set_exception(error or _too_big(source))
+
+        self.binary(source, source.configs[k]).add_done_callback(done)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._binaries = {k: f for k, f in self._binaries.items() if not f.done()}
+
+
+def _too_big(source: TritonSource) -> BuildError:
+    return BuildError(
+        f"no configuration of {source.name} fits in {source.shared_memory} bytes of shared memory",
+        command=("triton",),
+        stderr="",
+        hint="this is a fault of tilewright: please report it with the program",
+    )
+
+
+def _kept(key: str) -> Binary | None:
+    data = store.get(store.path(key, ".cubin"))
+    if data is None:
+        return None
+    try:
+        found = pickle.loads(data)
+    except Exception:  # another version of this class, a torn disk
+        return None
+    return found if isinstance(found, Binary) else None
+
+
+def _keep(key: str, made: dict[str, Any]) -> Binary:
+    known = facts(made["cubin"], made["name"])
+    binary = Binary(
+        key, made["cubin"], made["name"], made["shared"], made["num_warps"], made["num_ctas"],
+        made["cooperative"], made["pdl"], made["global_scratch"] + made["profile_scratch"],
+        known.registers, known.stack, known.parameters,
+    )  # fmt: skip
+    store.put_atomic(store.path(key, ".cubin"), pickle.dumps(binary))
+    return binary
+
+
+@functools.cache
+def _triton_version() -> str:
+    return importlib.metadata.version("triton")
+
+
+# ---- the compiling process
+
+
+class _Pool:
+    """The compiling process, and the kernels it was asked for."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="tilewright-")
+        self._waiting: dict[int, tuple[str, dict[str, Any], Future[Binary]]] = {}
+        most = config.compile_threads or len(os.sched_getaffinity(0))
+        path = os.pathsep.join(p for p in sys.path if p)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER), str(most)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # an interrupt at the keyboard is ours to handle
+        )
+        threading.Thread(target=self._listen, name="tilewright-triton", daemon=True).start()
+        atexit.register(self.close)
+
+    def alive(self) -> bool:
+        return self._pid == os.getpid() and self._process.poll() is None
+
+    def compile(self, key: str, order: dict[str, Any], future: Future[Binary]) -> None:
+        metrics.kernels_compiled += 1
+        with self._lock:
+            number = next(self._numbers)
+            self._waiting[number] = (key, order, future)
+            data = pickle.dumps({**order, "number": number, "timeout": _TIMEOUT,
+                                 "result": self._result(number)})  # fmt: skip
+            assert self._process.stdin is not None
+            try:
+                self._process.stdin.write(len(data).to_bytes(8, "little") + data)
+                self._process.stdin.flush()
+            except OSError:
+                pass  # it has ended: `_listen` tells everybody who waits
+        if self._process.poll() is not None:
+            self._give_up()
+
+    def _result(self, number: int) -> str:
+        return os.path.join(self._folder.name, f"{number}")
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            number, status = map(int, line.split())
+            key, order, future = self._waiting.pop(number)
+            try:
+                future.set_result(_keep(key, self._take(order, number, status)))
+            except BaseException as error:
+                future.set_exception(error)
+        self._give_up()
+
+    def _take(self, order: dict[str, Any], number: int, status: int) -> dict[str, Any]:
+        if status != 0:
+            signal = os.waitstatus_to_exitcode(status)
+            raise _refused(order, f"its compiler ended with {signal}", "")
+        with open(self._result(number), "rb") as file:
+            made = pickle.load(file)
+        os.unlink(self._result(number))
+        if "error" in made:
+            raise _refused(order, made["error"], made["trace"])
+        return made
+
+    def _give_up(self) -> None:
+        for number in list(self._waiting):
+            found = self._waiting.pop(number, None)
+            if found is not None:
+                found[2].set_exception(_refused(found[1], "the compiling process ended", ""))
+
+    def close(self) -> None:
+        if self._pid == os.getpid() and self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def _refused(order: dict[str, Any], why: str, trace: str) -> BuildError:
+    return BuildError(
+        f"Triton did not compile the kernel {order['name']}: {why.splitlines()[0]}",
+        command=("triton.compile", f"sm_{order['capability']}", str(order["options"])),
+        stderr=trace or why,
+        hint="this is a fault of tilewright: please report it with the program",
+    )
+
+
+_workshop = _Workshop()
+caches.register(_workshop.clear)

@@ -1,0 +1,182 @@
+"""The process that compiles Triton kernels; run as a script, it imports Triton and no torch.
+
+It never sees a GPU. Orders arrive on standard input, each a length and a pickled `dict`; each is
+compiled in a fork of this process, in which Triton is already imported, so that a compiler that
+crashes or hangs costs one kernel. A fork leaves its result (a pickled `dict`) in the file the order
+names, put in place by a rename, and this process answers `number status` on standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any, NoReturn
+
+Order = dict[str, Any]
+
+
+class Server:
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.waiting: list[Order] = []
+        self.running: dict[int, tuple[Order, float]] = {}  # by process: the order, its deadline
+        self.buffer = b""
+        self.answers = os.dup(1)
+        os.dup2(2, 1)  # whatever the compiler prints is not an answer
+
+    def serve(self) -> None:
+        wake, waker = os.pipe()
+        os.set_blocking(waker, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        watch = selectors.DefaultSelector()
+        watch.register(0, selectors.EVENT_READ)
+        watch.register(wake, selectors.EVENT_READ)
+        while True:
+            for key, _ in watch.select(1.0):
+                data = os.read(key.fd, 1 << 20)
+                if key.fd == 0 and not data:
+                    self.stop()
+                    return
+                if key.fd == 0:
+                    self.take(data)
+            self.reap()
+            while self.waiting and len(self.running) < self.most:
+                self.start(self.waiting.pop(0))
+
+    def take(self, data: bytes) -> None:
+        self.buffer += data
+        while len(self.buffer) >= 8:
+            size = int.from_bytes(self.buffer[:8], "little")
+            if len(self.buffer) < 8 + size:
+                return
+            self.waiting.append(pickle.loads(self.buffer[8 : 8 + size]))
+            self.buffer = self.buffer[8 + size :]
+
+    def start(self, order: Order) -> None:
+        process = os.fork()
+        if process == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)  # a hanging assembler is killed with its fork
+            run(order)
+        self.running[process] = (order, time.monotonic() + order["timeout"])
+
+    def reap(self) -> None:
+        for process, (order, deadline) in list(self.running.items()):
+            found, status = os.waitpid(process, os.WNOHANG)
+            if not found and time.monotonic() > deadline:
+                self.kill(process)
+                found, status = os.waitpid(process, 0)
+            if found:
+                del self.running[process]
+                os.write(self.answers, f"{order['number']} {status}\n".encode())
+
+    def kill(self, process: int) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(process, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+    def stop(self) -> None:
+        for process in self.running:
+            self.kill(process)
+
+
+def run(order: Order) -> NoReturn:
+    """In a fork: compile, leave the result, end."""
+    status = 1
+    try:
+        try:
+            result = build(order)
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        draft = f"{order['result']}.{os.getpid()}.tmp"
+        with open(draft, "wb") as file:
+            pickle.dump(result, file)
+        os.replace(draft, order["result"])
+        status = 0
+    finally:
+        os._exit(status)  # no exit handlers: they belong to the parent
+
+
+def build(order: Order) -> dict[str, Any]:
+    """One kernel for one architecture: the binary and what the launcher must know of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    start = time.perf_counter()
+    file = f"<{order['name']} of tilewright>"
+    linecache.cache[file] = (len(order["text"]), None, order["text"].splitlines(True), file)
+    namespace: dict[str, Any] = {"__name__": "kernel", "__file__": file}
+    exec(compile(order["text"], file, "exec"), namespace)
+    source = ASTSource(
+        namespace[order["name"]], order["signature"], order["constants"], order["attributes"]
+    )
+    made: Any = triton.compile(
+        source, target=GPUTarget("cuda", order["capability"], 32), options=order["options"]
+    )
+    facts = made.metadata
+    return {
+        "cubin": made.asm["cubin"],
+        "ptx": made.asm.get("ptx", ""),
+        "name": facts.name,
+        "shared": facts.shared,
+        "num_warps": facts.num_warps,
+        "num_ctas": getattr(facts, "num_ctas", 1),
+        "cooperative": bool(getattr(facts, "launch_cooperative_grid", False)),
+        "pdl": bool(getattr(facts, "launch_pdl", False)),
+        "global_scratch": int(getattr(facts, "global_scratch_size", 0) or 0),
+        "profile_scratch": int(getattr(facts, "profile_scratch_size", 0) or 0),
+        "version": triton.__version__,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+WARM_UP = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def warm_up(p):
+    tl.store(p, tl.load(p) + 1)
+"""
+
+
+def warm_up() -> None:
+    """Compile something small: forks inherit what the first compilation in a process loads."""
+    build({"text": WARM_UP, "name": "warm_up", "signature": {"p": "*fp32"}, "constants": {},
+           "attributes": {}, "capability": 80, "options": {}})  # fmt: skip
+
+
+def main() -> None:
+    folder = tempfile.mkdtemp(prefix="tilewright-triton-")
+    # Triton's own cache lives as long as this process: what is kept is kept by who asked.
+    os.environ["TRITON_CACHE_DIR"] = folder
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
+    import triton
+
+    version = triton.__version__
+    # Triton's key hashes its whole installation, which takes seconds and tells nothing here.
+    triton.runtime.cache.triton_key = lambda: version
+    try:
+        warm_up()
+        Server(int(sys.argv[1])).serve()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Launching through the driver, with a driver that only remembers."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.compile.fake_driver import FakeDriver, fake_driver
+from tilewright.runtime import launch
+from tilewright.runtime.triton_build import Binary
+
+BINARY = Binary("key", b"\x7fELF...", "add", 2048, 4, 1, False, False, 0, 26, 0, (8, 8, 4, 8, 4))
+TYPES = ("*fp32", "*bf16", "i32", "i64", "fp32")
+
+
+@pytest.fixture(params=["extension", "ctypes"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    if request.param == "ctypes":
+        monkeypatch.setattr(launch, "_extension", lambda: None)
+    else:
+        assert launch._extension() is not None, "the extension module must build here"
+    with fake_driver() as made:
+        yield made
+
+
+def test_arguments_arrive_as_the_kernel_declares_them(driver: FakeDriver):
+    kernel = launch.load(BINARY, TYPES, 0)
+    x = torch.empty(3)
+    kernel(77, 5, 6, 7, x, 4096, -3, 2**40, 1.5)
+    (done,) = driver.launches
+    assert (done.name, done.grid, done.block, done.shared) == ("add", (5, 6, 7), 128, 2048)
+    assert done.stream == 77
+    assert done.words[:2] == (x.data_ptr(), 4096)
+    assert done.words[2] & 0xFFFFFFFF == 2**32 - 3
+    assert done.words[3] == 2**40
+    assert struct.unpack("<f", struct.pack("<Q", done.words[4])[:4]) == (1.5,)
+    assert done.words[5] == done.words[6] == 0  # what Triton adds for itself
+
+
+def test_an_empty_grid_launches_nothing(driver: FakeDriver):
+    launch.load(BINARY, TYPES, 0)(0, 0, 1, 1, 0, 0, 0, 0, 0.0)
+    assert driver.launches == []
+
+
+def test_a_thread_without_a_context_gets_one(driver: FakeDriver):
+    kernel = launch.load(BINARY, TYPES, 0)
+    before = driver.contexts_set
+    driver.fail_next(201)
+    kernel(0, 1, 1, 1, 0, 0, 0, 0, 0.0)
+    assert len(driver.launches) == 1 and driver.contexts_set == before + 1
+
+
+def test_an_error_of_the_driver_is_an_error(driver: FakeDriver):
+    kernel = launch.load(BINARY, TYPES, 0)
+    driver.fail_next(700)
+    with pytest.raises(RuntimeError, match=r"700 .*add"):
+        kernel(0, 1, 1, 1, 0, 0, 0, 0, 0.0)
+
+
+def test_wrong_arguments_are_refused(driver: FakeDriver):
+    kernel = launch.load(BINARY, TYPES, 0)
+    with pytest.raises(TypeError):
+        kernel(0, 1, 1, 1, 0)
+    with pytest.raises((TypeError, AttributeError)):
+        kernel(0, 1, 1, 1, "x", 0, 0, 0, 0.0)
+
+
+def test_a_module_is_loaded_once_per_device(driver: FakeDriver):
+    before = driver.loads
+    first, second = launch.load(BINARY, TYPES, 0), launch.load(BINARY, TYPES, 0)
+    assert first is second and driver.loads == before + 1
+    assert launch.load(BINARY, TYPES, 1) is not first and driver.loads == before + 2
+
+
+def test_much_shared_memory_is_asked_for(driver: FakeDriver):
+    launch.load(replace(BINARY, key="big", shared=100_000), TYPES, 0)
+    assert driver.shared_asked == 100_000
+
+
+def test_clusters_and_cooperative_grids_are_attributes():
+    with fake_driver() as driver:
+        binary = replace(BINARY, key="special", num_ctas=2, cooperative=True)
+        launch.load(binary, TYPES, 0)(0, 3, 1, 1, 0, 0, 0, 0, 0.0)
+        (done,) = driver.launches
+        assert done.attributes == 2 and done.grid == (6, 1, 1)
+
+
+def test_a_launch_costs_little():
+    with fake_driver():
+        kernel = launch.load(BINARY, TYPES, 0)
+        x, y = torch.empty(3), torch.empty(3)
+        best = 1.0
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(200):
+                kernel(0, 1, 1, 1, x, y, 1, 2, 3.0)
+            best = min(best, (time.perf_counter() - start) / 200)
+    assert best < 2e-6, f"{best * 1e6:.2f} us per launch"
