@@ -7,11 +7,14 @@ from typing import Any
 
 import torch.fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright import config
 from tilewright.graph import decompositions
+from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.pipeline import Compiled, compile_graph, decide
 
 Inputs = Sequence[Any]
@@ -30,10 +33,10 @@ def count_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | No
     return _capture(_count, gm, example_inputs, mode, options)
 
 
-def _count(gm: torch.fx.GraphModule) -> Compiled:
+def _count(gm: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
     decided = torch.fx.GraphModule(gm, torch.fx.Graph())
     decided.graph.output(decided.graph.graph_copy(gm.graph, {}))
-    decide(decided)
+    decide(decided, boundary)
 
     def run(args: list[Any]) -> Any:
         given = tuple(args)
@@ -44,24 +47,41 @@ def _count(gm: torch.fx.GraphModule) -> Compiled:
     return run
 
 
-def _capture(compile_one: Callable[[torch.fx.GraphModule], Compiled], gm: torch.fx.GraphModule,
-             example_inputs: Inputs, mode: str | None,
-             options: dict[str, Any] | None) -> Callable[..., Any]:  # fmt: skip
+CompileOne = Callable[[torch.fx.GraphModule, Boundary], Compiled]
+
+
+def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: Inputs,
+             mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:  # fmt: skip
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
 
-    def compiler(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
+    def compiler(graph: torch.fx.GraphModule, inputs: Inputs, boundary: Boundary = EVERYTHING
+                 ) -> Callable[..., Any]:  # fmt: skip
         # outside the tracing modes: literals are folded with real tensors
         with config.patch(chosen), _disable_current_modes():
-            return compile_one(graph)
+            return compile_one(graph, boundary)
+
+    def forward(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
+        return compiler(graph, inputs, Boundary(visible=_facts().num_forward_returns))
+
+    def backward(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
+        donated = tuple(_facts().bw_donated_idxs or ())
+        return compiler(graph, inputs, Boundary(visible=0, donated=donated))
 
     with config.patch(chosen), decompositions.keep_whole():
         return aot_autograd(
-            fw_compiler=compiler,
-            bw_compiler=compiler,
+            fw_compiler=forward,
+            bw_compiler=backward,
             inference_compiler=compiler,
             decompositions=decompositions.table(),
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
+
+
+def _facts() -> ViewAndMutationMeta:
+    """What AOTAutograd found out about the function it is compiling."""
+    found = TracingContext.get().fw_metadata
+    assert found is not None
+    return found

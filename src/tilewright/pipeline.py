@@ -12,6 +12,7 @@ import torch.fx
 from tilewright import dump, metrics
 from tilewright.codegen.cpp.kernel import CppKernel, generate
 from tilewright.errors import stage
+from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.simplify import simplify
 from tilewright.host import artifact
 from tilewright.host.artifact import Artifact
@@ -30,16 +31,16 @@ GENERATED = frozenset({"cpu"})
 COUNTED = frozenset({"cpu", "cuda"})
 
 
-def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
+def compile_graph(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> Compiled:
     """A functional ATen graph with fake values on its nodes, as a callable program."""
     start = time.perf_counter()
-    name = artifact.key(gm)
+    name = artifact.key(gm, boundary)
     found = artifact.find(name) if name is not None else None
     cached = found is not None
     if found is None:
         metrics.cache_misses += 1
         before = metrics.snapshot()
-        found = build(gm)
+        found = build(gm, boundary)
         found.counted = metrics.delta(before)
         if name is not None:
             artifact.keep(name, found)
@@ -55,9 +56,9 @@ def compile_graph(gm: torch.fx.GraphModule) -> Compiled:
     return compiled
 
 
-def build(gm: torch.fx.GraphModule) -> Artifact:
+def build(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> Artifact:
     """Every stage, from a graph to sources under construction."""
-    plan = decide(gm, GENERATED)
+    plan = decide(gm, boundary, GENERATED)
     with stage("generate"):
         kernels = [_generate(plan.program, step.group) for step in plan.steps]
     calls = _calls(plan, kernels)
@@ -71,7 +72,8 @@ def build(gm: torch.fx.GraphModule) -> Artifact:
     return Artifact(host, sources)
 
 
-def decide(gm: torch.fx.GraphModule, devices: frozenset[str] = COUNTED) -> Schedule:
+def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
+           devices: frozenset[str] = COUNTED) -> Schedule:  # fmt: skip
     """The stages that decide what will run, without writing it: all traffic is known after them.
 
     The graph is simplified in place.
@@ -79,6 +81,7 @@ def decide(gm: torch.fx.GraphModule, devices: frozenset[str] = COUNTED) -> Sched
     dump.stage("graph", gm)
 
     with stage("graph"):
+        return_arguments(gm, boundary)
         simplify(gm)
     dump.stage("simplified", gm)
 

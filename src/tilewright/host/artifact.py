@@ -14,6 +14,7 @@ import torch.fx
 
 from tilewright import config, metrics
 from tilewright.errors import at_node
+from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
 from tilewright.host.program import HostProgram
 from tilewright.runtime import store
@@ -44,7 +45,7 @@ def locations(gm: torch.fx.GraphModule) -> dict[str, str]:
     return {node.name: at_node(node).location for node in gm.graph.nodes if node.op != "output"}
 
 
-def key(gm: torch.fx.GraphModule) -> str | None:
+def key(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> str | None:
     """The name of this graph's artefact, or None if the graph cannot be told apart."""
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
@@ -54,8 +55,8 @@ def key(gm: torch.fx.GraphModule) -> str | None:
         metrics.counters["graph_cache"][f"not cached: {why}"] += 1
         return None
     target = Target.host()
-    return store.key(text, repr(config.code_key()), torch.__version__, _compiler_digest(),
-                     target.key)  # fmt: skip
+    return store.key(text, repr(boundary), repr(config.code_key()), torch.__version__,
+                     _compiler_digest(), target.key)  # fmt: skip
 
 
 def find(name: str) -> Artifact | None:

@@ -242,10 +242,13 @@ class Lowering:
     # ---- mutation
 
     def flush_writes(self, buffers: Sequence[str]) -> None:
-        """Before these buffers change, store every tensor still to be used that reads them."""
+        """Before the current node changes these buffers, store every tensor still to be used that
+        reads them. The node's own arguments are what it changes: they show the new contents."""
+        mine = () if self.node is None else self.node.args[:1]
         for name in buffers:
             for node, t in list(self.env.items()):
-                if isinstance(t, Tensor) and self._needed(node) and reads_buffer(t, name):
+                if node not in mine and isinstance(t, Tensor) and self._needed(node) and (
+                    reads_buffer(t, name)):  # fmt: skip
                     self.env[node] = self.copy(t)
 
     def _needed(self, node: torch.fx.Node) -> bool:

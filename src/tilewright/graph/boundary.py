@@ -1,0 +1,118 @@
+"""What the caller of a graph does with its arguments and results, and what follows for the graph.
+
+AOTAutograd ends a graph that mutates an argument with `copy_(argument, value)`. A result that is a
+view of `value` is, for the user, a view of the argument: it is returned as one. That keeps its
+place in the argument's storage, from which AOTAutograd rebuilds it, and leaves `value` with nobody
+who needs it apart from the argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """`visible`: how many leading results go to the user (None: all); the others are saved for the
+    backward pass. `donated`: positions of arguments nobody reads after the call."""
+
+    visible: int | None = None
+    donated: tuple[int, ...] = ()
+
+
+EVERYTHING = Boundary()
+
+
+def return_arguments(gm: torch.fx.GraphModule, boundary: Boundary) -> None:
+    """Let results that are views of what an argument becomes be views of the argument."""
+    graph = gm.graph
+    final = final_values(graph)
+    if not final:
+        return
+    output = graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    visible = len(results) if boundary.visible is None else boundary.visible
+    for k, result in enumerate(results[:visible]):
+        if isinstance(result, Node):
+            with graph.inserting_before(output):
+                results[k] = _through_argument(result, final)
+    output.args = (tuple(results),)
+
+
+def final_values(graph: torch.fx.Graph) -> dict[Node, Node]:
+    """Value -> the argument that ends up holding it, laid out alike."""
+    found: dict[Node, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        into, value = node.args[:2]
+        if not isinstance(into, Node) or not isinstance(value, Node):
+            continue
+        if into.op == "placeholder" and value.op == "call_function" and _alike(into, value):
+            found[value] = into
+    return found
+
+
+def _through_argument(result: Node, final: dict[Node, Node]) -> Node:
+    """`result` as the same view of an argument, if it is a view of the argument's final value."""
+    chain: list[Node] = []
+    node = result
+    while node not in final:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node) or not _is_view(node) or not _same_storage(node, source):
+            return result
+        chain.append(node)
+        node = source
+    made = final[node]
+    for step in reversed(chain):
+        made = _replay(step, made)
+    return made if _alike(made, result) else result
+
+
+def _replay(step: Node, source: Node) -> Node:
+    args: Any = (source, *step.args[1:])
+    made = source.graph.call_function(step.target, args, dict(step.kwargs))  # type: ignore[arg-type]
+    made.meta = dict(step.meta)
+    given, named = map_arg((args, dict(step.kwargs)), lambda n: n.meta["val"])
+    made.meta["val"] = step.target(*given, **named)  # type: ignore[operator]
+    return made
+
+
+def _is_view(node: Node) -> bool:
+    """One tensor, in the memory of the first argument, by the op's own word."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return (len(returns) == 1 and returns[0].alias_info is not None
+            and not returns[0].alias_info.is_write
+            and isinstance(node.meta.get("val"), torch.Tensor))  # fmt: skip
+
+
+def _same_storage(a: Node, b: Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+            and x.untyped_storage()._cdata == y.untyped_storage()._cdata)  # fmt: skip
+
+
+def _alike(a: Node, b: Node) -> bool:
+    """Same type, and the same place in their storages, without asking the solver."""
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    if x.dtype != y.dtype or x.device != y.device or x.dim() != y.dim():
+        return False
+    if x.layout != torch.strided or y.layout != torch.strided:
+        return False
+    return [_plain(n) for n in (*x.size(), *x.stride(), x.storage_offset())] == [
+        _plain(n) for n in (*y.size(), *y.stride(), y.storage_offset())]  # fmt: skip
+
+
+def _plain(n: Any) -> Any:
+    return n.node.expr if isinstance(n, torch.SymInt) else n
