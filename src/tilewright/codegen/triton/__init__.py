@@ -1,0 +1,9 @@
+"""Triton kernels for everything that is not a matrix product.
+
+- `text.py`    Triton for each operation, literal, cast and fold
+- `shape.py`   the axes of a kernel's tile, or why a group cannot be one kernel
+- `configs.py` block sizes, warps and stages: the model's choice, and a few to measure
+- `emit.py`    expressions as statements, each common subexpression once
+- `folds.py`   reductions and scans; `scatter.py` stores that combine
+- `kernel.py`  `generate(program, group, target)`: the whole kernel; `limits`: why there is none
+"""

@@ -1,0 +1,269 @@
+"""Statements: lines of a kernel with the values computed so far, so that each is computed once.
+
+Every value is a tensor of the tile's rank, of extent one along the axes it does not depend on.
+Index arithmetic is done in the kernel's own index type; an index that is used as a number becomes
+an int64 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tilewright.codegen.triton.shape import Axis
+from tilewright.codegen.triton.text import OPS, TYPE, cast, number
+from tilewright.errors import CodegenError
+from tilewright.ir import index as ix
+from tilewright.ir.expr import INDEX, Expr, loads, walk
+from tilewright.ir.ops import INDEX_OPS
+
+Support = frozenset[Axis]
+NOWHERE: Support = frozenset()
+_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+_LITERALS = ("add", "sub", "mul", *_COMPARE)  # beside a tensor, a plain number takes its type
+
+
+class Writer:
+    """Text with indentation, and one scope of known values per open block."""
+
+    def __init__(self, axes: list[Axis], rank: int, index_type: str,
+                 name: Callable[[Expr], str], load: Callable[[Expr], str],
+                 check: Callable[[str, Expr], None]) -> None:  # fmt: skip
+        self.lines: list[str] = []
+        self.rank = rank
+        self.index_type = index_type
+        self.masked: set[Axis] = set()
+        self._axis = {axis.var: axis for axis in axes if axis.loops}
+        self._depth = 1
+        self._scopes: list[dict[Expr, str]] = [{}]
+        self._wide: list[dict[Expr, str]] = [{}]
+        self._name, self._load, self._check = name, load, check
+        self._count = 0
+        self._support: dict[Expr, Support] = {}
+
+    # ---- text
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self._depth + text)
+
+    @contextmanager
+    def block(self, head: str) -> Generator[None]:
+        self.line(head + ":")
+        self._depth += 1
+        self._scopes.append({})
+        self._wide.append({})
+        yield
+        self._wide.pop()
+        self._scopes.pop()
+        self._depth -= 1
+
+    def fresh(self, family: str = "t") -> str:
+        self._count += 1
+        return f"{family}{self._count}"
+
+    def let(self, text: str, family: str = "t") -> str:
+        name = self.fresh(family)
+        self.line(f"{name} = {text}")
+        return name
+
+    # ---- what is known
+
+    def know(self, e: Expr, text: str) -> None:
+        """From here on in this block, `e` is this text."""
+        if e.op in ("reduce", "scan", "part") and self.known(e) is not None:
+            self._forget(lambda other: other is not e and any(n is e for n in walk(other)))
+        self._scopes[-1][e] = text
+
+    def forget(self, buffer: str) -> None:
+        """From here on, what was computed from this buffer's old contents is not known."""
+        self._forget(lambda e: any(n.arg == buffer for n in loads(e)))
+
+    def _forget(self, which: Callable[[Expr], bool]) -> None:
+        for scope in (*self._scopes, *self._wide):
+            for e in [e for e in scope if which(e)]:
+                del scope[e]
+
+    def known(self, e: Expr) -> str | None:
+        for scope in reversed(self._scopes):
+            if e in scope:
+                return scope[e]
+        return None
+
+    # ---- shapes
+
+    def support(self, *exprs: Expr) -> Support:
+        """The axes along which these change."""
+        for node in walk(*exprs):
+            if node in self._support:
+                continue
+            if node.op == "var":
+                found = frozenset((self._axis[node],)) if node in self._axis else NOWHERE
+            else:
+                found = NOWHERE.union(*(self._support[s] for s in node.src))
+            if node.op == "reduce":
+                found = frozenset(a for a in found if not a.name.startswith("r"))
+            self._support[node] = found
+        return NOWHERE.union(*(self._support[e] for e in exprs))
+
+    def shape(self, support: Support) -> str:
+        extents = ["1"] * self.rank
+        for axis in support:
+            extents[axis.dim] = axis.block
+        return f"[{', '.join(extents)}]"
+
+    def mask(self, support: Support, *conditions: str) -> str:
+        """Where the tile is inside the axes, and the conditions hold; empty: everywhere."""
+        inside = [f"{a.name}mask" for a in sorted(support & self.masked, key=lambda a: a.name)]
+        return " & ".join([*inside, *conditions])
+
+    def spread(self, text: str, have: Support, want: Support) -> str:
+        """An index over a larger part of the tile, or over a part at all."""
+        if have and want <= have:
+            return text
+        return f"tl.full({self.shape(want | have)}, 0, {self.index_type}) + {text}"
+
+    # ---- values
+
+    def value(self, e: Expr) -> str:
+        """`e` as a name or a literal: emits what is needed for it, once."""
+        stack = [e]
+        while stack:
+            node = stack[-1]
+            if self.known(node) is not None:
+                stack.pop()
+                continue
+            waiting = [s for s in self._needs(node) if self.known(s) is None]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            stack.pop()
+            self._define(node)
+        found = self.known(e)
+        assert found is not None
+        return found
+
+    def operand(self, e: Expr) -> str:
+        """`e` as a tensor of its own type: what operations and stores take."""
+        text = self.value(e)
+        if not is_index(e):
+            return text
+        for scope in reversed(self._wide):
+            if e in scope:
+                return scope[e]
+        if e.op in ("iadd", "imul") or not self.support(e):
+            text = f"({self.spread(text, self.support(e), NOWHERE)})"
+        wide = self.let(f"{text}.to(tl.int64)") if self.index_type != "tl.int64" else text
+        self._wide[-1][e] = wide
+        return wide
+
+    def index(self, e: Expr) -> str:
+        """`e` in the index type, as part of an index."""
+        match e.op:
+            case "const":
+                return str(e.arg)
+            case "iadd":
+                return "(" + " + ".join(self.index(s) for s in e.src) + ")"
+            case "imul":
+                return "*".join(self.index(s) for s in e.src)
+            case _ if is_index(e):
+                return self.value(e)
+            case _:
+                return f"{self.value(e)}.to({self.index_type})"
+
+    def _needs(self, node: Expr) -> tuple[Expr, ...]:
+        if node.op in ("var", "const", "sym"):
+            return ()
+        if node.op in INDEX_OPS:
+            return tuple(_atoms(node))
+        if node.op in ("load", "index"):
+            place = node.src[node.op == "index"]
+            rest = node.src[1:] if node.op == "load" else node.src[:1]
+            inside = tuple(_atoms(place)) if place.op in ("iadd", "imul") else (place,)
+            return (*inside, *rest)
+        return node.src
+
+    def _define(self, node: Expr) -> None:
+        match node.op:
+            case "const":
+                one = self.shape(NOWHERE)
+                literal = number(node.arg, node.dtype)
+                if literal == "-0.0":  # Triton takes it for zero
+                    self.know(node, f"(-tl.full({one}, 0.0, {TYPE[node.dtype]}))")
+                else:
+                    self.know(node, f"tl.full({one}, {literal}, {TYPE[node.dtype]})")
+            case "sym" if node.dtype == INDEX:
+                self.know(node, self._name(node))
+            case "sym":
+                filled = f"tl.full({self.shape(NOWHERE)}, 0, {TYPE[node.dtype]})"
+                self.know(node, self.let(f"{filled} + {self._name(node)}"))
+            case "var":
+                self.know(node, self._name(node))
+            case "iadd" | "imul":
+                self.know(node, self.let(self.index(node)))
+            case "ifloordiv" | "imod" | "imin" | "imax":
+                self.know(node, self.let(self._index_op(node)))
+            case "load":
+                self.know(node, self.let(self._load(node)))
+            case "index":
+                self.know(node, self._checked(node))
+            case op if op in OPS:
+                self.know(node, self.let(self._operation(node)))
+            case op:
+                raise CodegenError(f"no Triton for {op}; it must be folded before its use")
+
+    def _operation(self, node: Expr) -> str:
+        if (
+            node.op in _COMPARE
+            and all(is_index(s) or s.is_const for s in node.src)
+            and any(is_index(s) for s in node.src)
+        ):
+            text = OPS[node.op](node, *(f"({self.index(s)})" for s in node.src))
+            return text if self.support(node) else self._lifted(text, "tl.int1")
+        if node.op == "cast" and is_index(node.src[0]):
+            source = node.src[0]
+            text = f"({self.spread(self.index(source), self.support(source), NOWHERE)})"
+            return cast(text, INDEX if node.dtype != INDEX else torch.int32, node.dtype)
+        plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
+        operands: list[str] = []
+        for k, s in enumerate(node.src):
+            other = node.src[1 - k] if plain else s
+            if plain and s.is_const and not other.is_const and str(s.arg) != "-0.0":
+                text = number(s.arg, s.dtype)
+                operands.append(f"({text})" if text.startswith("-") else text)
+            else:
+                operands.append(self.operand(s))
+        return OPS[node.op](node, *operands)
+
+    def _lifted(self, text: str, dtype: str) -> str:
+        """A scalar as a tensor of the tile's rank."""
+        return f"tl.full({self.shape(NOWHERE)}, 0, {dtype}) | {text}"
+
+    def _index_op(self, node: Expr) -> str:
+        a, b = (f"({self.index(s)})" for s in node.src)
+        if node.op in ("imin", "imax"):
+            return f"tl.{node.op[1:]}imum({a}, {b})"
+        if ix.known_nonneg(node.src[0]):
+            return f"{a} {'//' if node.op == 'ifloordiv' else '%'} {b}"
+        return f"tri.index_{'floordiv' if node.op == 'ifloordiv' else 'mod'}({a}, {b})"
+
+    def _checked(self, node: Expr) -> str:
+        place, size = self.operand(node.src[0]), self.index(node.src[1])
+        ok = self.let(f"({place} >= 0) & ({place} < {size})")
+        self._check(f"({ok} == 0)", node)
+        return self.let(f"tl.where({ok}, {place}, 0).to({self.index_type})")
+
+
+def is_index(e: Expr) -> bool:
+    """Whether the value is computed in the kernel's index type."""
+    return e.op in INDEX_OPS or e.op in ("var", "index") or (e.op == "sym" and e.dtype == INDEX)
+
+
+def _atoms(node: Expr) -> Iterator[Expr]:
+    """What the index text of a node is made of, below its sums and products."""
+    for source in node.src:
+        if source.op in ("iadd", "imul"):
+            yield from _atoms(source)
+        elif source.op != "const":
+            yield source

@@ -1,0 +1,213 @@
+"""Reductions and scans: of a whole row in one tile, or block by block with accumulators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tilewright.codegen.triton.emit import NOWHERE, Writer
+from tilewright.codegen.triton.shape import Axis
+from tilewright.codegen.triton.text import COMBINE, RUNNING, TYPE, cast, neutral
+from tilewright.ir.build import part
+from tilewright.ir.expr import INDEX, Expr, walk
+from tilewright.schedule.segments import Segment
+
+_NO_PLACE = {"tl.int32": str(2**31 - 1), "tl.int64": str(2**63 - 1)}
+
+
+def folded_type(dtype: torch.dtype) -> torch.dtype:
+    """The type a fold of such values runs in: small ones have no instructions of their own."""
+    if dtype == torch.bool or (not dtype.is_floating_point and dtype.itemsize < 4):
+        return torch.int32
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+class Fold:
+    """One `reduce` node: its accumulators' names, start values and steps."""
+
+    def __init__(self, node: Expr, axis: Axis, w: Writer) -> None:
+        self.node, self.axis, self.w = node, axis, w
+        self.kind: str = node.arg.kind
+        self.value = node.src[0]
+        self.dtype = folded_type(self.value.dtype)
+        self.combine = COMBINE[self.kind]
+        self.name = w.fresh("acc")
+        self.support = w.support(*node.src) | {axis}
+        self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
+                             else self.dtype)  # fmt: skip
+
+    def _tile(self) -> str:
+        """The values of this block, neutral outside the row."""
+        text = cast(self.w.operand(self.value), self.value.dtype, self.dtype)
+        if self.w.support(self.value) != self.support:
+            text = f"tl.broadcast_to({text}, {self.w.shape(self.support)})"
+        if self.axis in self.w.masked:
+            text = f"tl.where({self.axis.name}mask, {text}, {self.start})"
+        return text
+
+    def _finish(self, folded: str) -> None:
+        result = cast(folded, self.dtype, self.node.dtype)
+        self.w.know(self.node, folded if result == folded else self.w.let(result))
+
+    def whole(self) -> None:
+        """The row is one block."""
+        w = self.w
+        tile = w.let(self._tile())
+        self._finish(w.let(f"tl.reduce({tile}, 1, {self.combine}, keep_dims=True)"))
+
+    def begin(self) -> None:
+        w = self.w
+        w.line(f"{self.name} = tl.full({w.shape(self.support)}, {self.start}, {TYPE[self.dtype]})")
+
+    def step(self) -> None:
+        self.w.line(f"{self.name} = {self.combine}({self.name}, {self._tile()})")
+
+    def end(self) -> None:
+        self._finish(self.w.let(f"tl.reduce({self.name}, 1, {self.combine}, keep_dims=True)"))
+
+
+class ArgFold(Fold):
+    """The position of an extreme."""
+
+    def _places(self) -> str:
+        w = self.w
+        place = self.node.src[1]
+        text = f"tl.broadcast_to({w.index(place)}, {w.shape(self.support)})"
+        if self.axis in w.masked:
+            text = f"tl.where({self.axis.name}mask, {text}, {_NO_PLACE[w.index_type]})"
+        return text
+
+    def _located(self, value: str, place: str) -> None:
+        w = self.w
+        found = w.fresh()
+        w.line(f"_, {found} = tl.reduce(({value}, {place}), 1, {self.combine}, keep_dims=True)")
+        w.know(self.node, w.let(f"{found}.to(tl.int64)"))
+
+    def whole(self) -> None:
+        self._located(self.w.let(self._tile()), self.w.let(self._places()))
+
+    def begin(self) -> None:
+        super().begin()
+        w = self.w
+        none = _NO_PLACE[w.index_type]
+        w.line(f"{self.name}_at = tl.full({w.shape(self.support)}, {none}, {w.index_type})")
+
+    def step(self) -> None:
+        at = f"{self.name}_at"
+        self.w.line(f"{self.name}, {at} = {self.combine}({self.name}, {at}, {self._tile()}, "
+                    f"{self._places()})")  # fmt: skip
+
+    def end(self) -> None:
+        self._located(self.name, f"{self.name}_at")
+
+
+class WelfordFold(Fold):
+    """Mean and squared deviations: in two steps of a whole row, else a running pair per lane."""
+
+    def __init__(self, node: Expr, axis: Axis, w: Writer) -> None:
+        super().__init__(node, axis, w)
+        self.start = "0.0"
+
+    def _give(self, mean: str, m2: str) -> None:
+        self.w.know(part(self.node, 0), mean)
+        self.w.know(part(self.node, 1), m2)
+
+    def whole(self) -> None:
+        w = self.w
+        tile = w.let(self._tile())
+        count = w.spread(w.index(self.axis.extent), NOWHERE, NOWHERE)
+        mean = w.let(f"tl.reduce({tile}, 1, tri.add, keep_dims=True) / "
+                     f"({count}).to({TYPE[self.dtype]})")  # fmt: skip
+        away = w.let(f"{tile} - {mean}")
+        if self.axis in w.masked:
+            away = w.let(f"tl.where({self.axis.name}mask, {away}, 0.0)")
+        self._give(mean, w.let(f"tl.reduce({away} * {away}, 1, tri.add, keep_dims=True)"))
+
+    def begin(self) -> None:
+        w = self.w
+        for suffix in ("", "_m2", "_n"):
+            w.line(f"{self.name}{suffix} = tl.full({w.shape(self.support)}, 0.0, "
+                   f"{TYPE[self.dtype]})")  # fmt: skip
+
+    def step(self) -> None:
+        names = f"{self.name}, {self.name}_m2, {self.name}_n"
+        masked = self.axis in self.w.masked
+        one = f"{self.axis.name}mask.to({TYPE[self.dtype]})" if masked else "1.0"
+        self.w.line(f"{names} = tri.welford({names}, {self._tile()}, 0.0, {one})")
+
+    def end(self) -> None:
+        w = self.w
+        mean, m2, n = w.fresh(), w.fresh(), w.fresh()
+        names = f"{self.name}, {self.name}_m2, {self.name}_n"
+        w.line(f"{mean}, {m2}, {n} = tl.reduce(({names}), 1, tri.welford, keep_dims=True)")
+        self._give(mean, m2)
+
+
+class Scanning:
+    """One `scan` node; the carry is what all blocks before this one gave."""
+
+    def __init__(self, node: Expr, axis: Axis, w: Writer) -> None:
+        self.node, self.axis, self.w = node, axis, w
+        self.kind: str = node.arg.kind
+        self.pairs = self.kind in ("min", "max")
+        self.dtype = folded_type(node.src[0].dtype)
+        self.combine = RUNNING[self.kind]
+        self.name = w.fresh("carry")
+        self.support = w.support(*node.src) | {axis}
+        kind = {"logsumexp": "max"}.get(self.kind, self.kind)
+        self.start = neutral(kind, self.dtype)
+
+    def _tiles(self) -> str:
+        w = self.w
+        text = cast(w.operand(self.node.src[0]), self.node.src[0].dtype, self.dtype)
+        tiles = [f"tl.broadcast_to({text}, {w.shape(self.support)})"]
+        if self.axis in w.masked:
+            tiles[0] = f"tl.where({self.axis.name}mask, {tiles[0]}, {self.start})"
+        if self.pairs:
+            tiles.append(f"tl.broadcast_to({w.index(self.node.src[1])}, {w.shape(self.support)})")
+        return ", ".join(w.let(t) for t in tiles)
+
+    def begin(self) -> None:
+        w = self.w
+        across = w.shape(self.support - {self.axis})
+        w.line(f"{self.name} = tl.full({across}, {self.start}, {TYPE[self.dtype]})")
+        if self.pairs:
+            w.line(f"{self.name}_at = tl.full({across}, 0, {w.index_type})")
+
+    def step(self, carried: bool) -> None:
+        w = self.w
+        tiles = self._tiles()
+        names = [w.fresh() for _ in range(1 + self.pairs)]
+        made = ", ".join(names)
+        source = f"({tiles})" if self.pairs else tiles
+        w.line(f"{made} = tl.associative_scan({source}, 1, {self.combine})")
+        if carried:
+            carry = f"{self.name}, {self.name}_at" if self.pairs else self.name
+            w.line(f"{made} = {self.combine}({carry}, {made})")
+            fold = self.combine.replace("later", "last") if self.pairs else self.combine
+            total = [w.fresh() for _ in names]
+            w.line(f"{', '.join(total)} = tl.reduce({source}, 1, {fold}, keep_dims=True)")
+            w.line(f"{carry} = {self.combine}({carry}, {', '.join(total)})")
+        self._give(names)
+
+    def _give(self, names: Sequence[str]) -> None:
+        w = self.w
+        result = cast(names[0], self.dtype, self.node.src[0].dtype)
+        if not self.pairs:
+            w.know(self.node, result if result == names[0] else w.let(result))
+            return
+        w.know(part(self.node, 0), result if result == names[0] else w.let(result))
+        w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
+
+
+def folds_of(segment: Segment, axis: Axis, w: Writer) -> dict[Expr, Fold]:
+    """One accumulator per distinct `reduce` node of the segment's members."""
+    found = [n for m in segment.members for n in walk(*m.exprs) if n.op == "reduce"]
+    kinds = {"welford": WelfordFold, "argmax": ArgFold, "argmin": ArgFold}
+    return {node: kinds.get(node.arg.kind, Fold)(node, axis, w) for node in dict.fromkeys(found)}
+
+
+def scans_of(segment: Segment, axis: Axis, w: Writer) -> list[Scanning]:
+    found = [n for m in segment.members for n in walk(*m.exprs) if n.op == "scan"]
+    return [Scanning(node, axis, w) for node in dict.fromkeys(found)]

@@ -1,0 +1,360 @@
+"""`generate(program, group, target)`: the Triton kernel of one fusion group."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tilewright.codegen.triton.configs import Config, configs
+from tilewright.codegen.triton.emit import Support, Writer
+from tilewright.codegen.triton.folds import folds_of, scans_of
+from tilewright.codegen.triton.scatter import write_scatter
+from tilewright.codegen.triton.shape import Axis, Shape, scatters, shape_of
+from tilewright.codegen.triton.text import SIGNATURE, cast
+from tilewright.errors import CodegenError
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const, loads, substitute, syms, walk
+from tilewright.ir.ops import INDEX_OPS
+from tilewright.ir.program import Nest, Program, Store
+from tilewright.schedule.group import Group
+from tilewright.schedule.segments import Segment
+from tilewright.target import Target
+
+BAD_INDEX = 1
+LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Param:
+    """One argument of a kernel, in order. `type` is what Triton calls it in a signature."""
+
+    kind: Literal["ptr", "int", "float"]
+    name: str  # a buffer, or a symbol
+    type: str
+    argument: str  # its name in the text
+    multiple: int = 1  # what its address in bytes, or its value, is always a multiple of
+    hint: int | None = None  # a likely value of a number
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """A kernel's text and all a launcher needs to know.
+
+    It takes `params`, then the address of an int64 error flag if `checked`, then the block sizes
+    of a configuration as constexpr arguments. It runs on a one-dimensional grid: the product, over
+    `grid`, of each extent divided by its block, rounded up. `assume` are numbers that must be below
+    2**31 at the call, or the kernel made with `wide=True` has to be used.
+    """
+
+    text: str
+    name: str
+    params: tuple[Param, ...]
+    grid: tuple[tuple[Expr, str], ...]
+    config: Config
+    configs: tuple[Config, ...]
+    checked: bool
+    assume: tuple[Expr, ...] = ()
+
+    def programs(self, sizes: dict[str, int], config: Config | None = None) -> int:
+        """How many programs run, with these values of the symbols."""
+        blocks = (config or self.config).kwargs
+        return math.prod(-(-_evaluated(extent, sizes) // blocks[b]) for extent, b in self.grid)
+
+    @property
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """Names in the text and types of what it is launched with, the error flag included."""
+        flag = (("err", "*i64"),) if self.checked else ()
+        return (*((p.argument, p.type) for p in self.params), *flag)
+
+
+def limits(program: Program, group: Group, target: Target) -> str:
+    """Why a group cannot be one Triton kernel, or an empty string. A single nest always can."""
+    found = shape_of(program, group)
+    return found if isinstance(found, str) else ""
+
+
+def generate(program: Program, group: Group, target: Target, name: str = "",
+             wide: bool = False) -> TritonKernel:  # fmt: skip
+    """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
+    shape = shape_of(program, group)
+    if isinstance(shape, str):
+        raise CodegenError(f"no Triton kernel for this group: {shape}")
+    return Kernel(program, group, shape, target, wide).generate(name)
+
+
+class Kernel:
+    def __init__(self, program: Program, group: Group, shape: Shape, target: Target,
+                 wide: bool) -> None:  # fmt: skip
+        self.buffers = program.buffers
+        self.local = group.local
+        self.configs = configs(program, shape, target)
+        self.shape = shape = shape.flat()
+        self.target = target
+        self.pointers: dict[str, str] = {}
+        self.numbers: dict[Expr, str] = {}
+        self.checked = False
+        self.assume: list[Expr] = []
+        index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
+        self.assume = [] if index_type == "tl.int64" else self.assume
+        self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
+        self.w.masked = {a for a in shape.axes if not self._is_full(a)}
+        self.rewritten = _rewritten(shape.members)
+        self.written: set[str] = set()
+
+    # ---- facts
+
+    def _is_narrow(self) -> bool:
+        """Whether 32-bit indices do; what depends on unbounded sizes is assumed and reported."""
+        exprs = [e for m in self.shape.members for e in m.exprs]
+        extents = [a.extent for a in self.shape.axes]
+        largest = max(b for c in self.configs for _, b in c.blocks)
+        for e in [*extents, *(n for n in walk(*exprs) if n.op in INDEX_OPS)]:
+            low, high = ix.bounds(e)
+            if (math.isfinite(high) and high + largest > LARGEST) or (
+                math.isfinite(low) and low < -LARGEST
+            ):
+                return False
+        touched = {b for m in self.shape.members for b in m.reads | m.writes}
+        spans = [_span(self.buffers[b].size, self.buffers[b].stride) for b in sorted(touched)]
+        self.assume = [s for s in dict.fromkeys([*extents, *spans])
+                       if ix.bounds(s)[1] + largest > LARGEST]  # fmt: skip
+        return not any(ix.value_of(s) is not None for s in self.assume)
+
+    def _is_full(self, axis: Axis) -> bool:
+        """Whether every block of every configuration is inside the axis."""
+        size = axis.size
+        return size is not None and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
+
+    # ---- naming
+
+    def _name(self, e: Expr) -> str:
+        if e.op == "var":
+            return str(e.arg)
+        return self.numbers.setdefault(e, f"n{len(self.numbers)}")
+
+    def pointer(self, buffer: str) -> str:
+        return self.pointers.setdefault(buffer, f"p{len(self.pointers)}")
+
+    def _check(self, bad: str, node: Expr) -> None:
+        """Report a bad position, wherever the tile is inside its axes."""
+        self.checked = True
+        mask = self.w.mask(self.w.support(node), bad)
+        self.w.line(f"tri.report(err, {mask}, {BAD_INDEX})")
+
+    # ---- the whole kernel
+
+    def generate(self, name: str) -> TritonKernel:
+        w = self.w
+        self._programs()
+        for k, (segment, axis) in enumerate(self.shape.segments):
+            if axis is not None and not self.shape.persistent:
+                self._looped(segment, axis, after=k > 0)
+            else:
+                self._straight(segment, axis)
+        full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
+        params = self._params()
+        names = [*self.pointers.values(), *self.numbers.values()]
+        head = [*names, *(["err"] if self.checked else []),
+                *(f"{b}: tl.constexpr" for b, _ in self.configs[0].blocks)]  # fmt: skip
+        text = "\n".join([*_imports(w.lines), "", "", "@triton.jit",
+                          f"def {full}({', '.join(head)}):", *w.lines]) + "\n"  # fmt: skip
+        grid = tuple((a.extent, a.block) for a in self.shape.parallel)
+        return TritonKernel(text, full, params, grid, self.configs[0], self.configs, self.checked,
+                            tuple(self.assume))  # fmt: skip
+
+    def _params(self) -> tuple[Param, ...]:
+        found: list[Param] = []
+        for buffer, name in self.pointers.items():
+            b = self.buffers[buffer]
+            found.append(Param("ptr", buffer, SIGNATURE[b.dtype], name,
+                               16 if b.kind == "temporary" else b.dtype.itemsize))  # fmt: skip
+        for e, name in self.numbers.items():
+            if e.dtype == torch.float64:
+                found.append(Param("float", e.arg.name, "fp64", name))
+                continue
+            kind = "i32" if self.w.index_type == "tl.int32" else "i64"
+            found.append(Param("int", e.arg.name, kind, name, hint=e.arg.hint))
+        return tuple(found)
+
+    def _programs(self) -> None:
+        """Which block of each axis is this program's: the last parallel axis runs fastest."""
+        w = self.w
+        wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
+        w.line(f"pid = tl.program_id(0){wide}")
+        for k, axis in reversed(list(enumerate(self.shape.parallel))):
+            w.line(f"{axis.name}numel = {w.index(axis.extent)}")
+            at = "pid"
+            if k:
+                w.line(f"{axis.name}blocks = ({axis.name}numel + {axis.block} - 1) // {axis.block}")
+                at = f"(pid % {axis.name}blocks)"
+            w.line(f"{axis.name}base = {at} * {axis.block} + {self._lanes(axis)}")
+            if k:
+                w.line(f"pid = pid // {axis.name}blocks")
+            self._enter(axis, f"{axis.name}base")
+        for axis in self.shape.inner:
+            w.line(f"{axis.name}numel = {w.index(axis.extent)}")
+            w.line(f"{axis.name}base = {self._lanes(axis)}")
+            if self.shape.persistent:
+                self._enter(axis, f"{axis.name}base")
+
+    def _lanes(self, axis: Axis) -> str:
+        where = ", ".join(":" if d == axis.dim else "None" for d in range(self.shape.rank))
+        return f"tl.arange(0, {axis.block})" + (f"[{where}]" if self.shape.rank > 1 else "")
+
+    def _enter(self, axis: Axis, place: str) -> None:
+        """The points of a block of an axis."""
+        if axis in self.w.masked:
+            self.w.line(f"{axis.name}mask = {place} < {axis.name}numel")
+        if axis.loops:
+            self.w.know(axis.var, place)
+
+    # ---- segments
+
+    def _straight(self, segment: Segment, axis: Axis | None) -> None:
+        """A segment at once: no loops, or loops that fit in one block."""
+        w = self.w
+        folds = {} if axis is None else folds_of(segment, axis, w)
+        scans = [] if axis is None else scans_of(segment, axis, w)
+        for m in segment.members:
+            for node in walk(*m.exprs):
+                if node in folds:
+                    folds.pop(node).whole()
+            for scan in scans:
+                if scan.node in set(walk(*m.exprs)):
+                    scan.step(carried=False)
+            self.stores([m])
+
+    def _looped(self, segment: Segment, axis: Axis, after: bool) -> None:
+        w = self.w
+        if after and self.written & {b for m in segment.members for b in m.reads}:
+            w.line("tl.debug_barrier()")  # what other threads of this program stored is read below
+        folds = folds_of(segment, axis, w)
+        scans = scans_of(segment, axis, w)
+        for item in (*folds.values(), *scans):
+            item.begin()
+        with w.block(f"for {axis.name}offset in range(0, {axis.name}numel, {axis.block})"):
+            w.line(f"{axis.name}index = {axis.name}offset + {axis.name}base")
+            self._enter(axis, f"{axis.name}index")
+            waiting = dict(folds)
+            for m in segment.members:
+                for node in walk(*m.exprs):
+                    if node in waiting:
+                        waiting.pop(node).step()
+                for scan in scans:
+                    if scan.node in set(walk(*m.exprs)):
+                        scan.step(carried=True)
+                if not m.reduce:
+                    self.stores([m])
+        for fold in folds.values():
+            fold.end()
+        self.stores([m for m in segment.members if m.reduce])
+
+    # ---- memory
+
+    def load(self, node: Expr) -> str:
+        w = self.w
+        maker = self._maker(node.arg) if node.arg in self.local else None
+        if maker is not None:  # a row computed in an earlier loop is computed again
+            text = cast(w.operand(maker.value), maker.value.dtype, node.dtype)
+            if len(node.src) == 1:
+                return text
+            return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
+        support = w.support(*node.src)
+        place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
+        conditions = [w.operand(s) for s in node.src[1:]]
+        mask = w.mask(support, *conditions)
+        masked = f", {mask}, other=0" if mask else ""
+        return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{self._policy(node)})"
+
+    def _policy(self, node: Expr) -> str:
+        """Rows read again by a later loop are asked to stay in cache."""
+        if self.shape.persistent or not self.shape.inner:
+            return ""
+        readers = [s for s, axis in self.shape.segments
+                   if axis is not None and any(node.arg in m.reads for m in s.members)]  # fmt: skip
+        return ', eviction_policy="evict_last"' if len(readers) > 1 else ""
+
+    def _maker(self, buffer: str) -> Store:
+        return next(s for m in self.shape.members for s in m.stores if s.buffer == buffer)
+
+    def stores(self, members: Sequence[Nest]) -> None:
+        for m in members:
+            for store in m.stores:
+                if scatters(m):
+                    write_scatter(self, store)
+                else:
+                    self._store(store)
+
+    def value(self, store: Store) -> str:
+        """What is stored, in the buffer's type."""
+        return cast(
+            self.w.operand(store.value), store.value.dtype, self.buffers[store.buffer].dtype
+        )
+
+    def place(self, store: Store) -> tuple[str, Support]:
+        """The addresses a store goes to, and the part of the tile they are over."""
+        w = self.w
+        have = w.support(store.index)
+        want = w.support(*store.exprs)
+        text = w.spread(w.index(store.index), have, want)
+        return f"{self.pointer(store.buffer)} + ({text})", have | want
+
+    def _store(self, store: Store) -> None:
+        w = self.w
+        value = self.value(store)
+        if value != w.known(store.value):
+            value = w.let(value)
+        if store.buffer in self.rewritten:
+            w.forget(store.buffer)
+        for node in self._loads_of(store):
+            w.know(node, value)
+        self.written.add(store.buffer)
+        if store.buffer in self.local:
+            return
+        place, support = self.place(store)
+        mask = w.mask(support)
+        w.line(f"tl.store({place}, {value}{', ' + mask if mask else ''})")
+
+    def _loads_of(self, store: Store) -> list[Expr]:
+        return [n for m in self.shape.members for n in loads(*m.exprs)
+                if n.arg == store.buffer and n.src == (store.index,)]  # fmt: skip
+
+
+def _imports(lines: Sequence[str]) -> list[str]:
+    body = "\n".join(lines)
+    helpers = [name for name in ("tri", "tri_special") if re.search(rf"\b{name}\.", body)]
+    found = ["import triton", "import triton.language as tl"]
+    if "libdevice." in body:
+        found.append("from triton.language.extra import libdevice")
+    if helpers:
+        found.append(f"from tilewright.runtime import {', '.join(helpers)}")
+    return found
+
+
+def _evaluated(e: Expr, sizes: dict[str, int]) -> int:
+    value = ix.value_of(substitute(e, {s: const(sizes[s.arg.name]) for s in syms(e)}))
+    assert value is not None
+    return value
+
+
+def _span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
+    return ix.add(1, *(ix.mul(ix.sub(n, 1), s) for n, s in zip(size, stride, strict=True)))
+
+
+def _rewritten(members: Sequence[Nest]) -> set[str]:
+    """Buffers whose contents change after something in the kernel has read or written them."""
+    touched: set[str] = set()
+    found: set[str] = set()
+    for m in members:
+        touched |= m.reads
+        found |= touched & m.writes
+        touched |= m.writes
+    return found
+
+
+__all__ = ["Config", "Kernel", "Param", "TritonKernel", "generate", "limits"]

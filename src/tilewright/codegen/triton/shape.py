@@ -1,0 +1,317 @@
+"""How a Triton kernel walks its group: the axes of its tile, and which loops each stands for.
+
+An axis is a number of loops walked as one: a program has a block of consecutive points of it.
+Parallel axes come from the group's shared loops, and each segment with loops of its own has an
+axis for them, either whole in one block (persistent) or block by block (looped).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads, var, walk
+from tilewright.ir.program import Nest, Program
+from tilewright.schedule.group import Group, hint, hint_product
+from tilewright.schedule.legality import accesses, all_loops
+from tilewright.schedule.loops import is_fold, rename, substitute_nest
+from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
+
+MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive at once
+SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
+
+
+@dataclass(frozen=True)
+class Axis:
+    name: str
+    loops: tuple[Expr, ...]  # outermost first
+    dim: int  # of the tile
+
+    @cached_property
+    def extent(self) -> Expr:
+        return ix.product(v.src[0] for v in self.loops)
+
+    @cached_property
+    def var(self) -> Expr:
+        """The one loop that stands for all of them."""
+        return self.loops[0] if len(self.loops) == 1 else var(f"{self.name}flat", self.extent)
+
+    def places(self) -> dict[Expr, Expr]:
+        """Each loop's variable in terms of `var`."""
+        found: dict[Expr, Expr] = {}
+        below: Expr = ix.ONE
+        for k, v in reversed(list(enumerate(self.loops))):
+            place = ix.floordiv(self.var, below)
+            found[v] = ix.mod(place, v.src[0]) if k else place
+            below = ix.mul(below, v.src[0])
+        return found
+
+    @property
+    def block(self) -> str:
+        return f"{self.name.upper()}BLOCK"
+
+    @property
+    def size(self) -> int | None:
+        return ix.value_of(self.extent)
+
+    @property
+    def likely(self) -> int:
+        return max(1, hint(self.extent))
+
+
+@dataclass
+class Shape:
+    """The axes, and the segments in order, each with the axis of its own loops."""
+
+    parallel: tuple[Axis, ...]
+    segments: list[tuple[Segment, Axis | None]]
+    rank: int
+    persistent: bool = True
+    members: list[Nest] = field(default_factory=list[Nest])
+
+    def flat(self) -> Shape:
+        """The same over one loop per axis; an index that walks all loops of one is affine again."""
+        mapping = {v: e for axis in self.axes for v, e in axis.places().items() if v is not e}
+        if not mapping:
+            return self
+
+        def swap(m: Nest) -> Nest:
+            return substitute_nest(m, mapping, m.loops, m.reduce)
+
+        segments = [(replace(s, members=[swap(m) for m in s.members]), a)
+                    for s, a in self.segments]  # fmt: skip
+        return replace(self, segments=segments, members=[m for s, _ in segments
+                                                         for m in s.members])  # fmt: skip
+
+    @property
+    def inner(self) -> list[Axis]:
+        return list(dict.fromkeys(axis for _, axis in self.segments if axis is not None))
+
+    @property
+    def axes(self) -> list[Axis]:
+        return [*self.parallel, *self.inner]
+
+    @property
+    def family(self) -> str:
+        if not self.inner:
+            return "poi"
+        return "per" if self.persistent else "red"
+
+
+def shape_of(program: Program, group: Group) -> Shape | str:
+    """The shape of a group's kernel, or why Triton cannot express it."""
+    if group.serial:
+        return "it runs loops in order inside the shared ones"
+    members, outer = _ordered(list(group.members), without_scan(group))
+    members, outer = merge_loops(members, outer)
+    segments = segments_of(members, outer)
+    for segment in segments:
+        if segment.loops and segment.reduce:
+            return "a fold has loops of its own inside the shared ones"
+        if segment.scans and len(segment.inner) != 1:
+            return "a scan has loops of its own beside the one it runs along"
+    placed = _inner_axes(segments)
+    members = [m for s, _ in placed for m in s.members]
+    if not any(axis for _, axis in placed):
+        parallel = _tiles(program, members, outer)
+        return Shape(parallel, placed, max(1, len(parallel)), members=members)
+    shape = Shape((Axis("x", outer, 0),), placed, 2, members=members)
+    shape.persistent = _fits(shape)
+    reason = "" if shape.persistent else _cannot_repeat(group, shape)
+    return reason or shape
+
+
+# ---- the order of loops
+
+
+def _strides(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
+    """A likely stride along each loop; where it is not affine, one that sorts it outside."""
+    found: dict[Expr, int] = {}
+    for v in loops:
+        stride = ix.coefficient(index, v)
+        if stride is None:
+            found[v] = 1 << 40 if v in free_vars(index) else 1 << 50
+        else:
+            found[v] = abs(hint(stride)) or 1 << 50
+    return found
+
+
+def _main_access(members: Sequence[Nest]) -> Expr | None:
+    """The index that decides the order of loops: a store that walks most, or a fold's load."""
+    best: tuple[int, Expr] | None = None
+    for m in members:
+        total = hint_product(v.src[0] for v in all_loops(m))
+        indices = [n.src[0] for n in loads(*m.exprs)] if m.reduce else [s.index for s in m.stores]
+        for index in indices:
+            walked = hint_product(v.src[0] for v in all_loops(m) if v in free_vars(index))
+            score = walked + total // 4
+            if best is None or score > best[0]:
+                best = score, index
+    return None if best is None else best[1]
+
+
+def _sorted(loops: tuple[Expr, ...], strides: dict[Expr, int]) -> tuple[Expr, ...]:
+    return tuple(sorted(loops, key=lambda v: -strides.get(v, 1 << 50)))
+
+
+def _ordered(members: list[Nest], outer: tuple[Expr, ...]
+             ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
+    """Loops from the longest stride to the shortest, so that the flat index walks memory."""
+    main = _main_access(members)
+    if main is None:
+        return members, outer
+    every = tuple(dict.fromkeys(v for m in members for v in all_loops(m)))
+    strides = _strides(main, every)
+    ordered: list[Nest] = []
+    for m in members:
+        if is_fold(m, "scan"):
+            ordered.append(m)
+            continue
+        own = _main_access([m])
+        mine = strides if own is None else {**_strides(own, all_loops(m)), **{
+            v: s for v, s in strides.items() if s < 1 << 40}}  # fmt: skip
+        ordered.append(replace(m, loops=_sorted(m.loops, mine), reduce=_sorted(m.reduce, mine)))
+    return ordered, _sorted(outer, strides)
+
+
+# ---- axes of segments
+
+
+def _inner_axes(segments: list[Segment]) -> list[tuple[Segment, Axis | None]]:
+    """An axis per distinct set of loops; loops that only differ in name become the same."""
+    axes: list[Axis] = []
+    placed: list[tuple[Segment, Axis | None]] = []
+    for segment in segments:
+        if not segment.inner:
+            placed.append((segment, None))
+            continue
+        found = next((a for a in axes if set(a.loops) == set(segment.inner)), None)
+        if found is None:
+            for axis in axes:
+                names = _matched(axis, segment, [m for s, _ in placed for m in s.members])
+                if names is not None:
+                    segment = Segment(tuple(names[v] for v in segment.loops),
+                                      tuple(names[v] for v in segment.reduce),
+                                      [rename(m, names) for m in segment.members])  # fmt: skip
+                    found = axis
+                    break
+        if found is None:
+            found = Axis(f"r{len(axes)}", segment.inner, 1)
+            axes.append(found)
+        placed.append((segment, found))
+    if len(axes) == 1:
+        only = Axis("r", axes[0].loops, 1)
+        placed = [(s, None if a is None else only) for s, a in placed]
+    return placed
+
+
+def _matched(axis: Axis, segment: Segment, earlier: Sequence[Nest]) -> dict[Expr, Expr] | None:
+    """The segment's loops by those of an axis, when a buffer both touch says which is which."""
+    if sorted(v.src[0].key for v in axis.loops) != sorted(v.src[0].key for v in segment.inner):
+        return None
+    for m in segment.members:
+        for other in earlier:
+            for buffer in sorted((m.reads | m.writes) & (other.reads | other.writes)):
+                names = _by_stride(axis, segment, next(accesses(other, buffer)),
+                                   next(accesses(m, buffer)))  # fmt: skip
+                if names is not None:
+                    return names
+    return None
+
+
+def _by_stride(axis: Axis, segment: Segment, theirs: Expr, mine: Expr) -> dict[Expr, Expr] | None:
+    names: dict[Expr, Expr] = {}
+    for v in segment.inner:
+        stride = ix.coefficient(mine, v)
+        if stride is None or stride is ix.ZERO:
+            return None
+        u = next((u for u in axis.loops if u.src[0] is v.src[0] and u not in names.values()
+                  and ix.coefficient(theirs, u) is stride), None)  # fmt: skip
+        if u is None:
+            return None
+        names[v] = u
+    return names
+
+
+def _fits(shape: Shape) -> bool:
+    """Whether every row stays in registers from its first use to its last."""
+    for axis in shape.inner:
+        if axis.size is None:
+            return False
+        folds = [s for s, a in shape.segments if a is axis]
+        alive = 1 if len(folds) == 1 and not folds[0].scans else 2
+        if axis.size * alive > MOST_KEPT:
+            return False
+    return True
+
+
+def _cannot_repeat(group: Group, shape: Shape) -> str:
+    """In a looped kernel a later segment computes local rows again: why it cannot."""
+    seen: set[str] = set()
+    rewritten: set[str] = set()
+    for m in shape.members:
+        rewritten |= seen & m.writes
+        seen |= m.reads | m.writes
+    axis_of = {m.name: axis for s, axis in shape.segments for m in s.members}
+    makers = {s.buffer: m for m in shape.members for s in m.stores}
+    for m in shape.members:
+        for buffer in m.reads & group.local:
+            maker = makers[buffer]
+            if axis_of[maker.name] is None or maker.reduce or maker is m:
+                continue
+            if axis_of[m.name] is not axis_of[maker.name]:
+                return f"{buffer} is needed in loops of another length"
+            if is_fold(maker, "scan") or maker.reads & rewritten:
+                return f"{buffer} cannot be computed twice"
+    return ""
+
+
+# ---- tiles of pointwise kernels
+
+
+def run_along(program: Program, members: Sequence[Nest], loops: Sequence[Expr]
+              ) -> dict[Expr, int]:  # fmt: skip
+    """For each loop, the bytes of the accesses that are contiguous along it."""
+    found: dict[Expr, int] = {}
+    for m in members:
+        indices = {(n.arg, n.src[0]) for n in loads(*m.exprs)}
+        indices |= {(s.buffer, s.index) for s in m.stores}
+        for buffer, index in indices:
+            used = [v for v in loops if v in free_vars(index)]
+            for v in used:
+                if ix.coefficient(index, v) is ix.ONE:
+                    size = hint_product(u.src[0] for u in used)
+                    found[v] = found.get(v, 0) + size * program.buffers[buffer].dtype.itemsize
+    return found
+
+
+def _tiles(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
+           ) -> tuple[Axis, ...]:  # fmt: skip
+    """One axis; or one per loop that memory runs along, where these differ between buffers."""
+    if len(outer) < 2:
+        return (Axis("x", outer, 0),)
+    last = outer[-1]
+    along = run_along(program, members, outer)
+    largest = max(along.values(), default=0)
+    turned = [v for v in outer[:-1] if along.get(v, 0) * 8 >= largest
+              and hint(v.src[0]) >= SHORTEST_TILE]  # fmt: skip
+    dynamic = any(ix.value_of(v.src[0]) is None for v in outer[1:])
+    if hint(last.src[0]) < SHORTEST_TILE or not (turned or (dynamic and hint(last.src[0]) >= 64)):
+        return (Axis("x", outer, 0),)
+    turned = sorted(turned, key=lambda v: -along[v])[:2]
+    if len(turned) < 2:
+        rest = [v for v in outer[:-1] if v not in turned]
+        return Axis("y", (*rest, *turned), 0), Axis("x", (last,), 1)
+    rest = [v for v in outer[:-1] if v not in turned]
+    return Axis("z", (*rest, turned[1]), 0), Axis("y", (turned[0],), 1), Axis("x", (last,), 2)
+
+
+def scatters(nest: Nest) -> bool:
+    """Whether its stores may meet, combine or stay away."""
+    return any(s.mode != "set" or s.mask is not None for s in nest.stores)
+
+
+def uses(members: Sequence[Nest], *ops: str) -> bool:
+    return any(n.op in ops for m in members for n in walk(*m.exprs))

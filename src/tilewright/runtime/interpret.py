@@ -1,0 +1,210 @@
+"""Generated Triton kernels on CPU tensors, in Triton's interpreter: for tests and for looking.
+
+Two things of the interpreter are replaced while a kernel runs: folds and scans, which it does
+element by element in Python, and rounding to bfloat16, which it does not carry into the exponent.
+"""
+
+# The interpreter has no types, and its parts have no public names.
+# pyright: reportAttributeAccessIssue=false, reportUnknownParameterType=false
+# pyright: reportMissingParameterType=false
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import linecache
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of `triton.jit`: the function itself."""
+    return fn
+
+
+class _Maths:
+    """`libdevice` by torch's functions of the same meaning."""
+
+    _NAMES: Mapping[str, Callable[..., torch.Tensor]] = {
+        "nearbyint": torch.round, "pow": torch.pow, "fmod": torch.fmod,
+    }  # fmt: skip
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        ref = self._NAMES.get(name) or getattr(torch, name)
+
+        def call(*args: Any) -> Any:
+            data = np.broadcast_arrays(*(a.handle.data for a in args))
+            result = ref(*(torch.from_numpy(np.ascontiguousarray(d)) for d in data)).numpy()
+            return _tensor(result, args[0].dtype)
+
+        return call
+
+
+libdevice = _Maths()
+
+
+def _tensor(data: Any, dtype: Any) -> Any:
+    kind = tl.block_type(dtype, list(data.shape)) if data.shape else dtype
+    return tl.core.tensor(interpreter.TensorHandle(data, dtype), kind)
+
+
+@functools.cache
+def helpers(name: str) -> ModuleType:
+    """A module of device functions as plain Python."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"{__package__}.{name}_interpreted", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- folds and scans over whole arrays
+
+
+def _halves(parts: Sequence[Any], axis: int, fn: Callable[..., Any]) -> list[Any]:
+    """Tensors folded along an axis in pairs, as the hardware does; their extent is a power of 2."""
+    arrays = [p.handle.data for p in parts]
+    dtypes = [p.dtype for p in parts]
+    while arrays[0].shape[axis] > 1:
+        middle = arrays[0].shape[axis] // 2
+        low, high = (
+            [
+                _tensor(np.take(a, range(*ends), axis), d)
+                for a, d in zip(arrays, dtypes, strict=True)
+            ]
+            for ends in ((0, middle), (middle, 2 * middle))
+        )
+        made = fn(*low, *high)
+        made = made if isinstance(made, tuple) else (made,)
+        arrays = [np.broadcast_to(m.handle.data, low[0].handle.data.shape) for m in made]
+    return arrays
+
+
+def _reduce(input: Any, axis: int | None, combine_fn: Any, keep_dims: bool = False,
+            **_: Any) -> Any:  # fmt: skip
+    parts = list(input) if isinstance(input, (tuple, list)) else [input]
+    fn = getattr(combine_fn, "fn", combine_fn)
+    shape = parts[0].handle.data.shape
+    if axis is None:
+        parts = [_tensor(p.handle.data.reshape(-1), p.dtype) for p in parts]
+    along = 0 if axis is None else int(axis)
+    folded = _halves(parts, along, fn)
+    results: list[Any] = []
+    for array, p in zip(folded, parts, strict=True):
+        if axis is None:
+            value = array.reshape([1] * len(shape)) if keep_dims else array.reshape(-1)
+            kind = tl.block_type(p.dtype, list(value.shape)) if keep_dims else p.dtype
+            results.append(tl.core.tensor(interpreter.TensorHandle(value, p.dtype), kind))
+        else:
+            results.append(_tensor(array if keep_dims else array.squeeze(along), p.dtype))
+    return tuple(results) if isinstance(input, (tuple, list)) else results[0]
+
+
+def _scan(input: Any, axis: int, combine_fn: Any, reverse: bool = False, **_: Any) -> Any:
+    parts = list(input) if isinstance(input, (tuple, list)) else [input]
+    fn = getattr(combine_fn, "fn", combine_fn)
+    order = slice(None, None, -1) if reverse else slice(None)
+    arrays = [np.moveaxis(p.handle.data, axis, 0)[order].copy() for p in parts]
+    dtypes = [p.dtype for p in parts]
+    step = 1
+    while step < arrays[0].shape[0]:
+        before = [_tensor(np.roll(a, step, 0), d) for a, d in zip(arrays, dtypes, strict=True)]
+        after = [_tensor(a.copy(), d) for a, d in zip(arrays, dtypes, strict=True)]
+        made = fn(*before, *after)
+        made = made if isinstance(made, tuple) else (made,)
+        for array, m in zip(arrays, made, strict=True):
+            array[step:] = m.handle.data[step:]
+        step *= 2
+    results = [_tensor(np.ascontiguousarray(np.moveaxis(a[order], 0, axis)), d)
+               for a, d in zip(arrays, dtypes, strict=True)]  # fmt: skip
+    return tuple(results) if isinstance(input, (tuple, list)) else results[0]
+
+
+def _to_bfloat16(src: Any) -> Any:
+    u = src.data.view(np.uint32)
+    rounded = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    bits = np.where(np.isnan(src.data), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    return interpreter.TensorHandle(bits, tl.bfloat16)
+
+
+@contextlib.contextmanager
+def _repaired() -> Generator[None]:
+    builder = interpreter.InterpreterBuilder
+    folds, cast = interpreter._patch_reduce_scan, builder.cast_impl
+
+    def patch(scope: Any) -> None:
+        for module in (tl, tl.core):
+            scope.set_attr(module, "reduce", _reduce)
+            scope.set_attr(module, "associative_scan", _scan)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if dst_type.scalar == tl.bfloat16 and src.dtype.scalar == tl.float32:
+            return _to_bfloat16(src)
+        return cast(self, src, dst_type)
+
+    interpreter._patch_reduce_scan = patch
+    builder.cast_impl = cast_impl
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        interpreter._patch_reduce_scan, builder.cast_impl = folds, cast
+
+
+class Interpreted:
+    """A kernel's text, callable with a number of programs, addresses and numbers.
+
+    `types` are its parameters' types as Triton names them; `blocks` its constexpr arguments.
+    """
+
+    def __init__(self, text: str, name: str, types: Sequence[str], blocks: Mapping[str, int]
+                 ) -> None:  # fmt: skip
+        file = f"<tilewright {name}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        namespace: dict[str, Any] = {"__name__": file}
+        exec(compile(text, file, "exec"), namespace)
+        kernel = namespace[name]
+        self._fn = interpreter.FunctionRewriter(getattr(kernel, "fn", kernel)).rewrite_ast()
+        self._types = [tl.str_to_ty(t, None) for t in types]
+        self._blocks = {name: tl.constexpr(size) for name, size in blocks.items()}
+        for module in ("tri", "tri_special"):
+            if module in namespace:
+                namespace[module] = helpers(module)
+        namespace["libdevice"] = libdevice
+
+    def __call__(self, programs: int, *args: int | float) -> None:
+        given = [_argument(a, t) for a, t in zip(args, self._types, strict=True)]
+        builder = interpreter.interpreter_builder
+        with _repaired():
+            scope = interpreter._patch_lang(self._fn)
+            try:
+                builder.set_grid_dim(programs, 1, 1)
+                for k in range(programs):
+                    builder.set_grid_idx(k, 0, 0)
+                    self._fn(*given, **self._blocks)
+            finally:
+                scope.restore()
+
+
+def _argument(value: int | float, kind: Any) -> Any:
+    if kind.is_ptr():
+        data = np.array([value], dtype=np.uint64)
+    elif kind.is_floating():
+        data = np.array([value], dtype=np.float64 if kind == tl.float64 else np.float32)
+    else:
+        data = np.array([value], dtype=np.int64 if kind == tl.int64 else np.int32)
+    return tl.tensor(interpreter.TensorHandle(data, kind), kind)
+
+
+__all__ = ["Interpreted", "helpers", "libdevice", "plain"]

@@ -1,0 +1,486 @@
+"""What generated Triton kernels call: device functions with torch's semantics.
+
+The file is loaded a second time, as plain Python, for kernels that run in Triton's interpreter
+(`runtime/interpret.py`): `jit` then leaves functions as they are, and `libdevice` is torch's maths.
+Functions take tensors of one shape (or shapes that broadcast) and any rank.
+"""
+
+# Triton compiles these functions from their text; they have no Python types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOptionalOperand=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = __name__.endswith("interpreted")
+
+if INTERPRETED:
+    from tilewright.runtime.interpret import libdevice
+    from tilewright.runtime.interpret import plain as jit
+else:
+    from triton.language.extra import libdevice
+
+    jit = triton.jit
+
+
+# ---- folds: how two partial results combine
+
+
+@jit
+def add(a, b):
+    return a + b
+
+
+@jit
+def mul(a, b):
+    return a * b
+
+
+@jit
+def maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def minimum(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def either(a, b):
+    return a | b
+
+
+@jit
+def both(a, b):
+    return a & b
+
+
+@jit
+def differ(a, b):
+    return a ^ b
+
+
+@jit
+def argmax(a, i, b, j):
+    """The first of the largest; a NaN is larger than any number."""
+    same = (a == b) | ((a != a) & (b != b))
+    first = (a > b) | ((a != a) & (b == b)) | (same & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@jit
+def argmin(a, i, b, j):
+    same = (a == b) | ((a != a) & (b != b))
+    first = (a < b) | ((a != a) & (b == b)) | (same & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@jit
+def welford(mean, m2, n, mean_b, m2_b, n_b):
+    """Two sets' means, squared deviations and sizes as one's; an empty set changes nothing."""
+    total = n + n_b
+    share = tl.where(total == 0, 0.0, n_b / total)
+    apart = mean_b - mean
+    return mean + apart * share, m2 + m2_b + apart * apart * n * share, total
+
+
+@jit
+def softmax(m, s, m_b, s_b):
+    """Two sets' largest values and sums of exponentials relative to them."""
+    top = maximum(m, m_b)
+    # of two empty sets, or beyond a largest value that is infinite, nothing is left to scale
+    here = tl.where(m == top, 1.0, exp(m - top))
+    there = tl.where(m_b == top, 1.0, exp(m_b - top))
+    return top, s * here + s_b * there
+
+
+# ---- running folds
+
+
+@jit
+def later_max(a, i, b, j):
+    """The largest so far and its last place; a NaN stays."""
+    take = (b >= a) | (b != b)
+    return tl.where(take, b, a), tl.where(take, j, i)
+
+
+@jit
+def later_min(a, i, b, j):
+    take = (b <= a) | (b != b)
+    return tl.where(take, b, a), tl.where(take, j, i)
+
+
+@jit
+def last_max(a, i, b, j):
+    """The same of sets in any order."""
+    take = (b > a) | ((b != b) & (a == a)) | (((b == a) | ((b != b) & (a != a))) & (j > i))
+    return tl.where(take, b, a), tl.where(take, j, i)
+
+
+@jit
+def last_min(a, i, b, j):
+    take = (b < a) | ((b != b) & (a == a)) | (((b == a) | ((b != b) & (a != a))) & (j > i))
+    return tl.where(take, b, a), tl.where(take, j, i)
+
+
+@jit
+def logaddexp(a, b):
+    top = maximum(a, b)
+    low = minimum(a, b)
+    infinite = (top == low) & (tl.abs(top) == float("inf"))
+    return tl.where(infinite, top, top + libdevice.log1p(exp(low - top)))
+
+
+# ---- elementary functions
+
+
+@jit
+def exp(x):
+    return libdevice.exp(x)
+
+
+@jit
+def sigmoid(x):
+    return 1.0 / (1.0 + exp(-x))
+
+
+@jit
+def div(a, b):
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b
+
+
+@jit
+def sqrt(x):
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@jit
+def signbit(x):
+    if x.dtype == tl.float64:
+        return x.to(tl.int64, bitcast=True) < 0
+    else:
+        return x.to(tl.int32, bitcast=True) < 0
+
+
+# ---- division
+
+
+@jit
+def mod(a, b):
+    """The remainder with the divisor's sign."""
+    r = libdevice.fmod(a, b)
+    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)
+
+
+@jit
+def floordiv(a, b):
+    """As torch: from the exact remainder, so that (a // b) * b + a % b stays near a."""
+    r = libdevice.fmod(a, b)
+    q = div(a - r, b)
+    q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1.0, q)
+    f = tl.floor(q)
+    f = tl.where(q - f > 0.5, f + 1.0, f)
+    exact = div(a, b)
+    f = tl.where(q == 0, libdevice.copysign(f * 0.0, exact), f)
+    return tl.where(b == 0, exact, f)
+
+
+@jit
+def int_truncdiv(a, b):
+    """Nothing traps: dividing by zero gives zero."""
+    d = tl.where(b == 0, 1, b).to(a.dtype)
+    return tl.where(b == 0, 0, a // d).to(a.dtype)
+
+
+@jit
+def int_fmod(a, b):
+    d = tl.where(b == 0, 1, b).to(a.dtype)
+    return (a % d).to(a.dtype)
+
+
+@jit
+def int_mod(a, b):
+    r = int_fmod(a, b)
+    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r).to(a.dtype)
+
+
+@jit
+def int_floordiv(a, b):
+    d = tl.where(b == 0, 1, b).to(a.dtype)
+    q = (a // d).to(a.dtype)
+    r = (a % d).to(a.dtype)
+    q = tl.where((r != 0) & ((d < 0) != (r < 0)), q - 1, q)
+    return tl.where(b == 0, 0, q).to(a.dtype)
+
+
+# ---- integers
+
+
+@jit
+def any_of(condition):
+    """Whether it holds anywhere in the tile: a scalar, to loop on."""
+    return tl.reduce(condition.to(tl.int32), None, either) != 0
+
+
+@jit
+def int_pow(a, b):
+    """By squaring, wrapping. Of negative powers only those of 1 and -1 are whole."""
+    a, b = tl.broadcast(a, b)
+    odd = (b & 1) != 0
+    one = tl.full(a.shape, 1, a.dtype)
+    minus = (a + 1) == 0
+    reciprocal = tl.where(minus, tl.where(odd, a, one), tl.where(a == 1, one, one - one))
+    negative = b < 0
+    e = tl.where(negative, 0, b).to(a.dtype)
+    result = one
+    base = a
+    while any_of(e != 0):
+        result = tl.where((e & 1) != 0, result * base, result).to(a.dtype)
+        base = (base * base).to(a.dtype)
+        e = (e >> 1).to(a.dtype)
+    return tl.where(negative, reciprocal, result).to(a.dtype)
+
+
+@jit
+def gcd(a, b):
+    """Euclid's; never negative, and zero only of two zeros."""
+    a, b = tl.broadcast(tl.abs(a), tl.abs(b))
+    a = a.to(b.dtype)
+    while any_of(b != 0):
+        d = tl.where(b == 0, 1, b).to(a.dtype)
+        r = tl.where(b == 0, 0, a % d).to(a.dtype)
+        a = tl.where(b == 0, a, b).to(a.dtype)
+        b = r
+    return a
+
+
+@jit
+def shl(a, b):
+    """Shifted by its width or more, nothing is left."""
+    bits: tl.constexpr = a.dtype.primitive_bitwidth
+    outside = (b < 0) | (b >= bits)
+    return tl.where(outside, 0, a << tl.where(outside, 0, b).to(a.dtype)).to(a.dtype)
+
+
+@jit
+def shr(a, b):
+    """Shifted by its width or more, only the sign is left."""
+    bits: tl.constexpr = a.dtype.primitive_bitwidth
+    outside = (b < 0) | (b >= bits)
+    gone = tl.where(a < 0, -1, 0).to(a.dtype)
+    return tl.where(outside, gone, a >> tl.where(outside, 0, b).to(a.dtype)).to(a.dtype)
+
+
+# ---- indices
+
+
+@jit
+def index_floordiv(a, b):
+    """Floored, where the dividend may be negative."""
+    q = a // b
+    return tl.where(q * b > a, q - 1, q)
+
+
+@jit
+def index_mod(a, b):
+    r = a % b
+    return tl.where(r < 0, r + b, r)
+
+
+@jit
+def report(err, bad, code: tl.constexpr):
+    """Set the error flag where a position is bad."""
+    at = err + tl.where(bad, 0, 0)
+    tl.atomic_or(at, code, mask=bad, sem="relaxed")
+
+
+# ---- eight-bit floats, as the bytes that are in memory
+
+
+@jit
+def from_fp8(x, man: tl.constexpr, bias: tl.constexpr, inf: tl.constexpr, nan: tl.constexpr,
+             uz: tl.constexpr):  # fmt: skip
+    """A byte as the number it stands for; `inf` and `nan` are codes, -1 for none."""
+    shift: tl.constexpr = 23 - man
+    u = x.to(tl.int32)
+    magnitude = u & 0x7F
+    sign = (u & 0x80) << 24
+    body = magnitude << shift
+    normal = body + ((127 - bias) << 23)
+    unit: tl.constexpr = (128 - bias) << 23
+    whole = (body + unit).to(tl.float32, bitcast=True)
+    one = (body * 0 + unit).to(tl.float32, bitcast=True)
+    tiny = (whole - one).to(tl.int32, bitcast=True)
+    bits = tl.where(magnitude < (1 << man), tiny, normal)
+    if uz:
+        bits = tl.where(u == 0x80, 0x7FC00000, bits | sign)
+    else:
+        bits = tl.where(magnitude == inf, 0x7F800000, bits)
+        bits = tl.where(magnitude >= nan, 0x7FC00000, bits) | sign
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def to_fp8(x, man: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, beyond: tl.constexpr,
+           uz: tl.constexpr):  # fmt: skip
+    """Rounded to nearest, ties to even; `beyond` is the code of what is too large."""
+    shift: tl.constexpr = 23 - man
+    u = x.to(tl.int32, bitcast=True)
+    a = u & 0x7FFFFFFF
+    sign = (u >> 24) & 0x80
+    smallest: tl.constexpr = (128 - bias) << 23
+    normal = (a - ((127 - bias) << 23) + ((1 << (shift - 1)) - 1) + ((a >> shift) & 1)) >> shift
+    anchor: tl.constexpr = smallest + (shift << 23)
+    unit = (a * 0 + anchor).to(tl.float32, bitcast=True)
+    tiny = (a.to(tl.float32, bitcast=True) + unit).to(tl.int32, bitcast=True) - anchor
+    r = tl.where(a < smallest, tiny, normal)
+    r = tl.where(r > largest, beyond, r)
+    r = tl.where(a >= (160 << 23), beyond, r)
+    r = tl.where(a > 0x7F800000, 0x80 if uz else 0x7F, r)
+    if uz:
+        r = tl.where((r == 0) | (r == 0x80), r, r | sign)
+    else:
+        r = r | sign
+    return r.to(tl.uint8)
+
+
+# ---- random numbers: Philox4x32-10, the same as the C++ and the torch one
+
+
+@jit
+def philox(seed, offset):
+    """The first two words at this place of the stream of this seed, as uint32 in uint64."""
+    low: tl.constexpr = 0xFFFFFFFF
+    o = offset.to(tl.uint64)
+    s = seed.to(tl.uint64)
+    a = o & low
+    b = (o >> 32) & low
+    c = a * 0
+    d = a * 0
+    k0 = s & low
+    k1 = (s >> 32) & low
+    for _ in tl.static_range(10):
+        pa = a * 0xD2511F53
+        pc = c * 0xCD9E8D57
+        a = (pc >> 32) ^ b ^ k0
+        b = pc & low
+        c = (pa >> 32) ^ d ^ k1
+        d = pa & low
+        k0 = (k0 + 0x9E3779B9) & low
+        k1 = (k1 + 0xBB67AE85) & low
+    return a, b
+
+
+@jit
+def rand(seed, offset):
+    """Uniform on [0, 1): 24 random bits."""
+    a, _ = philox(seed, offset)
+    return (a >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@jit
+def rand64(seed, offset):
+    """Uniform on [0, 1): 53 random bits."""
+    a, b = philox(seed, offset)
+    high = (a >> 5).to(tl.int64).to(tl.float64) * 67108864.0
+    return (high + (b >> 6).to(tl.int64).to(tl.float64)) * 1.1102230246251565e-16
+
+
+@jit
+def randn(seed, offset):
+    """Standard normal, by Box and Muller."""
+    a, b = philox(seed, offset)
+    u = tl.fma((a >> 1).to(tl.int32).to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)
+    angle = (b >> 8).to(tl.int32).to(tl.float32) * 3.7450704e-07
+    return tl.sqrt(-2.0 * libdevice.log(u)) * libdevice.cos(angle)
+
+
+@jit
+def randint(seed, offset, low, high):
+    """Uniform in [low, high): the high half of a 64 by 64 bit product."""
+    word: tl.constexpr = 0xFFFFFFFF
+    r0, r1 = philox(seed, offset)
+    span = high.to(tl.uint64) - low.to(tl.uint64)
+    g0 = span & word
+    g1 = span >> 32
+    middle = r1 * g0 + ((r0 * g0) >> 32)
+    rest = r0 * g1 + (middle & word)
+    top = r1 * g1 + (middle >> 32) + (rest >> 32)
+    return (low.to(tl.uint64) + top).to(tl.int64)
+
+
+# ---- combining with memory, where the hardware has no instruction for it
+
+
+@jit
+def combined(old, new, mode: tl.constexpr):
+    """Small floats are combined as float and rounded when stored."""
+    if mode == "add_bool" or mode == "max_bool":
+        return old | new
+    elif mode == "mul_bool" or mode == "min_bool":
+        return old & new
+    else:
+        small = (old.dtype == tl.float16) | (old.dtype == tl.bfloat16)
+        a = old.to(tl.float32) if small else old
+        b = new.to(tl.float32) if small else new
+        if mode == "add":
+            r = a + b
+        elif mode == "mul":
+            r = a * b
+        elif mode == "min":
+            r = minimum(a, b)
+        else:
+            r = maximum(a, b)
+        return r.to(old.dtype)
+
+
+@jit
+def exchange_words(p, place, value, held, mode: tl.constexpr):
+    """`p[place] = combined(p[place], value)` where `held`, for elements of 2, 4 or 8 bytes."""
+    bits: tl.constexpr = value.dtype.primitive_bitwidth
+    kind: tl.constexpr = tl.int64 if bits == 64 else (tl.int32 if bits == 32 else tl.int16)
+    at = p + tl.where(held, place, 0)
+    words = at.to(tl.pointer_type(kind), bitcast=True)
+    seen = tl.load(at, held, other=0).to(kind, bitcast=True)
+    waiting = held
+    while any_of(waiting):
+        old = seen.to(value.dtype, bitcast=True)
+        new = combined(old, value, mode).to(kind, bitcast=True)
+        # who is done, or has nothing to do, exchanges what is there with itself
+        found = tl.atomic_cas(words, seen, tl.where(waiting, new, seen), sem="relaxed")
+        waiting = waiting & (found != seen)
+        seen = found
+
+
+@jit
+def exchange_bytes(p, place, value, held, mode: tl.constexpr):
+    """The same for single bytes, each inside its aligned word."""
+    at = (p + tl.where(held, place, 0)).to(tl.int64)
+    shift = ((at & 3) * 8).to(tl.int32)
+    words = (at & -4).to(tl.pointer_type(tl.int32))
+    seen = tl.load(words, held, other=0)
+    waiting = held
+    while any_of(waiting):
+        byte = (seen >> shift) & 0xFF
+        old = (byte != 0) if value.dtype == tl.int1 else byte.to(value.dtype)
+        new = combined(old, value, mode).to(tl.int32) & 0xFF
+        word = (seen & ~(0xFF << shift)) | (new << shift)
+        found = tl.atomic_cas(words, seen, tl.where(waiting, word, seen), sem="relaxed")
+        waiting = waiting & (found != seen)
+        seen = found

@@ -1,0 +1,97 @@
+"""Run a function through the compiler with Triton kernels, in Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tilewright.codegen.triton.kernel import TritonKernel, generate, limits
+from tilewright.graph import decompositions
+from tilewright.graph.simplify import simplify
+from tilewright.host.artifact import locations
+from tilewright.host.program import KernelCall, assemble
+from tilewright.ir.program import Program
+from tilewright.ir.verify import verify
+from tilewright.lower.graph import lower
+from tilewright.runtime.interpret import Interpreted
+from tilewright.schedule.plan import schedule
+from tilewright.target import Target
+
+TARGET = Target("sm_90")
+
+
+class Interpreter:
+    """A torch.compile backend; `kernels` are those it made, in order."""
+
+    def __init__(self, config: int = 0) -> None:
+        self.kernels: list[TritonKernel] = []
+        self._config = config
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        with decompositions.keep_whole():
+            return aot_autograd(
+                fw_compiler=self._compile, bw_compiler=self._compile,
+                inference_compiler=self._compile, decompositions=decompositions.table(),
+                partition_fn=min_cut_rematerialization_partition,
+                keep_inference_input_mutations=True,
+            )(gm, inputs)  # fmt: skip
+
+    def _compile(self, gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        with _disable_current_modes():
+            simplify(gm)
+            return executable(lower(gm), gm, self.kernels, self._config)
+
+
+def executable(program: Program, gm: torch.fx.GraphModule | None = None,
+               made: list[TritonKernel] | None = None, config: int = 0
+               ) -> Callable[[list[Any]], Any]:  # fmt: skip
+    """Every stage after lowering; the kernels are appended to `made`."""
+    verify(program)
+    plan = schedule(program)
+    calls: list[KernelCall | None] = []
+    functions: dict[str, Callable[..., None]] = {}
+    for k, step in enumerate(plan.steps):
+        if step.group.call is not None:
+            calls.append(None)
+            continue
+        reason = limits(program, step.group, TARGET)
+        assert not reason, reason
+        kernel = generate(program, step.group, TARGET, str(k))
+        args = tuple((p.kind, p.name) for p in kernel.params)
+        calls.append(KernelCall(kernel.name, args, kernel.checked))
+        functions[kernel.name] = _runner(kernel, config)
+        if made is not None:
+            made.append(kernel)
+    gm = gm or torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+    return assemble(program, plan.steps, calls).load(functions, gm, locations(gm))
+
+
+def _runner(kernel: TritonKernel, which: int) -> Callable[..., None]:
+    config = kernel.configs[min(which, len(kernel.configs) - 1)]
+    types = [t for _, t in kernel.arguments]
+    run = Interpreted(kernel.text, kernel.name, types, config.kwargs)
+    names = [p.name for p in kernel.params]
+
+    def call(*args: int | float) -> None:
+        sizes = {n: a for n, a, p in zip(names, args, kernel.params, strict=False)
+                 if p.kind == "int"}  # fmt: skip
+        run(kernel.programs(sizes, config), *args)  # type: ignore[arg-type]
+
+    return call
+
+
+def check(fn: Callable[..., Any], *args: Any, dynamic: bool | None = False, config: int = 0,
+          **tolerance: float) -> list[TritonKernel]:  # fmt: skip
+    """`fn` in the interpreter gives what eager gives; returns the kernels."""
+    torch._dynamo.reset()
+    backend = Interpreter(config)
+    expected = fn(*pytree.tree_map_only(torch.Tensor, torch.clone, args))
+    actual = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+    torch.testing.assert_close(actual, expected, equal_nan=True, **tolerance)
+    return backend.kernels
