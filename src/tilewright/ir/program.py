@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -93,17 +94,27 @@ class Nest:
     stores: tuple[Store, ...]
     origin: Origin
 
-    @property
+    @cached_property
     def exprs(self) -> tuple[Expr, ...]:
         return tuple(e for store in self.stores for e in store.exprs)
 
-    @property
-    def reads(self) -> set[str]:
-        return {node.arg for node in loads(*self.exprs)}
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        return frozenset(node.arg for node in loads(*self.exprs))
 
-    @property
-    def writes(self) -> set[str]:
-        return {store.buffer for store in self.stores}
+    @cached_property
+    def writes(self) -> frozenset[str]:
+        return frozenset(store.buffer for store in self.stores)
+
+    @cached_property
+    def indices(self) -> dict[str, tuple[Expr, ...]]:
+        """Every index at which each buffer is touched, stores first."""
+        found: dict[str, dict[Expr, None]] = {}
+        for store in self.stores:
+            found.setdefault(store.buffer, {})[store.index] = None
+        for node in loads(*self.exprs):
+            found.setdefault(node.arg, {})[node.src[0]] = None
+        return {b: tuple(indices) for b, indices in found.items()}
 
     @property
     def symbols(self) -> set[Expr]:
@@ -131,13 +142,14 @@ class Opaque:
     single: bool = True  # the result is one tensor, not a tuple
     aliases: bool = False  # a result may share memory with an operand
 
-    @property
-    def reads(self) -> set[str]:
-        return {leaf.buffer for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, View)}
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        return frozenset(leaf.buffer for leaf in leaves((self.args, self.kwargs))
+                         if isinstance(leaf, View))  # fmt: skip
 
-    @property
-    def writes(self) -> set[str]:
-        return {r for r in self.results if r is not None} | set(self.mutates)
+    @cached_property
+    def writes(self) -> frozenset[str]:
+        return frozenset((*(r for r in self.results if r is not None), *self.mutates))
 
     @property
     def symbols(self) -> set[Expr]:

@@ -1,8 +1,13 @@
 """Scheduling: a `Program` becomes ordered fusion groups and a memory plan.
 
 - `loops.py`    transformations of one nest: rename, split and merge loops, drop dead nests
-- `legality.py` pure: may this nest join that group? yes with the aligned nest, or a reason
-- `group.py`    the fusion group, and grouping by shared traffic
+- `access.py`   how nodes touch buffers: strides, what is touched, what can never meet
+- `depend.py`   which nodes wait for which
+- `order.py`    an order of groups that stays right while groups are joined
+- `cost.py`     the bytes a group moves, and what joining two saves
+- `legality.py` pure: may these two groups be one kernel? yes with the joint group, or a reason
+- `limits.py`   what a processor asks of a group beyond being right
+- `group.py`    the fusion group, and the search for the grouping that moves the fewest bytes
 - `segments.py` inside a group: which members share a loop
 - `memory.py`   lifetimes: what is allocated, reused, written in place, freed
 - `traffic.py`  bytes moved, under the compatible counting contract and honestly

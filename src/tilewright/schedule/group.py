@@ -1,20 +1,34 @@
-"""Fusion groups, and how nests are gathered into them."""
+"""Fusion groups, and the search for the grouping that moves the fewest bytes.
+
+Every node starts as a group of its own. Of all pairs of groups that touch a common buffer, the one
+whose joining saves the most bytes is joined first, if it is legal; what a pair saves is weighed
+anew when either has grown. Each pair is tried a bounded number of times and each buffer links a
+bounded number of neighbours, so the effort grows with the number of nodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch._ops import OpOverload
 
 from tilewright import config
-from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
-from tilewright.ir.program import Buffer, Handle, Nest, Node, Opaque, Program, leaves
+from tilewright.ir.program import Nest, Node, Opaque, Program, View
+from tilewright.schedule.cost import Footprint, Prices, footprint
+from tilewright.schedule.depend import dependences
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
+from tilewright.schedule.limits import unsuited
+from tilewright.schedule.order import Gap, Order
+from tilewright.schedule.sizes import hint, hint_bytes, hint_product, work
+from tilewright.target import Target
 
-LONGEST_ROW = 4096  # elements; what pointwise members may have to themselves inside a group
+NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either side
+MOST_TRIES = 3  # of one pair of groups
+LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
 
 @dataclass
@@ -31,7 +45,6 @@ class Group:
     serial: tuple[Expr, ...] = ()
     call: Opaque | None = None
     local: frozenset[str] = frozenset()
-    ancestors: int = 0  # a bit per earlier group this one depends on, also through others
     refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
 
     @property
@@ -47,145 +60,163 @@ class Group:
         return {b for node in self.nodes for b in node.writes}
 
 
-class Grouping:
-    """Takes nodes in program order; each joins the group with which it shares most, or none."""
+def grouped(program: Program, nodes: Sequence[Node]) -> list[Group]:
+    """The nodes as fusion groups, in an order that respects their dependences."""
+    search = Search(program, nodes)
+    search.run()
+    return search.groups()
 
-    def __init__(self, program: Program) -> None:
-        self.buffers = program.buffers
-        self.groups: list[Group] = []
-        self._writer: dict[str, int] = {}
-        self._users: dict[str, list[int]] = {}
-        self._binder: dict[str, int] = {}  # which call makes a symbol or a handle known
-        self._effect: int | None = None  # the last call whose order matters
 
-    def add(self, node: Node) -> None:
-        depends = self._dependences(node)
-        refused: dict[str, str] = {}
-        if isinstance(node, Nest) and not is_alone(node):
-            for k in self._candidates(node):
-                if any(self.groups[d].ancestors >> k & 1 for d in depends if d != k):
-                    continue
-                fit = self._fit(self.groups[k], node)
-                if isinstance(fit, Fit):
-                    self._join(k, fit, depends)
-                    return
-                refused[self.groups[k].nodes[0].name] = fit.reason
-        group = Group((node,), node.loops) if isinstance(node, Nest) else Group(call=node)
-        group.refused = refused
-        self.groups.append(group)
-        self._note(len(self.groups) - 1, node, depends)
+class Search:
+    """Groups by number; a joined group keeps the number of one of its two parts."""
 
-    def _dependences(self, node: Node) -> set[int]:
-        found = {self._writer[b] for b in node.reads | node.writes if b in self._writer}
-        for b in node.writes:
-            found.update(self._users.get(b, ()))
-        names = [s.arg.name for s in node.symbols]
-        if isinstance(node, Opaque):
-            names += [h.name for h in leaves((node.args, node.kwargs)) if isinstance(h, Handle)]
-            if has_effects(node) and self._effect is not None:
-                found.add(self._effect)
-        found.update(self._binder[name] for name in names if name in self._binder)
-        return found
+    def __init__(self, program: Program, nodes: Sequence[Node]) -> None:
+        self.nodes = nodes
+        self.position = {node.name: k for k, node in enumerate(nodes)}
+        self.order = Order(dependences(nodes))
+        self.shape: dict[int, Fit] = {k: Fit((n,), n.loops) for k, n in enumerate(nodes)
+                                      if isinstance(n, Nest) and not is_alone(n)}  # fmt: skip
+        self.touch: list[Footprint] = [footprint(n, k, program.buffers)
+                                       for k, n in enumerate(nodes)]  # fmt: skip
+        visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+        total = Counter(b for touch in self.touch for b in touch)
+        self.prices = Prices(program.buffers, visible, total)
+        self.device = [_device(program, node) for node in nodes]
+        self.targets: dict[torch.device, Target] = {}
+        self.parts: dict[int, list[int]] = {k: [k] for k in range(len(nodes))}
+        self.near: dict[int, set[int]] = {k: set() for k in self.shape}
+        self.version = [0] * len(nodes)
+        self.tries: Counter[tuple[int, int]] = Counter()
+        self.refused: dict[tuple[int, int], str] = {}
+        self.heap: list[tuple[int, int, int, int, int, int]] = []
 
-    def _candidates(self, node: Nest) -> list[int]:
-        """Groups sharing a buffer, most shared bytes first."""
-        shared: dict[int, float] = {}
-        for b in node.reads | node.writes:
-            for k in dict.fromkeys(self._users.get(b, [])[-8:]):
-                group = self.groups[k]
-                if group.call is None and not is_alone(group.members[0]):
-                    shared[k] = shared.get(k, 0) + hint_bytes(self.buffers[b])
-        return sorted(shared, key=lambda k: (-shared[k], -k))[:6]
+    # ---- pairs
 
-    def _fit(self, group: Group, node: Nest) -> Fit | Misfit:
-        if len(group.members) >= config.max_fusion_size:
+    def run(self) -> None:
+        self._link()
+        for a in sorted(self.near):
+            for b in sorted(self.near[a]):
+                if a < b:
+                    self._weigh(a, b)
+        while self.heap:
+            _, _, a, b, version_a, version_b = heapq.heappop(self.heap)
+            if (version_a, version_b) == (self.version[a], self.version[b]):
+                self._try(a, b)
+
+    def _link(self) -> None:
+        """Users of a common buffer are neighbours: each with the next few, all with the writer."""
+        users: dict[str, list[int]] = {}
+        for k in self.shape:
+            for b in self.touch[k]:
+                users.setdefault(b, []).append(k)
+        for b, ks in users.items():
+            writers = [k for k in ks if self.touch[k][b].writes][:NEIGHBOURS]
+            for i, k in enumerate(ks):
+                for other in (*ks[i + 1 : i + 1 + NEIGHBOURS], *writers):
+                    if other != k:
+                        self.near[k].add(other)
+                        self.near[other].add(k)
+
+    def _weigh(self, a: int, b: int) -> None:
+        if self.tries[_pair(a, b)] >= MOST_TRIES or self.device[a] != self.device[b]:
+            return
+        saved = self.prices.saving(self.touch[a], self.touch[b])
+        if saved > 0:
+            a, b = _pair(a, b)
+            apart = abs(self.order.rank[a] - self.order.rank[b])
+            entry = (-saved, apart, a, b, self.version[a], self.version[b])
+            heapq.heappush(self.heap, entry)
+
+    def _try(self, a: int, b: int) -> None:
+        if a not in self.shape or b not in self.shape:
+            return
+        self.tries[a, b] += 1
+        gap = self.order.between(a, b)
+        found = Misfit(gap) if isinstance(gap, str) else self._fit(a, b)
+        if isinstance(found, Misfit) or isinstance(gap, str):
+            assert isinstance(found, Misfit)
+            self.refused[a, b] = found.reason
+        else:
+            self._join(a, b, found, gap)
+
+    def _fit(self, a: int, b: int) -> Fit | Misfit:
+        """The two groups as one kernel, or why not."""
+        left, right = self.shape[a], self.shape[b]
+        if len(left.members) < len(right.members):
+            left, right = right, left  # the smaller is brought into the loops of the larger
+        if len(left.members) + len(right.members) > config.max_fusion_size:
             return Misfit("the group is full")
-        fit = align(group.members, group.outer, node)
-        if not isinstance(fit, Fit):
+        fit = align(left, right, self.position)
+        if isinstance(fit, Misfit):
             return fit
-        lanes = hint_product(v.src[0] for v in fit.outer)
-        if lanes < 16 and (_serial(fit.members[-1]) or _serial(group.members[0])):
-            return Misfit("too few shared iterations to run in parallel")
-        if not any(m.reduce for m in fit.members) and _left_inside(fit) > LONGEST_ROW:
-            return Misfit("the loops left to the members are too long to keep their values near")
-        return fit
+        reason = self._share_too_little(a, b, fit) or unsuited(fit, self._target(a))
+        return Misfit(reason) if reason else fit
 
-    def _join(self, k: int, fit: Fit, depends: set[int]) -> None:
-        group = self.groups[k]
-        group.members, group.outer = fit.members, fit.outer
-        self._note(k, fit.members[-1], depends - {k})
+    def _share_too_little(self, a: int, b: int, fit: Fit) -> str:
+        """Independent kernels over different loops gain nothing from a small common operand."""
+        if b in self.order.feeds[a] or a in self.order.feeds[b]:
+            return ""
+        if all(len(m.loops) + len(m.reduce) == len(fit.outer) for m in fit.members):
+            return ""
+        saved = self.prices.saving(self.touch[a], self.touch[b])
+        least = min(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
+        return "they have too little in common" if saved * LEAST_SHARE < least else ""
 
-    def _note(self, k: int, node: Node, depends: set[int]) -> None:
-        group = self.groups[k]
-        gained = 0
-        for d in depends:
-            gained |= 1 << d | self.groups[d].ancestors
-        group.ancestors |= gained
-        if gained:
-            for other in self.groups:
-                if other.ancestors >> k & 1:
-                    other.ancestors |= gained
-        for b in node.writes:
-            self._writer[b] = k
-        for b in node.reads | node.writes:
-            self._users.setdefault(b, []).append(k)
-        if isinstance(node, Opaque):
-            self._binder.update({name: k for name, _ in node.binds})
-            self._binder.update({f"{node.name}_r{i}": k for i in range(max(len(node.results), 1))})
-            if has_effects(node):
-                self._effect = k
+    def _target(self, k: int) -> Target:
+        device = self.device[k]
+        if device not in self.targets:
+            self.targets[device] = Target.of(device)
+        return self.targets[device]
 
-    def ordered(self) -> list[Group]:
-        """The groups in an order that respects their dependences, near the program's own."""
-        done = 0
-        result: list[Group] = []
-        waiting = list(enumerate(self.groups))
-        while waiting:
-            rest: list[tuple[int, Group]] = []
-            for k, group in waiting:
-                if group.ancestors & ~done:
-                    rest.append((k, group))
-                else:
-                    done |= 1 << k
-                    result.append(group)
-            assert len(rest) < len(waiting), "fusion made a cycle"
-            waiting = rest
-        return result
+    def _join(self, a: int, b: int, fit: Fit, gap: Gap) -> None:
+        if len(self.near[a]) < len(self.near[b]):
+            a, b = b, a
+        self.order.join(a, b, gap)
+        self.shape[a] = fit
+        del self.shape[b]
+        self.touch[a] = self.prices.join(self.touch[a], self.touch[b])
+        self.touch[b] = {}
+        self.parts[a] += self.parts.pop(b)
+        self.version[a] += 1
+        self.version[b] += 1
+        for other in self.near.pop(b):
+            if other != a:
+                self.near[other].discard(b)
+                self.near[other].add(a)
+                self.near[a].add(other)
+        self.near[a].discard(b)
+        for other in sorted(self.near[a]):
+            self._weigh(a, other)
 
+    # ---- the result
 
-def _left_inside(fit: Fit) -> int:
-    """Iterations of the longest member inside one point of the shared loops."""
-    return max(hint_product(v.src[0] for v in m.loops if v not in fit.outer) for m in fit.members)
-
-
-def _serial(nest: Nest) -> bool:
-    """Whether running the nest's own loops on one thread would hurt. A fold does not mind."""
-    return not nest.reduce and work(nest) > 4096
-
-
-def has_effects(call: Opaque) -> bool:
-    """Whether a call must keep its place among others: it checks, draws random numbers, mutates,
-    or is code we know nothing of."""
-    if not isinstance(call.target, OpOverload) or not call.results or call.mutates:
-        return True
-    return torch.Tag.nondeterministic_seeded in call.target.tags
+    def groups(self) -> list[Group]:
+        made: dict[int, Group] = {}
+        for k in self.parts:
+            node = self.nodes[k]
+            fit = self.shape.get(k)
+            if fit is not None:
+                made[k] = Group(fit.members, fit.outer)
+            else:
+                made[k] = (Group((node,), node.loops) if isinstance(node, Nest)
+                           else Group(call=node))  # fmt: skip
+        home = {part: k for k, parts in self.parts.items() for part in parts}
+        for (a, b), reason in self.refused.items():
+            one, other = made[home[a]], made[home[b]]
+            if one is not other:
+                one.refused[other.nodes[0].name] = reason
+        return [made[k] for k in sorted(made, key=self.order.rank.__getitem__)]
 
 
-def hint(e: Expr) -> int:
-    """A likely value of a size: its literal, or the sizes the graph was traced with."""
-    return max(ix.likely(e), 0)
+def _pair(a: int, b: int) -> tuple[int, int]:
+    return (a, b) if a < b else (b, a)
 
 
-def hint_product(sizes: Iterable[Expr]) -> int:
-    total = 1
-    for size in sizes:
-        total *= hint(size)
-    return total
+def _device(program: Program, node: Node) -> torch.device:
+    """Where a node runs: where what it writes is."""
+    found: Iterable[str] = (b for b in sorted(node.writes) if b in program.buffers)
+    name = next(iter(found), None)
+    return torch.device("cpu") if name is None else program.buffers[name].device
 
 
-def hint_bytes(buffer: Buffer) -> int:
-    return hint_product(buffer.size) * buffer.dtype.itemsize
-
-
-def work(nest: Nest) -> int:
-    return hint_product(v.src[0] for v in (*nest.loops, *nest.reduce))
+__all__ = ["Group", "grouped", "hint", "hint_bytes", "hint_product", "work"]

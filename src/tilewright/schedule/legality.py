@@ -1,4 +1,4 @@
-"""May this nest join that group? A pure question: the answer is an aligned nest, or a reason.
+"""May these two groups be one kernel? A pure question: the answer is the joint group, or a reason.
 
 A group runs its shared outer loops once and, inside, its members one after the other. A member may
 therefore read what an earlier member wrote at the same point of the outer loops, and nothing else
@@ -9,20 +9,21 @@ and the same extent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads, var
 from tilewright.ir.program import Nest
+from tilewright.schedule.access import Terms, accesses, all_loops, disjoint, signature, terms
 from tilewright.schedule.loops import is_fold, rename, split
 
-Terms = dict[Expr, Expr]  # variable -> stride
+MOST_GUIDES = 6  # common buffers tried, until one brings the loops together
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A nest aligned with a group: its variables renamed, and the outer loops both then share."""
+    """Nests that run together inside the loops `outer`, in order."""
 
     members: tuple[Nest, ...]
     outer: tuple[Expr, ...]
@@ -36,30 +37,13 @@ class Misfit:
         return False
 
 
-def accesses(nest: Nest, buffer: str) -> Iterator[Expr]:
-    """Every index at which the nest touches the buffer, stores first."""
-    for store in nest.stores:
-        if store.buffer == buffer:
-            yield store.index
-    for node in loads(*nest.exprs):
-        if node.arg == buffer:
-            yield node.src[0]
+@dataclass(frozen=True)
+class Hazard:
+    """Two accesses of one buffer, at least one of them a store, in the order they happen."""
 
-
-def terms(index: Expr, loops: Sequence[Expr]) -> tuple[Terms, Expr] | None:
-    """The index as strides per loop and a constant rest; None if it is not affine in the loops."""
-    found: Terms = {}
-    for v in loops:
-        stride = ix.coefficient(index, v)
-        if stride is None:
-            return None
-        if stride is not ix.ZERO:
-            found[v] = stride
-    return found, ix.without(index, loops)
-
-
-def all_loops(nest: Nest) -> tuple[Expr, ...]:
-    return (*nest.loops, *nest.reduce)
+    buffer: str
+    earlier: Nest
+    later: Nest
 
 
 def is_alone(nest: Nest) -> str:
@@ -71,62 +55,103 @@ def is_alone(nest: Nest) -> str:
     return "it scans" if is_fold(nest, "scan") else ""
 
 
-def align(members: tuple[Nest, ...], outer: tuple[Expr, ...], nest: Nest) -> Fit | Misfit:
-    """Try to bring `nest` into the loops of a group; tries each shared buffer as the guide."""
+def align(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
+    """Bring `right` into the loops of `left`; common buffers are tried in turn as the guide.
+
+    `position` is each nest's place in the program, by name: members keep that order.
+    """
     reason = Misfit("no common buffer")
-    touched = nest.reads | nest.writes
-    for k in range(len(members) - 1, -1, -1):
-        shared = (members[k].reads | members[k].writes) & touched
-        for buffer in sorted(shared, key=lambda b: (b not in members[k].writes, b)):
-            found = _align_by(members, outer, nest, k, buffer)
-            if isinstance(found, Fit):
-                return found
-            reason = found
+    for a, b, buffer in _guides(left, right):
+        found = _align_by(left, right, a, b, buffer, position)
+        if isinstance(found, Fit):
+            return found
+        reason = found
     return reason
 
 
-def _align_by(members: tuple[Nest, ...], outer: tuple[Expr, ...], nest: Nest, k: int,
-              buffer: str) -> Fit | Misfit:  # fmt: skip
-    mine = terms(next(accesses(nest, buffer)), all_loops(nest))
-    theirs = terms(next(accesses(members[k], buffer)), all_loops(members[k]))
-    if mine is None or theirs is None:
-        return Misfit(f"{buffer} is not read affinely")
-    group = list(members)
-    for _ in range(4):  # refine both nests until their extents agree
-        cut = _refinement(mine[0], theirs[0])
+def _guides(left: Fit, right: Fit) -> list[tuple[int, int, str]]:
+    """(member on the left, on the right, buffer), most promising first."""
+    last = {b: k for k, m in enumerate(left.members) for b in m.indices}
+    first = {b: k for k, m in reversed(list(enumerate(right.members))) for b in m.indices}
+
+    def promise(b: str) -> tuple[bool, int, str]:
+        one, other = left.members[last[b]], right.members[first[b]]
+        written = b in one.writes or b in other.writes
+        loops = max(len(signature(i)) for m in (one, other) for i in m.indices[b])
+        return not written, -loops, b
+
+    shared = sorted(last.keys() & first.keys(), key=promise)
+    return [(last[b], first[b], b) for b in shared[:MOST_GUIDES]]
+
+
+def _align_by(left: Fit, right: Fit, a: int, b: int, buffer: str,
+              position: Mapping[str, int]) -> Fit | Misfit:  # fmt: skip
+    names: dict[Expr, Expr] = {}
+    for _ in range(5):  # refine both sides until their extents agree
+        pair = _walks(left.members[a], right.members[b], buffer)
+        if pair is None:
+            return Misfit(f"{buffer} is not read affinely")
+        cut = _refinement(pair[1], pair[0])
         if cut is None:
+            names = _correspondence(pair[1], pair[0])
             break
         side, v, inner = cut
         if side == "mine":
-            nest = split(nest, v, inner)[0]
+            right = _split_all(right, v, inner)
         else:
-            if any(v in all_loops(m) for m in group if m is not group[k]) and v not in outer:
-                return Misfit(f"{buffer}: extents differ")
-            group, outer = _split_all(group, outer, v, inner)
-        mine = terms(next(accesses(nest, buffer)), all_loops(nest))
-        theirs = terms(next(accesses(group[k], buffer)), all_loops(group[k]))
-        if mine is None or theirs is None:
-            return Misfit(f"{buffer} is not affine after splitting")
-    names = _correspondence(mine[0], theirs[0])
-    aligned = rename(nest, _fresh_names(nest, names, group))
-    shared = tuple(v for v in outer if v in aligned.loops)
-    if not shared and outer:
+            left = _split_all(left, v, inner)
+    _match_more(left.members[a], right.members[b], names)
+    right = _renamed(right, names, left)
+    shared = tuple(v for v in left.outer if v in right.outer)
+    if not shared and left.outer and right.outer:
         return Misfit("no loops in common")
-    for member in group:
-        problem = _conflict(member, aligned, shared)
-        if problem:
+    return _fit(left, right, shared, position)
+
+
+def _fit(left: Fit, right: Fit, shared: tuple[Expr, ...],
+         position: Mapping[str, int]) -> Fit | Misfit:  # fmt: skip
+    """The two under `shared`, or under fewer loops if one needs what another iteration writes."""
+    hazards = list(_hazards(left, right, position))
+    problem = next((p for h in hazards if (p := _conflict(h, shared))), "")
+    if problem:
+        fewer = _agreed(hazards, shared)
+        if not fewer or fewer == shared or any(_conflict(h, fewer) for h in hazards):
             return Misfit(problem)
-    return Fit((*group, aligned), shared)
+        shared = fewer
+    members = sorted((*left.members, *right.members), key=lambda m: position[m.name])
+    return Fit(tuple(members), shared)
 
 
-def _split_all(group: list[Nest], outer: tuple[Expr, ...], v: Expr, inner: Expr
-               ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
-    result: list[Nest] = []
-    for member in group:
-        result.append(split(member, v, inner)[0] if v in all_loops(member) else member)
+# ---- loops that correspond
+
+
+def _walks(a: Nest, b: Nest, buffer: str) -> tuple[Terms, Terms] | None:
+    """How the two walk the buffer: by accesses that touch the same, where there are such."""
+    one, other = list(accesses(a, buffer)), list(accesses(b, buffer))
+    alike = ((i, j) for i in one for j in other if signature(i) == signature(j))
+    i, j = next(alike, (one[0], other[0]))
+    ti, tj = terms(i, all_loops(a)), terms(j, all_loops(b))
+    return None if ti is None or tj is None else (ti[0], tj[0])
+
+
+def _match_more(a: Nest, b: Nest, names: dict[Expr, Expr]) -> None:
+    """Loops the guide does not walk may correspond by other buffers both touch."""
+    for buffer in sorted(a.indices.keys() & b.indices.keys()):
+        if len(names) == len(all_loops(b)):
+            return
+        pair = _walks(a, b, buffer)
+        if pair is None:
+            continue
+        for v, u in _correspondence(pair[1], pair[0]).items():
+            if v not in names and u not in names.values():
+                names[v] = u
+
+
+def _split_all(group: Fit, v: Expr, inner: Expr) -> Fit:
+    members = tuple(split(m, v, inner)[0] if v in all_loops(m) else m for m in group.members)
     high, low = var(f"{v.arg}o", ix.floordiv(v.src[0], inner)), var(f"{v.arg}i", inner)
-    spread = tuple(w for u in outer for w in ((high, low) if u is v else (u,)))
-    return result, spread
+    outer = tuple(w for u in group.outer for w in ((high, low) if u is v else (u,)))
+    return Fit(members, outer)
 
 
 def _refinement(mine: Terms, theirs: Terms) -> tuple[str, Expr, Expr] | None:
@@ -159,11 +184,12 @@ def _correspondence(mine: Terms, theirs: Terms) -> dict[Expr, Expr]:
     return names
 
 
-def _fresh_names(nest: Nest, names: dict[Expr, Expr], group: Sequence[Nest]) -> dict[Expr, Expr]:
-    """Loops without a counterpart get names nobody in the group uses."""
-    used = {v.arg for member in group for v in all_loops(member)}
+def _renamed(group: Fit, names: Mapping[Expr, Expr], other: Fit) -> Fit:
+    """The group with its loops called as their counterparts in `other` are; loops without a
+    counterpart get names nobody there uses."""
+    used = {v.arg for m in other.members for v in all_loops(m)}
     result = dict(names)
-    for v in all_loops(nest):
+    for v in dict.fromkeys(v for m in group.members for v in all_loops(m)):
         if v in result:
             continue
         name, count = v.arg, 0
@@ -172,20 +198,48 @@ def _fresh_names(nest: Nest, names: dict[Expr, Expr], group: Sequence[Nest]) -> 
             name = f"{v.arg}_{count}"
         used.add(name)
         result[v] = var(name, v.src[0])
-    return result
+    return Fit(tuple(rename(m, result) for m in group.members),
+               tuple(result[v] for v in group.outer))  # fmt: skip
 
 
-def _conflict(earlier: Nest, later: Nest, outer: Sequence[Expr]) -> str:
-    """Why `later` cannot follow `earlier` inside the same outer iteration, or an empty string."""
-    hazards = (earlier.writes & (later.reads | later.writes)) | (later.writes & earlier.reads)
-    for buffer in sorted(hazards):
-        for a in accesses(earlier, buffer):
-            for b in accesses(later, buffer):
-                if a is not b and not _same_block(a, b, earlier, later, outer):
-                    return f"{buffer} is needed at other points of the shared loops"
-                if a is b and any(v not in earlier.loops for v in outer):
-                    return f"{buffer} is complete only after the loop over the group"
+# ---- what one needs of the other
+
+
+def _hazards(left: Fit, right: Fit, position: Mapping[str, int]) -> Iterator[Hazard]:
+    mine = {b: None for m in left.members for b in m.writes}
+    theirs = {b: None for m in right.members for b in m.writes}
+    for b in sorted(mine.keys() | theirs.keys()):
+        users = [m for m in right.members if b in m.indices]
+        for one in (m for m in left.members if b in m.indices):
+            for other in users:
+                if b in one.writes or b in other.writes:
+                    before = position[one.name] < position[other.name]
+                    yield Hazard(b, one, other) if before else Hazard(b, other, one)
+
+
+def _conflict(hazard: Hazard, outer: Sequence[Expr]) -> str:
+    """Why the later access cannot follow inside the same outer iteration, or an empty string."""
+    earlier, later = hazard.earlier, hazard.later
+    for a in accesses(earlier, hazard.buffer):
+        for b in accesses(later, hazard.buffer):
+            if a is not b and not _same_block(a, b, earlier, later, outer) and not disjoint(a, b):
+                return f"{hazard.buffer} is needed at other points of the shared loops"
+            if a is b and any(v not in earlier.loops for v in outer):
+                return f"{hazard.buffer} is complete only after the loop over the group"
     return ""
+
+
+def _agreed(hazards: Sequence[Hazard], outer: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The outer loops along which all accesses that could meet step alike."""
+    for hazard in hazards:
+        for a in accesses(hazard.earlier, hazard.buffer):
+            for b in accesses(hazard.later, hazard.buffer):
+                ta = terms(a, all_loops(hazard.earlier))
+                tb = terms(b, all_loops(hazard.later))
+                if ta is None or tb is None:
+                    return ()
+                outer = tuple(v for v in outer if v in ta[0] and ta[0][v] is tb[0].get(v))
+    return outer
 
 
 def _same_block(a: Expr, b: Expr, earlier: Nest, later: Nest, outer: Sequence[Expr]) -> bool:

@@ -35,6 +35,9 @@ def substitute_nest(nest: Nest, mapping: Mapping[Expr, Expr], loops: Sequence[Ex
 
 def rename(nest: Nest, names: Mapping[Expr, Expr]) -> Nest:
     """Variables replaced by variables of the same size."""
+    names = {v: u for v, u in names.items() if v is not u}
+    if not names.keys() & {*nest.loops, *nest.reduce}:
+        return nest
     return substitute_nest(nest, names, [names.get(v, v) for v in nest.loops],
                            [names.get(v, v) for v in nest.reduce])  # fmt: skip
 

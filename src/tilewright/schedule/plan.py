@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright import metrics
 from tilewright.ir.program import Nest, Program, View
-from tilewright.schedule.group import Group, Grouping
+from tilewright.schedule.group import Group, grouped
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
 from tilewright.schedule.traffic import accessed, moved
@@ -20,11 +20,8 @@ class Schedule:
 
 def schedule(program: Program) -> Schedule:
     live = _live(program)
-    grouping = Grouping(program)
-    for node in program.nodes:
-        if node.name in live:
-            grouping.add(split_divisions(node) if isinstance(node, Nest) else node)
-    groups = grouping.ordered()
+    groups = grouped(program, [split_divisions(node) if isinstance(node, Nest) else node
+                               for node in program.nodes if node.name in live])  # fmt: skip
     _mark_local(program, groups)
     _count(program, groups)
     return Schedule(program, plan(program, groups))

@@ -1,0 +1,126 @@
+"""How nodes touch buffers: indices as strides per loop, and when two can never meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads, var
+from tilewright.ir.program import Nest, Node, View, leaves
+
+Terms = dict[Expr, Expr]  # variable -> stride
+Signature = tuple[str, ...]
+
+
+def accesses(nest: Nest, buffer: str) -> Iterator[Expr]:
+    """Every index at which the nest touches the buffer, stores first."""
+    yield from nest.indices.get(buffer, ())
+
+
+def all_loops(nest: Nest) -> tuple[Expr, ...]:
+    return (*nest.loops, *nest.reduce)
+
+
+def touched(node: Node, buffer: str) -> list[Expr]:
+    """The indices at which a node touches a buffer; none where it is not known."""
+    if isinstance(node, Nest):
+        return list(accesses(node, buffer))
+    found = [v for v in leaves((node.args, node.kwargs)) if isinstance(v, View)]
+    return [window(v) for v in found if v.buffer == buffer]
+
+
+def window(view: View) -> Expr:
+    """The elements of a view as an index over loops of its own."""
+    loops = [ix.ZERO if n is ix.ONE else var(f"w{k}", n) for k, n in enumerate(view.size)]
+    return ix.linearize(loops, view.stride, view.offset)
+
+
+def terms(index: Expr, loops: Sequence[Expr]) -> tuple[Terms, Expr] | None:
+    """The index as strides per loop and a constant rest; None if it is not affine in the loops."""
+    found: Terms = {}
+    for v in loops:
+        stride = ix.coefficient(index, v)
+        if stride is None:
+            return None
+        if stride is not ix.ZERO:
+            found[v] = stride
+    return found, ix.without(index, loops)
+
+
+def signature(index: Expr) -> Signature:
+    """What an access touches, whatever its loops are called: equal ones touch the same."""
+    return index.memo("signature", _signature)
+
+
+def _signature(index: Expr) -> Signature:
+    loops = free_vars(index)
+    steps: list[str] = []
+    for v in loops:
+        stride = ix.coefficient(index, v)
+        if stride is None or free_vars(stride):
+            return (index.key,)
+        if v.src[0] is not ix.ONE:
+            steps.append(f"{stride.key}*{v.src[0].key}")
+    return (*sorted(steps), ix.without(index, tuple(loops)).key)
+
+
+# ---- ranges
+
+
+def disjoint(a: Expr, b: Expr) -> bool:
+    """Whether no iteration of one touches an element that any iteration of the other touches."""
+    ta, tb = _steps(a), _steps(b)
+    if ta is None or tb is None:
+        return False
+    if _ranges_apart(ta, tb):
+        return True
+    # parts of the same rows: apart where they are within one row
+    for step in {s for s, _ in ta[0]} & {s for s, _ in tb[0]}:
+        fine_a, fine_b = _within_rows(ta, step), _within_rows(tb, step)
+        if fine_a is not None and fine_b is not None and _ranges_apart(fine_a, fine_b):
+            return True
+    return False
+
+
+Steps = tuple[list[tuple[Expr, Expr]], Expr]  # (stride, size) of each loop, and where it starts
+
+
+def _steps(index: Expr) -> Steps | None:
+    loops = tuple(free_vars(index))
+    found = terms(index, loops)
+    if found is None or loads(found[1]) or any(free_vars(s) for s in found[0].values()):
+        return None
+    return [(s, v.src[0]) for v, s in found[0].items()], found[1]
+
+
+def _range(steps: Steps) -> tuple[Expr, Expr] | None:
+    """The least and the greatest element, where the signs of the strides are known."""
+    low = high = steps[1]
+    for stride, size in steps[0]:
+        reach = ix.mul(stride, ix.sub(size, 1))
+        if ix.known_nonneg(stride):
+            high = ix.add(high, reach)
+        elif ix.known_nonneg(ix.neg(stride)):
+            low = ix.add(low, reach)
+        else:
+            return None
+    return low, high
+
+
+def _ranges_apart(a: Steps, b: Steps) -> bool:
+    ra, rb = _range(a), _range(b)
+    if ra is None or rb is None:
+        return False
+    return ix.known_lt(ra[1], rb[0]) or ix.known_lt(rb[1], ra[0])
+
+
+def _within_rows(steps: Steps, row: Expr) -> Steps | None:
+    """The part of an access inside a row of `row` elements, if it never leaves it."""
+    if not ix.known_lt(0, row):
+        return None
+    fine = [(s, n) for s, n in steps[0] if ix.mod(s, row) is not ix.ZERO]
+    inside = fine, ix.mod(steps[1], row)
+    found = _range(inside)
+    if found is None or not (ix.known_nonneg(found[0]) and ix.known_lt(found[1], row)):
+        return None
+    return inside

@@ -1,0 +1,75 @@
+"""Which nodes must run before which. Writes to different parts of one buffer do not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch._ops import OpOverload
+
+from tilewright.ir.program import Handle, Node, Opaque, leaves
+from tilewright.schedule.access import disjoint, touched
+
+MOST_PARTS = 64  # writers of one buffer that are told apart
+
+
+def dependences(nodes: Sequence[Node]) -> list[set[int]]:
+    """For each node the earlier ones it waits for; those that these wait for may be missing."""
+    found: list[set[int]] = []
+    memory: dict[str, _Users] = {}
+    binder: dict[str, int] = {}  # which call makes a symbol or a handle known
+    effect: int | None = None  # the last call whose order matters
+    for k, node in enumerate(nodes):
+        waits: set[int] = set()
+        writes = node.writes
+        for b in sorted(node.reads | writes):
+            waits |= memory.setdefault(b, _Users()).add(nodes, k, b, b in writes)
+        names = [s.arg.name for s in node.symbols]
+        if isinstance(node, Opaque):
+            names += [h.name for h in leaves((node.args, node.kwargs)) if isinstance(h, Handle)]
+            if has_effects(node):
+                waits |= set() if effect is None else {effect}
+                effect = k
+            binder.update({name: k for name, _ in node.binds})
+            binder.update({f"{node.name}_r{i}": k for i in range(max(len(node.results), 1))})
+        waits.update(binder[name] for name in names if name in binder)
+        waits.discard(k)
+        found.append(waits)
+    return found
+
+
+@dataclass
+class _Users:
+    """Who wrote a buffer, and who read it since all of it was last written."""
+
+    writers: list[int] = field(default_factory=list[int])
+    readers: list[int] = field(default_factory=list[int])
+
+    def add(self, nodes: Sequence[Node], k: int, buffer: str, writes: bool) -> set[int]:
+        users = [*self.writers, *self.readers] if writes else self.writers
+        if writes and users and len(users) <= MOST_PARTS:
+            waits = {u for u in users if not _apart(nodes[u], nodes[k], buffer)}
+        else:
+            waits = set(users)
+        if not writes:
+            self.readers.append(k)
+        elif len(waits) == len(users):
+            self.writers, self.readers = [k], []
+        else:
+            self.writers.append(k)
+        return waits
+
+
+def _apart(a: Node, b: Node, buffer: str) -> bool:
+    """Whether the two certainly touch different elements."""
+    left, right = touched(a, buffer), touched(b, buffer)
+    return bool(left and right) and all(disjoint(i, j) for i in left for j in right)
+
+
+def has_effects(call: Opaque) -> bool:
+    """Whether a call must keep its place among others: it checks, draws random numbers, mutates,
+    or is code we know nothing of."""
+    if not isinstance(call.target, OpOverload) or not call.results or call.mutates:
+        return True
+    return torch.Tag.nondeterministic_seeded in call.target.tags

@@ -1,0 +1,52 @@
+"""What a processor asks of a group beyond being right: parallel work, rows that stay near."""
+
+from __future__ import annotations
+
+from tilewright.ir.program import Nest
+from tilewright.schedule.legality import Fit
+from tilewright.schedule.sizes import hint_product, work
+from tilewright.target import Target
+
+LONGEST_ROW = 4096  # elements; what pointwise members may have to themselves inside a group
+FEWEST_LANES = 16  # shared iterations, with fewer of which long members would run on one thread
+SHORT = 64  # iterations a GPU thread may run one after the other beside its row
+
+
+def unsuited(group: Fit, target: Target) -> str:
+    """Why the target should not run these nests as one kernel, or an empty string."""
+    lanes = hint_product(v.src[0] for v in group.outer)
+    if lanes < FEWEST_LANES and any(_is_long(m) for m in group.members):
+        return "too few shared iterations to run in parallel"
+    if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
+        return "the loops left to the members are too long to keep their values near"
+    return _more_than_rows(group) if target.is_gpu else ""
+
+
+def _is_long(nest: Nest) -> bool:
+    """Whether running the nest's own loops on one thread would hurt. A fold does not mind."""
+    return not nest.reduce and work(nest) > 4096
+
+
+def _longest_inside(group: Fit) -> int:
+    """Iterations of the longest member inside one point of the shared loops."""
+    return max(_inside(m, group) for m in group.members)
+
+
+def _inside(nest: Nest, group: Fit) -> int:
+    return hint_product(v.src[0] for v in nest.loops if v not in group.outer)
+
+
+def _more_than_rows(group: Fit) -> str:
+    """A Triton kernel holds one row per point of the grid: loops inside it are one row, folded or
+    not, and what is both looped and folded inside is short."""
+    for m in group.members:
+        if m.reduce and _inside(m, group) > SHORT:
+            return f"{m.name} folds inside loops of its own"
+    rows = {_row(m, group) for m in group.members} - {1}
+    if len(rows) > 1 and min(rows) > SHORT:
+        return "the members' rows differ"
+    return ""
+
+
+def _row(nest: Nest, group: Fit) -> int:
+    return _inside(nest, group) * hint_product(v.src[0] for v in nest.reduce)
