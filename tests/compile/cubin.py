@@ -20,6 +20,7 @@ from tilewright.codegen.triton.kernel import TritonKernel, generate, limits
 from tilewright.graph import decompositions
 from tilewright.graph.simplify import simplify
 from tilewright.lower.graph import lower
+from tilewright.runtime.cubin import facts
 from tilewright.schedule.plan import schedule
 from tilewright.target import Target
 
@@ -29,10 +30,11 @@ class Compiled:
     kernel: TritonKernel
     ptx: str
     shared: int
+    spills: int  # bytes of stack per thread
 
     def widest(self, what: str) -> int:
         """Bytes of the widest access of a kind (`ld.global`, `st.global`)."""
-        found = re.findall(rf"\b{what}[.\w]*?(?:\.v(\d))?\.b(\d+)\b", self.ptx)
+        found = re.findall(rf"\b{what}[.:\w]*?(?:\.v(\d))?\.b(\d+)\b", self.ptx)
         return max((int(n or 1) * int(bits) // 8 for n, bits in found), default=0)
 
 
@@ -68,4 +70,6 @@ def build(kernel: TritonKernel, target: str = "sm_90", config: int = 0) -> Compi
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options={"num_warps": chosen.num_warps,
                                    "num_stages": chosen.num_stages})  # fmt: skip
-    return Compiled(kernel, made.asm["ptx"], made.metadata.shared)
+    return Compiled(
+        kernel, made.asm["ptx"], made.metadata.shared, facts(made.asm["cubin"], kernel.name).stack
+    )

@@ -188,6 +188,9 @@ class Interpreted:
         builder = interpreter.interpreter_builder
         with _repaired():
             scope = interpreter._patch_lang(self._fn)
+            # triton before 3.7 counts on numpy taking an array of one element for a number
+            scope.set_attr(tl.core.tensor, "__index__", lambda t: int(t.handle.data.item()))
+            scope.set_attr(tl.core.tensor, "__bool__", _truth)
             try:
                 builder.set_grid_dim(programs, 1, 1)
                 for k in range(programs):
@@ -195,6 +198,10 @@ class Interpreted:
                     self._fn(*given, **self._blocks)
             finally:
                 scope.restore()
+
+
+def _truth(t: Any) -> bool:
+    return bool(t.handle.data.item()) if t.handle.data.size == 1 else True
 
 
 def _argument(value: int | float, kind: Any) -> Any:

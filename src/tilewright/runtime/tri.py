@@ -429,6 +429,14 @@ def randint(seed, offset, low, high):
 
 
 @jit
+def widened(x):
+    if x.dtype == tl.float16 or x.dtype == tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@jit
 def combined(old, new, mode: tl.constexpr):
     """Small floats are combined as float and rounded when stored."""
     if mode == "add_bool" or mode == "max_bool":
@@ -436,9 +444,8 @@ def combined(old, new, mode: tl.constexpr):
     elif mode == "mul_bool" or mode == "min_bool":
         return old & new
     else:
-        small = (old.dtype == tl.float16) | (old.dtype == tl.bfloat16)
-        a = old.to(tl.float32) if small else old
-        b = new.to(tl.float32) if small else new
+        a = widened(old)
+        b = widened(new)
         if mode == "add":
             r = a + b
         elif mode == "mul":
@@ -478,7 +485,10 @@ def exchange_bytes(p, place, value, held, mode: tl.constexpr):
     waiting = held
     while any_of(waiting):
         byte = (seen >> shift) & 0xFF
-        old = (byte != 0) if value.dtype == tl.int1 else byte.to(value.dtype)
+        if value.dtype == tl.int1:
+            old = byte != 0
+        else:
+            old = byte.to(value.dtype)
         new = combined(old, value, mode).to(tl.int32) & 0xFF
         word = (seen & ~(0xFF << shift)) | (new << shift)
         found = tl.atomic_cas(words, seen, tl.where(waiting, word, seen), sem="relaxed")

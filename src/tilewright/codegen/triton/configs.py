@@ -6,15 +6,17 @@ to fill the card.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tilewright.codegen.triton.shape import Axis, Shape, run_along
+from tilewright.codegen.triton.shape import NARROWEST_TILE, Axis, Shape
+from tilewright.ir.expr import walk
+from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
 MOST_WARPS = 32
-MOST_ELEMENTS = 1 << 16  # of a tile: Triton allows more, registers do not
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,33 @@ def _vector(program: Program, shape: Shape) -> int:
     return clamp(4, 16 // min(sizes, default=4), 8)
 
 
+def _is_heavy(shape: Shape) -> bool:
+    """Whether a special function is among the operations: long code, so few elements a thread."""
+    return any(n.op in TABLE and TABLE[n.op].cost >= 60 and n.dtype.is_floating_point
+               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
+
+
 def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...]:
     """Best first, each once."""
     vector = _vector(program, shape)
+    heavy = _is_heavy(shape)
     if shape.family == "poi":
-        found = _flat(shape.parallel[0], vector, target) if shape.rank == 1 else _tiled(shape)
-    elif shape.persistent:
-        found = _persistent(shape, target)
+        x = shape.parallel[0]
+        found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
+    elif not shape.persistent:
+        found = _looped(shape)
     else:
-        found = _looped(shape, runs_across(program, shape))
-    return tuple(dict.fromkeys(found))
+        found = _columns(shape) if shape.across else _rows(shape, target)
+    chosen = dict.fromkeys(found)
+    if heavy:  # one element per thread where threads suffice
+        chosen = dict.fromkeys(
+            replace(c, num_warps=clamp(c.num_warps, power(_elements(c) / 32), MOST_WARPS))
+            for c in sorted(chosen, key=_elements))  # fmt: skip
+    return tuple(chosen)
+
+
+def _elements(config: Config) -> int:
+    return math.prod(size for _, size in config.blocks)
 
 
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
@@ -79,32 +98,39 @@ def _tiled(shape: Shape) -> Iterable[Config]:
         yield Config((*fixed, (y.block, by), (x.block, bx)), clamp(1, by * bx // 256, warps))
 
 
-def _persistent(shape: Shape, target: Target) -> Iterable[Config]:
+def _rows(shape: Shape, target: Target) -> Iterable[Config]:
+    """Whole rows, several of them where they are short."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
-    longest = max(size for _, size in rows)
+    longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
     for tile, share in ((4096, 16), (2048, 16), (4096, 32), (2048, 8), (8192, 32)):
         block = clamp(1, tile // longest, power(enough))
-        block = min(block, power(x.likely))
+        block = 1 if shape.serial else min(block, power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
 
 
-def _looped(shape: Shape, across: bool) -> Iterable[Config]:
+def _columns(shape: Shape) -> Iterable[Config]:
+    """Whole columns, as many side by side as memory reads at once."""
+    x = shape.parallel[0]
+    rows = [(a.block, power(a.size or 1)) for a in shape.inner]
+    longest = max(size for _, size in rows)
+    for tile, share in ((8192, 16), (4096, 16), (16384, 32), (32768, 32)):
+        block = min(clamp(NARROWEST_TILE, tile // longest, 128), power(x.likely))
+        warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
+        yield Config(((x.block, block), *rows), warps)
+
+
+def _looped(shape: Shape) -> Iterable[Config]:
     """Along the rows where memory runs along them, else along the parallel axis."""
     x = shape.parallel[0]
-    choices = ((64, 32, 8), (32, 64, 8), (128, 16, 8), (64, 64, 16), (32, 32, 4)) if across else (
-        (1, 2048, 8), (1, 4096, 16), (1, 1024, 4), (4, 512, 8), (1, 8192, 16))  # fmt: skip
+    choices = (
+        ((64, 32, 8), (32, 64, 8), (128, 16, 8), (64, 64, 16), (32, 32, 4))
+        if (shape.across)
+        else ((1, 2048, 8), (1, 4096, 16), (1, 1024, 4), (4, 512, 8), (1, 8192, 16))
+    )
     for bx, br, warps in choices:
         block = min(bx, power(x.likely))
         rows = tuple((a.block, min(br, power(a.likely))) for a in shape.inner)
         yield Config(((x.block, block), *rows), warps)
-
-
-def runs_across(program: Program, shape: Shape) -> bool:
-    """Whether consecutive points of the parallel axis are consecutive in memory, not the rows'."""
-    loops = [v for axis in shape.axes for v in axis.loops]
-    along = run_along(program, shape.members, loops)
-    across = max((along.get(v, 0) for v in shape.parallel[0].loops), default=0)
-    return across > max(along.get(v, 0) for axis in shape.inner for v in axis.loops)

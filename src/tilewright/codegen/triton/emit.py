@@ -35,6 +35,7 @@ class Writer:
         self.rank = rank
         self.index_type = index_type
         self.masked: set[Axis] = set()
+        self.serial: set[Expr] = set()  # folds over serial loops, which keep the rows' axis
         self._axis = {axis.var: axis for axis in axes if axis.loops}
         self._depth = 1
         self._scopes: list[dict[Expr, str]] = [{}]
@@ -102,7 +103,7 @@ class Writer:
                 found = frozenset((self._axis[node],)) if node in self._axis else NOWHERE
             else:
                 found = NOWHERE.union(*(self._support[s] for s in node.src))
-            if node.op == "reduce":
+            if node.op == "reduce" and node not in self.serial:
                 found = frozenset(a for a in found if not a.name.startswith("r"))
             self._support[node] = found
         return NOWHERE.union(*(self._support[e] for e in exprs))

@@ -11,7 +11,7 @@ from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import COMBINE, RUNNING, TYPE, cast, neutral
 from tilewright.ir.build import part
 from tilewright.ir.expr import INDEX, Expr, walk
-from tilewright.schedule.segments import Segment
+from tilewright.ir.program import Nest
 
 _NO_PLACE = {"tl.int32": str(2**31 - 1), "tl.int64": str(2**63 - 1)}
 
@@ -24,16 +24,20 @@ def folded_type(dtype: torch.dtype) -> torch.dtype:
 
 
 class Fold:
-    """One `reduce` node: its accumulators' names, start values and steps."""
+    """One `reduce` node: its accumulators' names, start values and steps.
 
-    def __init__(self, node: Expr, axis: Axis, w: Writer) -> None:
+    Without an axis it folds over serial loops: every point of the tile has its own accumulator.
+    """
+
+    def __init__(self, node: Expr, axis: Axis | None, w: Writer) -> None:
         self.node, self.axis, self.w = node, axis, w
         self.kind: str = node.arg.kind
         self.value = node.src[0]
         self.dtype = folded_type(self.value.dtype)
         self.combine = COMBINE[self.kind]
         self.name = w.fresh("acc")
-        self.support = w.support(*node.src) | {axis}
+        self.support = w.support(*node.src) | (NOWHERE if axis is None else {axis})
+        self.masked = axis in w.masked
         self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
                              else self.dtype)  # fmt: skip
 
@@ -42,9 +46,13 @@ class Fold:
         text = cast(self.w.operand(self.value), self.value.dtype, self.dtype)
         if self.w.support(self.value) != self.support:
             text = f"tl.broadcast_to({text}, {self.w.shape(self.support)})"
-        if self.axis in self.w.masked:
-            text = f"tl.where({self.axis.name}mask, {text}, {self.start})"
+        if self.masked:
+            text = f"tl.where({self._inside}, {text}, {self.start})"
         return text
+
+    @property
+    def _inside(self) -> str:
+        return "" if self.axis is None else f"{self.axis.name}mask"
 
     def _finish(self, folded: str) -> None:
         result = cast(folded, self.dtype, self.node.dtype)
@@ -64,6 +72,9 @@ class Fold:
         self.w.line(f"{self.name} = {self.combine}({self.name}, {self._tile()})")
 
     def end(self) -> None:
+        if self.axis is None:
+            self._finish(self.name)
+            return
         self._finish(self.w.let(f"tl.reduce({self.name}, 1, {self.combine}, keep_dims=True)"))
 
 
@@ -74,8 +85,8 @@ class ArgFold(Fold):
         w = self.w
         place = self.node.src[1]
         text = f"tl.broadcast_to({w.index(place)}, {w.shape(self.support)})"
-        if self.axis in w.masked:
-            text = f"tl.where({self.axis.name}mask, {text}, {_NO_PLACE[w.index_type]})"
+        if self.masked:
+            text = f"tl.where({self._inside}, {text}, {_NO_PLACE[w.index_type]})"
         return text
 
     def _located(self, value: str, place: str) -> None:
@@ -99,13 +110,16 @@ class ArgFold(Fold):
                     f"{self._places()})")  # fmt: skip
 
     def end(self) -> None:
+        if self.axis is None:
+            self.w.know(self.node, self.w.let(f"{self.name}_at.to(tl.int64)"))
+            return
         self._located(self.name, f"{self.name}_at")
 
 
 class WelfordFold(Fold):
     """Mean and squared deviations: in two steps of a whole row, else a running pair per lane."""
 
-    def __init__(self, node: Expr, axis: Axis, w: Writer) -> None:
+    def __init__(self, node: Expr, axis: Axis | None, w: Writer) -> None:
         super().__init__(node, axis, w)
         self.start = "0.0"
 
@@ -115,13 +129,14 @@ class WelfordFold(Fold):
 
     def whole(self) -> None:
         w = self.w
+        assert self.axis is not None
         tile = w.let(self._tile())
         count = w.spread(w.index(self.axis.extent), NOWHERE, NOWHERE)
         mean = w.let(f"tl.reduce({tile}, 1, tri.add, keep_dims=True) / "
                      f"({count}).to({TYPE[self.dtype]})")  # fmt: skip
         away = w.let(f"{tile} - {mean}")
-        if self.axis in w.masked:
-            away = w.let(f"tl.where({self.axis.name}mask, {away}, 0.0)")
+        if self.masked:
+            away = w.let(f"tl.where({self._inside}, {away}, 0.0)")
         self._give(mean, w.let(f"tl.reduce({away} * {away}, 1, tri.add, keep_dims=True)"))
 
     def begin(self) -> None:
@@ -132,12 +147,14 @@ class WelfordFold(Fold):
 
     def step(self) -> None:
         names = f"{self.name}, {self.name}_m2, {self.name}_n"
-        masked = self.axis in self.w.masked
-        one = f"{self.axis.name}mask.to({TYPE[self.dtype]})" if masked else "1.0"
+        one = f"{self._inside}.to({TYPE[self.dtype]})" if self.masked else "1.0"
         self.w.line(f"{names} = tri.welford({names}, {self._tile()}, 0.0, {one})")
 
     def end(self) -> None:
         w = self.w
+        if self.axis is None:
+            self._give(self.name, f"{self.name}_m2")
+            return
         mean, m2, n = w.fresh(), w.fresh(), w.fresh()
         names = f"{self.name}, {self.name}_m2, {self.name}_n"
         w.line(f"{mean}, {m2}, {n} = tl.reduce(({names}), 1, tri.welford, keep_dims=True)")
@@ -201,13 +218,17 @@ class Scanning:
         w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
 
 
-def folds_of(segment: Segment, axis: Axis, w: Writer) -> dict[Expr, Fold]:
-    """One accumulator per distinct `reduce` node of the segment's members."""
-    found = [n for m in segment.members for n in walk(*m.exprs) if n.op == "reduce"]
+def _fold(node: Expr, axis: Axis | None, w: Writer) -> Fold:
     kinds = {"welford": WelfordFold, "argmax": ArgFold, "argmin": ArgFold}
-    return {node: kinds.get(node.arg.kind, Fold)(node, axis, w) for node in dict.fromkeys(found)}
+    return kinds.get(node.arg.kind, Fold)(node, axis, w)
 
 
-def scans_of(segment: Segment, axis: Axis, w: Writer) -> list[Scanning]:
-    found = [n for m in segment.members for n in walk(*m.exprs) if n.op == "scan"]
+def folds_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr, Fold]:
+    """One accumulator per distinct `reduce` node of the members."""
+    found = [n for m in members for n in walk(*m.exprs) if n.op == "reduce"]
+    return {node: _fold(node, axis, w) for node in dict.fromkeys(found)}
+
+
+def scans_of(members: Sequence[Nest], axis: Axis, w: Writer) -> list[Scanning]:
+    found = [n for m in members for n in walk(*m.exprs) if n.op == "scan"]
     return [Scanning(node, axis, w) for node in dict.fromkeys(found)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +13,9 @@ import torch
 
 from tilewright.codegen.triton.configs import Config, configs
 from tilewright.codegen.triton.emit import Support, Writer
-from tilewright.codegen.triton.folds import folds_of, scans_of
+from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
 from tilewright.codegen.triton.scatter import write_scatter
-from tilewright.codegen.triton.shape import Axis, Shape, scatters, shape_of
+from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters, shape_of
 from tilewright.codegen.triton.text import SIGNATURE, cast
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
@@ -37,7 +38,7 @@ class Param:
     name: str  # a buffer, or a symbol
     type: str
     argument: str  # its name in the text
-    multiple: int = 1  # what its address in bytes, or its value, is always a multiple of
+    multiple: int = 1  # expected of its address or value: to be checked at the call
     hint: int | None = None  # a likely value of a number
 
 
@@ -105,6 +106,7 @@ class Kernel:
         self.w.masked = {a for a in shape.axes if not self._is_full(a)}
         self.rewritten = _rewritten(shape.members)
         self.written: set[str] = set()
+        self.accumulated: dict[Expr, Fold] = {}
 
     # ---- facts
 
@@ -151,11 +153,10 @@ class Kernel:
     def generate(self, name: str) -> TritonKernel:
         w = self.w
         self._programs()
-        for k, (segment, axis) in enumerate(self.shape.segments):
-            if axis is not None and not self.shape.persistent:
-                self._looped(segment, axis, after=k > 0)
-            else:
-                self._straight(segment, axis)
+        if self.shape.serial:
+            self._serial()
+        else:
+            self._segments()
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
         params = self._params()
         names = [*self.pointers.values(), *self.numbers.values()]
@@ -170,15 +171,14 @@ class Kernel:
     def _params(self) -> tuple[Param, ...]:
         found: list[Param] = []
         for buffer, name in self.pointers.items():
-            b = self.buffers[buffer]
-            found.append(Param("ptr", buffer, SIGNATURE[b.dtype], name,
-                               16 if b.kind == "temporary" else b.dtype.itemsize))  # fmt: skip
+            dtype = self.buffers[buffer].dtype
+            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 16))
         for e, name in self.numbers.items():
             if e.dtype == torch.float64:
                 found.append(Param("float", e.arg.name, "fp64", name))
                 continue
             kind = "i32" if self.w.index_type == "tl.int32" else "i64"
-            found.append(Param("int", e.arg.name, kind, name, hint=e.arg.hint))
+            found.append(Param("int", e.arg.name, kind, name, _multiple(e), e.arg.hint))
         return tuple(found)
 
     def _programs(self) -> None:
@@ -215,12 +215,42 @@ class Kernel:
 
     # ---- segments
 
+    def _segments(self) -> None:
+        for k, (segment, axis) in enumerate(self.shape.segments):
+            if axis is not None and not self.shape.persistent:
+                self._looped(segment, axis, after=k > 0)
+            else:
+                self._straight(segment, axis)
+
+    def _serial(self) -> None:
+        """The segments again and again, with accumulators around them."""
+        w = self.w
+        waiting = [m for m in self.shape.members if accumulates(m, self.shape.serial)]
+        w.serial = {n for m in waiting for n in walk(*m.exprs) if n.op == "reduce"}
+        self.accumulated = folds_of(waiting, None, w)
+        for fold in self.accumulated.values():
+            fold.begin()
+        with ExitStack() as loops:
+            for k, v in enumerate(self.shape.serial):
+                loops.enter_context(w.block(f"for s{k}offset in range(0, {w.index(v.src[0])})"))
+                w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
+            self._segments()
+        for fold in self.accumulated.values():
+            fold.end()
+        self.stores(waiting)
+
     def _straight(self, segment: Segment, axis: Axis | None) -> None:
         """A segment at once: no loops, or loops that fit in one block."""
         w = self.w
-        folds = {} if axis is None else folds_of(segment, axis, w)
-        scans = [] if axis is None else scans_of(segment, axis, w)
+        reducing = [m for m in segment.members if m.reduce]
+        folds = {} if axis is None else folds_of(reducing, axis, w)
+        scans = [] if axis is None else scans_of(segment.members, axis, w)
         for m in segment.members:
+            if accumulates(m, self.shape.serial):
+                for node in walk(*m.exprs):
+                    if node in self.accumulated:
+                        self.accumulated[node].step()
+                continue
             for node in walk(*m.exprs):
                 if node in folds:
                     folds.pop(node).whole()
@@ -233,8 +263,8 @@ class Kernel:
         w = self.w
         if after and self.written & {b for m in segment.members for b in m.reads}:
             w.line("tl.debug_barrier()")  # what other threads of this program stored is read below
-        folds = folds_of(segment, axis, w)
-        scans = scans_of(segment, axis, w)
+        folds = folds_of(segment.members, axis, w)
+        scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
             item.begin()
         with w.block(f"for {axis.name}offset in range(0, {axis.name}numel, {axis.block})"):
@@ -334,6 +364,10 @@ def _imports(lines: Sequence[str]) -> list[str]:
     if helpers:
         found.append(f"from tilewright.runtime import {', '.join(helpers)}")
     return found
+
+
+def _multiple(e: Expr) -> int:
+    return 16 if e.arg.hint and e.arg.hint % 16 == 0 else 1
 
 
 def _evaluated(e: Expr, sizes: dict[str, int]) -> int:

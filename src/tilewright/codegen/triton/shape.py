@@ -20,6 +20,8 @@ from tilewright.schedule.loops import is_fold, rename, substitute_nest
 from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
 
 MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive at once
+NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
+SHORTEST_COLUMN = 64  # rows below which columns are folded at once
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
 
@@ -69,6 +71,8 @@ class Shape:
     segments: list[tuple[Segment, Axis | None]]
     rank: int
     persistent: bool = True
+    across: bool = False  # memory runs along the parallel axis, not along the rows
+    serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     members: list[Nest] = field(default_factory=list[Nest])
 
     def flat(self) -> Shape:
@@ -102,11 +106,10 @@ class Shape:
 
 def shape_of(program: Program, group: Group) -> Shape | str:
     """The shape of a group's kernel, or why Triton cannot express it."""
-    if group.serial:
-        return "it runs loops in order inside the shared ones"
     members, outer = _ordered(list(group.members), without_scan(group))
-    members, outer = merge_loops(members, outer)
-    segments = segments_of(members, outer)
+    if not group.serial:
+        members, outer = merge_loops(members, outer)
+    segments = segments_of([_inside(m, group.serial) for m in members], (*outer, *group.serial))
     for segment in segments:
         if segment.loops and segment.reduce:
             return "a fold has loops of its own inside the shared ones"
@@ -114,13 +117,27 @@ def shape_of(program: Program, group: Group) -> Shape | str:
             return "a scan has loops of its own beside the one it runs along"
     placed = _inner_axes(segments)
     members = [m for s, _ in placed for m in s.members]
-    if not any(axis for _, axis in placed):
+    if not any(axis for _, axis in placed) and not group.serial:
         parallel = _tiles(program, members, outer)
         return Shape(parallel, placed, max(1, len(parallel)), members=members)
-    shape = Shape((Axis("x", outer, 0),), placed, 2, members=members)
+    shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, members=members)
+    shape.across = _runs_across(program, shape)
     shape.persistent = _fits(shape)
     reason = "" if shape.persistent else _cannot_repeat(group, shape)
     return reason or shape
+
+
+def _inside(nest: Nest, serial: tuple[Expr, ...]) -> Nest:
+    """The nest at one iteration of the serial loops: what it folds over them, it accumulates."""
+    if not any(v in nest.reduce for v in serial):
+        return nest
+    rest = tuple(v for v in nest.reduce if v not in serial)
+    return replace(nest, loops=(*nest.loops, *serial), reduce=rest)
+
+
+def accumulates(nest: Nest, serial: tuple[Expr, ...]) -> bool:
+    """Whether a nest of the shape folds over the serial loops."""
+    return bool(serial) and not nest.reduce and is_fold(nest, "reduce")
 
 
 # ---- the order of loops
@@ -240,15 +257,26 @@ def _fits(shape: Shape) -> bool:
     for axis in shape.inner:
         if axis.size is None:
             return False
-        folds = [s for s, a in shape.segments if a is axis]
-        alive = 1 if len(folds) == 1 and not folds[0].scans else 2
+        passes = [s for s, a in shape.segments if a is axis]
+        alive = 1 if len(passes) == 1 and not passes[0].scans else 2
+        if shape.across:
+            alive = NARROWEST_TILE if len(passes) > 1 else MOST_KEPT // SHORTEST_COLUMN
         if axis.size * alive > MOST_KEPT:
             return False
     return True
 
 
+def _runs_across(program: Program, shape: Shape) -> bool:
+    loops = [v for axis in shape.axes for v in axis.loops]
+    along = run_along(program, shape.members, loops)
+    across = max((along.get(v, 0) for v in shape.parallel[0].loops), default=0)
+    return across > max((along.get(v, 0) for axis in shape.inner for v in axis.loops), default=0)
+
+
 def _cannot_repeat(group: Group, shape: Shape) -> str:
     """In a looped kernel a later segment computes local rows again: why it cannot."""
+    if shape.serial:
+        return "rows that do not fit in registers cannot share serial loops"
     seen: set[str] = set()
     rewritten: set[str] = set()
     for m in shape.members:

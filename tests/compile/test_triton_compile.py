@@ -1,0 +1,120 @@
+"""Kernels compiled for cards that are not there: the width of their accesses, what spills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.cubin import build, kernels_of
+from tests.cpu import test_ir_ops as rows
+from tests.fuzz.build import Build
+from tilewright.codegen.triton.kernel import generate
+from tilewright.ir.build import op
+from tilewright.ir.ops import TABLE
+from tilewright.ir.program import Store
+from tilewright.runtime.triton_build import SPILLED
+from tilewright.schedule.plan import schedule
+from tilewright.target import Target
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+WIDE: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "pointwise": (lambda x: F.gelu(x) * 2, (512, 1024)),
+    "broadcast": (lambda x: x * x[0], (512, 1024)),
+    "softmax": (lambda x: torch.softmax(x, -1), (512, 4096)),
+    "layer norm": (lambda x: F.layer_norm(x, (4096,)), (512, 4096)),
+    "masked rows": (lambda x: torch.softmax(x, -1), (512, 1008)),
+    "transposed": (lambda x: x.t().contiguous(), (1024, 1024)),
+    "halves": (lambda x: F.silu(x[:, :512]) * x[:, 512:], (512, 1024)),
+    "long rows": (lambda x: x - x.amax(-1, keepdim=True), (64, 65536)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", WIDE)
+def test_accesses_have_sixteen_bytes(name: str, dtype: torch.dtype) -> None:
+    fn, shape = WIDE[name]
+    for kernel in kernels_of(fn, _empty(*shape, dtype=dtype)):
+        made = build(kernel)
+        assert made.widest("ld.global") == 16, kernel.text
+        if "tl.store" in kernel.text and kernel.name.split("_")[1] != "red":
+            assert made.widest("st.global") == 16, kernel.text
+        assert made.spills <= SPILLED
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name", ["pointwise", "softmax", "transposed", "long rows"])
+def test_every_architecture(name: str, target: str) -> None:
+    fn, shape = WIDE[name]
+    for kernel in kernels_of(fn, _empty(*shape), target=target):
+        assert build(kernel, target).widest("ld.global") == 16
+
+
+COMPILED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "columns": (lambda x: (x.sum(0), x.argmax(0)), (_empty(4096, 512),)),
+    "few columns": (lambda x: torch.softmax(x, 0), (_empty(512, 512),)),
+    "welford": (lambda x: torch.var_mean(x, -1), (_empty(64, 65536),)),
+    "logic": (lambda x: (x.any(1), x.all(1)), (_empty(64, 512, dtype=torch.bool),)),
+    "scans": (lambda x: (x.cumsum(1), x.cummax(1), x.logcumsumexp(1)),
+              (_empty(64, 512, dtype=torch.float32),)),
+    "long scan": (lambda x: x.cummax(1), (_empty(8, 40000, dtype=torch.float32),)),
+    "gather": (lambda x, i: x[i], (_empty(99, 64), _empty(32, dtype=torch.int64))),
+    "fp8": (lambda x: x.to(torch.float8_e4m3fn).to(torch.float32), (_empty(64, 64),)),
+    "random": (lambda x: torch.rand_like(x) + x, (_empty(64, 64),)),
+    "int64": (lambda x: (x // 7, x % 5, torch.gcd(x, x + 1), x**3),
+              (_empty(99, dtype=torch.int64),)),
+    "float64": (lambda x: torch.softmax(x, -1), (_empty(64, 128, dtype=torch.float64),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles(name: str) -> None:
+    fn, args = COMPILED[name]
+    for kernel in kernels_of(fn, *args):
+        assert build(kernel).spills <= SPILLED
+
+
+SCATTERED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+             torch.int16, torch.uint8)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("mode", ["sum", "prod", "amax"])
+def test_atomics_of_every_type(mode: str, target: str) -> None:
+    for dtype in SCATTERED:
+        x, i = _empty(64, 8, dtype=dtype), _empty(32, 8, dtype=torch.int64)
+        for kernel in kernels_of(lambda x, i: x.scatter_reduce(0, i, x[:32], mode), x, i,
+                                 target=target):  # fmt: skip
+            assert build(kernel, target).ptx
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLE) - set(rows.SPECIAL)))
+def test_every_row_compiles(name: str) -> None:
+    """The interpreter takes text that the compiler does not."""
+    b = Build()
+    (i,) = b.loops(64)
+    results: list[str] = []
+    for dtype in rows._types(name):
+        values = [b.at(b.input(64, dtype=dtype), i) for _ in range(TABLE[name].arity)]
+        made = op(name, *values)
+        results.append(b.buffer((64,), made.dtype))
+        b.nest([i], Store(results[-1], i, made))
+    program = b.returns(*results)
+    for step in schedule(program).steps:
+        assert build(generate(program, step.group, Target("sm_90")), config=-1).ptx
+
+
+def test_wide_indices_when_sizes_need_them() -> None:
+    small, large = (kernels_of(lambda x: x + 1, torch.empty(1, dtype=torch.int8).expand(n))[0]
+                    for n in (1 << 20, 1 << 32))  # fmt: skip
+    assert ".to(tl.int64)" not in small.text
+    assert "tl.program_id(0).to(tl.int64)" in large.text
+    assert not small.assume and not large.assume

@@ -1,0 +1,231 @@
+"""Every form of kernel in Triton's interpreter against eager: tiles, rows, columns, scans,
+scatters, gathers, dynamic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.interp import Interpreter, check
+
+Make = Callable[[], tuple[Any, ...]]
+
+
+def _normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def _families(kernels: list[Any]) -> list[str]:
+    return [k.name.split("_")[1] for k in kernels]
+
+
+# ---- pointwise
+
+POINTWISE: dict[str, tuple[Callable[..., Any], Make]] = {
+    "broadcast": (lambda x, y: torch.relu(x) * y + 1.5, lambda: (_normal(7, 41), _normal(41))),
+    "scalar": (lambda x, y: x * y.sum(), lambda: (_normal(5, 9), _normal(3))),
+    "transposed": (lambda x, y: x.t() + y, lambda: (_normal(33, 50), _normal(50, 33))),
+    "two transposed": (
+        lambda x, y: (x.permute(2, 1, 0) + y.permute(1, 0, 2)).contiguous(),
+        lambda: (_normal(12, 10, 18), _normal(10, 18, 12)),
+    ),
+    "channels last": (
+        lambda x: x.permute(0, 2, 3, 1).contiguous() * 2, lambda: (_normal(2, 9, 8, 10),)),
+    "cat and pad": (
+        lambda x, y: F.pad(torch.cat((x, y), 1), (1, 2)), lambda: (_normal(3, 5), _normal(3, 8))),
+    "strided": (lambda x: x[1::3, ::2] - 1, lambda: (_normal(13, 20),)),
+    "flip": (lambda x: x.flip(1) + 1, lambda: (_normal(6, 20),)),
+    "arange": (lambda x: x + torch.arange(12) * 0.5, lambda: (_normal(5, 12),)),
+    "index as number": (
+        lambda x: torch.where(torch.arange(12) < 5, x, torch.arange(12).float()),
+        lambda: (_normal(5, 12),),
+    ),
+    "several results": (lambda x: (x.exp(), x.sin() > 0, x.t() * 2), lambda: (_normal(6, 9),)),
+    "half": (lambda x: (x * 3 + 1).relu(), lambda: (_normal(99, dtype=torch.float16),)),
+    "bfloat16": (lambda x, y: F.gelu(x) * y, lambda: (
+        _normal(99, dtype=torch.bfloat16), _normal(99, dtype=torch.bfloat16))),
+    "integers": (
+        lambda x: (x // 3, x % 5, x * x, x << 2), lambda: (torch.randint(-99, 99, (77,)),)),
+    "bytes": (lambda x: (x + x, x * 7), lambda: (torch.randint(0, 255, (77,)).byte(),)),
+    "bool": (lambda x, y: (x & y, x ^ y, ~x, x.float()), lambda: (
+        _normal(40) > 0, _normal(40) > 0)),
+    "empty": (lambda x: x + 1, lambda: (_normal(0, 4),)),
+    "zero-dimensional": (lambda x: x * 2 + 1, lambda: (_normal(),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_pointwise(name: str) -> None:
+    fn, make = POINTWISE[name]
+    check(fn, *make())
+
+
+def test_tiles_follow_the_layouts() -> None:
+    (kernel,) = check(lambda x, y: x.t() + y, _normal(33, 50), _normal(50, 33))
+    assert [block for block, _ in kernel.config.blocks] == ["YBLOCK", "XBLOCK"]
+    (kernel,) = check(lambda x, y: x + y, _normal(33, 50), _normal(33, 50))
+    assert [block for block, _ in kernel.config.blocks] == ["XBLOCK"]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+)
+def test_eight_bit_floats_round_as_in_eager(dtype: torch.dtype) -> None:
+    numbers = torch.cat(
+        (_normal(200) * 40, _normal(60) / 900, torch.tensor([0.0, -0.0, 448.0, 1e9]))
+    )
+    (out,) = (check(lambda x: x.to(dtype).view(torch.uint8).float(), numbers),)
+    assert out
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    check(lambda x: x.to(torch.float32), every)
+
+
+# ---- rows and columns
+
+ROWS: dict[str, tuple[Callable[..., Any], Make]] = {
+    "softmax": (lambda x: torch.softmax(x, -1), lambda: (_normal(5, 130),)),
+    "softmax of columns": (lambda x: torch.softmax(x, 0), lambda: (_normal(130, 7),)),
+    "layer norm": (
+        lambda x, w, b: F.layer_norm(x, (96,), w, b),
+        lambda: (_normal(6, 96), _normal(96), _normal(96)),
+    ),
+    "layer norm in bfloat16": (
+        lambda x, w, b: F.layer_norm(x, (96,), w, b),
+        lambda: tuple(t.bfloat16() for t in (_normal(6, 96), _normal(96), _normal(96))),
+    ),
+    "residual": (
+        lambda x, r: (x + r, F.rms_norm(x + r, (64,))), lambda: (_normal(6, 64), _normal(6, 64))),
+    "group norm": (lambda x: F.group_norm(x, 3), lambda: (_normal(2, 12, 5, 4),)),
+    "several sums": (lambda x: (x.sum(1), x.amax(1), x.argmin(1)), lambda: (_normal(9, 77),)),
+    "columns": (lambda x: (x.sum(0), x.amax(0)), lambda: (_normal(90, 33),)),
+    "long columns": (lambda x: x.sum(0), lambda: (_normal(700, 33),)),
+    "middle": (lambda x: x.mean(1), lambda: (_normal(4, 50, 9),)),
+    "outer and inner": (lambda x: torch.var_mean(x, (0, 2)), lambda: (_normal(6, 5, 40),)),
+    "everything": (lambda x: x.sum(), lambda: (_normal(30, 41),)),
+    "logic": (
+        lambda x: (x.any(1), x.all(1), x.sum(1)), lambda: (_normal(9, 40) > 0,)),
+    "nan": (lambda x: (x.amax(1), x.argmax(1), x.amin(1)),
+            lambda: (torch.where(_normal(9, 40) > 1, torch.nan, _normal(9, 40)),)),
+    "prologue and epilogue": (
+        lambda x, y: (x * y).sum(1, keepdim=True).sqrt() + y, lambda: (
+            _normal(9, 40).abs(), _normal(9, 40).abs())),
+    "integers": (lambda x: (x.sum(1), x.amax(1), x.prod(1)), lambda: (
+        torch.randint(-3, 3, (5, 20)),)),
+    "cross entropy": (lambda x, t: F.cross_entropy(x, t), lambda: (
+        _normal(7, 50), torch.randint(0, 50, (7,)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name: str) -> None:
+    fn, make = ROWS[name]
+    check(fn, *make())
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: torch.softmax(x, -1), lambda x: F.layer_norm(x, x.shape[1:]),
+           lambda x: (x.argmax(1), x.var(1), x.any(1)), lambda x: x - x.amax(1, keepdim=True)]
+)  # fmt: skip
+def test_rows_too_long_for_registers(fn: Callable[..., Any]) -> None:
+    made = check(fn, _normal(2, 33001), rtol=1e-5, atol=1e-5)
+    assert "red" in _families(made)
+
+
+def test_a_row_of_registers_is_read_once() -> None:
+    (kernel,) = check(lambda x: torch.softmax(x, -1), _normal(5, 128))
+    assert kernel.name.startswith("triton_per_fused")
+    assert kernel.text.count("tl.load") == 1
+    assert "mask" not in kernel.text  # every row is exactly one block
+
+
+# ---- scans
+
+SCANS: dict[str, Callable[..., Any]] = {
+    "sum": lambda x: x.cumsum(-1),
+    "along columns": lambda x: x.cumsum(0),
+    "product": lambda x: x.cumprod(-1),
+    "largest": lambda x: x.cummax(-1),
+    "smallest": lambda x: x.cummin(-1),
+    "exponentials": lambda x: x.logcumsumexp(-1),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scan(name: str) -> None:
+    check(SCANS[name], _normal(6, 90), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sum", "largest", "exponentials"])
+def test_long_scan_carries(name: str) -> None:
+    made = check(SCANS[name], _normal(2, 17000) / 8, rtol=1e-3, atol=1e-3)
+    assert _families(made) == ["red"]
+
+
+# ---- gathers and scatters
+
+
+def test_gather() -> None:
+    at = torch.randint(0, 9, (5, 3))
+    check(lambda x, i: x[i] * 2, _normal(9, 4), at)
+    check(lambda x, i: x.gather(0, i), _normal(9, 4), torch.randint(0, 9, (5, 4)))
+    check(lambda x, i: F.embedding(i, x), _normal(9, 4), at)
+
+
+@pytest.mark.parametrize("bad", [100, 9, -10])
+def test_bad_index_is_reported(bad: int) -> None:
+    torch._dynamo.reset()
+    fn = torch.compile(lambda x, i: x[i], backend=Interpreter())
+    assert fn(_normal(9), torch.tensor([0, -9, 8])).shape == (3,)
+    with pytest.raises(IndexError, match="out of range"):
+        fn(_normal(9), torch.tensor([0, bad, 1]))
+
+
+SCATTERS: dict[str, Callable[..., Any]] = {
+    "add": lambda x, i, v: x.scatter_add(0, i, v),
+    "put": lambda x, i, v: x.index_put((i[:, 0],), v, accumulate=True),
+    "largest": lambda x, i, v: x.scatter_reduce(0, i, v, "amax"),
+    "smallest": lambda x, i, v: x.scatter_reduce(0, i, v, "amin"),
+    "product": lambda x, i, v: x.scatter_reduce(0, i, v, "prod"),
+    "set": lambda x, i, v: x.scatter(0, i[:1], v[:1]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64,
+                                   torch.int8])  # fmt: skip
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatter(name: str, dtype: torch.dtype) -> None:
+    whole = not dtype.is_floating_point
+    x, v = (torch.randint(-2, 3, s).to(dtype) if whole else _normal(*s).to(dtype)
+            for s in ((6, 5), (8, 5)))  # fmt: skip
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype.itemsize == 2 else {}
+    check(SCATTERS[name], x, torch.randint(0, 6, (8, 5)), v, **tolerance)
+
+
+def test_masked_put() -> None:
+    check(lambda x, m: x.masked_fill(m, 3.0), _normal(7, 9), _normal(7, 9) > 0)
+    check(lambda x, m, v: torch.where(m, v, x), _normal(7, 9), _normal(7, 9) > 0, _normal(9))
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x, y: x.t() * y, lambda x, y: torch.softmax(x, -1), lambda x, y: x.sum(0),
+           lambda x, y: F.layer_norm(x, x.shape[-1:]), lambda x, y: torch.cat((x, y.t()), 1),
+           lambda x, y: x.cumsum(1), lambda x, y: x.reshape(-1).mean()]
+)  # fmt: skip
+def test_dynamic_sizes(fn: Callable[..., Any]) -> None:
+    made = check(fn, _normal(19, 70), _normal(70, 19), dynamic=True)
+    assert any(p.kind == "int" for k in made for p in k.params)
+
+
+@pytest.mark.parametrize("config", range(1, 5))
+def test_other_configurations(config: int) -> None:
+    check(lambda x: torch.softmax(x, -1), _normal(5, 130), config=config)
+    check(lambda x: x.t() * 2, _normal(33, 65), config=config)
+    check(lambda x: x.sum(0), _normal(300, 65), config=config)
