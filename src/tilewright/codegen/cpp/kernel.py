@@ -109,12 +109,18 @@ class Kernel:
         else:
             text = self.element(node.arg, node.src[0])
             placed = node.arg in self.scalars or node.arg in self.rows
+            if len(node.src) == 2 and not placed and not _in_step(node.src[0]):
+                return self._masked(node, w, text)
             if node.dtype == torch.bool and not placed:
                 text = f"({text} != 0)"
         if len(node.src) == 2:
             zero = f"{CTYPE[node.dtype]}{{}}"
             text = f"({w.value(node.src[1])} ? {text} : {zero})"
         return text
+
+    def _masked(self, node: Expr, w: Writer, element: str) -> str:
+        text = f"tw::masked({w.value(node.src[1])}, &{element})"
+        return f"({text} != 0)" if node.dtype == torch.bool else text
 
     def _handed_over(self, node: Expr) -> Expr | None:
         """What was stored in an element of a local buffer that has no memory of its own."""
@@ -505,6 +511,17 @@ class Kernel:
                     self._fold_point(segment, folds, lambda fold: fold.step_lane(w))
             for fold in folds:
                 fold.end_lanes(w, self.lanes)
+
+
+MOST_PEELED = 16  # iterations of a loop that g++ may write out
+
+
+def _in_step(index: Expr) -> bool:
+    """Whether a vector of these elements is contiguous: some loop that stays a loop walks them one
+    by one. See `tw::masked` for the others."""
+    walked = [v for v in free_vars(index) if ix.coefficient(index, v) is ix.ONE]
+    lengths = [ix.value_of(v.src[0]) for v in walked]
+    return not free_vars(index) or any(n is None or n > MOST_PEELED for n in lengths)
 
 
 def _rewritten(members: Sequence[Nest]) -> set[str]:

@@ -1,4 +1,5 @@
-// What the loops of a kernel need around the arithmetic: index division, and folds OpenMP lacks.
+// What the loops of a kernel need around the arithmetic: index division, loads under a condition,
+// and folds OpenMP lacks.
 #pragma once
 
 namespace tw {
@@ -11,6 +12,17 @@ TW_INLINE int64_t index_floordiv(int64_t a, int64_t b) {
 TW_INLINE int64_t index_mod(int64_t a, int64_t b) {
     int64_t r = a % b;
     return r + ((r != 0) & ((r < 0) != (b < 0))) * b;
+}
+
+// An element where `held`, else zero, for loads that are not contiguous along the vector.
+// g++ 12.2 makes `held ? *at : 0` a masked load, and of neighbouring ones in one iteration
+// (`p[4*i]`, `p[4*i + 1]`, ...) a group, in which it forgets which lane reads which element. So it
+// must not see that this is a choice.
+template <class T>
+TW_INLINE T masked(bool held, const T* at) {
+    static const T zero{};
+    const uintptr_t all = -(uintptr_t)held;
+    return *(const T*)(((uintptr_t)at & all) | ((uintptr_t)&zero & ~all));
 }
 
 template <class T>
