@@ -14,7 +14,6 @@ from tests.sweep.pool import Job, Pool
 # Verdicts beside the outcome's own status.
 EXCUSED = "baseline fails too"
 FAILED = "failed"
-SOFT_FAILED = "stride differs"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Verdict:
             return self.outcome.status
         if self.baseline is not None and self.baseline.severity >= self.outcome.severity:
             return EXCUSED
-        return FAILED if self.outcome.severity == 2 else SOFT_FAILED
+        return FAILED
 
 
 def judge(pool: Pool, todo: deque[Job], baseline: Baseline) -> Iterator[Verdict]:

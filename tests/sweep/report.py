@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from tests.sweep.cases import Case
-from tests.sweep.judge import FAILED, SOFT_FAILED, Verdict
+from tests.sweep.judge import FAILED, Verdict
 
 KNOWN = "known difference"
 STALE = "listed as a difference, but passes"
@@ -22,7 +22,6 @@ class Report:
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     failures: list[Verdict] = field(default_factory=list)
-    soft: list[Verdict] = field(default_factory=list)
     stale: list[Case] = field(default_factory=list)
     left: int = 0  # groups that a time budget left undone
 
@@ -38,8 +37,6 @@ class Report:
         self.seconds += verdict.outcome.seconds
         if name == FAILED:
             self.failures.append(verdict)
-        elif name == SOFT_FAILED:
-            self.soft.append(verdict)
         return name
 
     def text(self) -> str:
@@ -48,12 +45,11 @@ class Report:
         if self.left:
             lines.append(f"out of time: {self.left} groups were not run; --resume runs them")
         lines += [f"  {count:7d}  {name}" for name, count in self.counts.most_common()]
-        lines += self._groups("failures", self.failures)
-        lines += self._groups("strides (soft)", self.soft)
+        lines += self._groups(self.failures)
         lines += [f"remove it from differences.toml, it passes: {case}" for case in self.stale]
         return "\n".join(lines)
 
-    def _groups(self, title: str, verdicts: list[Verdict]) -> list[str]:
+    def _groups(self, verdicts: list[Verdict]) -> list[str]:
         if not verdicts:
             return []
         by_reason: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
@@ -62,7 +58,7 @@ class Report:
             reason = f"{outcome.status} ({outcome.stage}): {generalise(outcome.text)}"
             by_reason[verdict.group.op, reason].append(verdict)
         operators = len({v.group.op for v in verdicts})
-        lines = ["", f"{title}: {len(verdicts)} cases of {operators} operators"]
+        lines = ["", f"failures: {len(verdicts)} cases of {operators} operators"]
         for (op, reason), found in sorted(by_reason.items(), key=lambda item: -len(item[1])):
             lines.append(f"  {len(found):5d}  {op}: {reason}")
             lines.append(f"         {reproduce(found[0])}")

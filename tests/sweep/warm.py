@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+
+# The sweep runs on the CPU, and a process that has looked at a GPU cannot be forked.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from tests.sweep.cases import operators
 

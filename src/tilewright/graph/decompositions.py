@@ -128,11 +128,11 @@ def _shape_functions() -> torch.library.Library:
 
 def _whole_if_static(op: Any, apart: Callable[..., Any]) -> Callable[..., Any]:
     """The overload that takes scale factors, in terms of `op`, which takes sizes. Its shape
-    function knows literal sizes only: with symbolic ones the op is taken apart as before."""
+    function knows literal sizes only, and none of zero: with others the op is taken apart."""
 
     def interpolate(x: torch.Tensor, size: Any, *rest: Any) -> torch.Tensor:
         *corners, factors = rest
-        if not all(isinstance(n, int) for n in (*x.shape, *(size or ()))):
+        if 0 in x.shape or not all(isinstance(n, int) for n in (*x.shape, *(size or ()))):
             return apart(x, size, *rest)
         if size is not None:
             return op(x, size, *corners)

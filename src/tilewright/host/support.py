@@ -36,6 +36,10 @@ def window(t: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor
     return torch.as_strided(t, size, stride, t.storage_offset() + offset)
 
 
+class OutOfRangeError(IndexError, RuntimeError):
+    """Eager raises one or the other, depending on the operator."""
+
+
 class Flag:
     """A cell a kernel writes to when it meets bad data."""
 
@@ -50,7 +54,7 @@ class Flag:
         self.cell.value = 0
         where = f" ({location})" if location else ""
         if code & 1:
-            raise IndexError(f"index out of range in {kernel}{where}")
+            raise OutOfRangeError(f"index or value out of range in {kernel}{where}")
         raise RuntimeError(f"ZeroDivisionError: integer division by zero in {kernel}{where}")
 
 

@@ -137,6 +137,15 @@ def part(fold: Expr, position: int, dtype: torch.dtype | None = None) -> Expr:
     return make("part", dtype or fold.dtype, (fold,), position)
 
 
+def require(value: Expr, condition: Expr) -> Expr:
+    """`value`; where `condition` does not hold the program raises an error when it runs.
+
+    An index into a table of one is zero or an error, and nothing less zero is itself.
+    """
+    zero = op("index", where(condition, const(0), const(-1)), const(1))
+    return op("sub", value, cast(zero, value.dtype))
+
+
 def guard(value: Expr, mask: Expr) -> Expr:
     """`value` computed only where `mask`: its loads are not made elsewhere, and give 0 there."""
     if mask is TRUE:

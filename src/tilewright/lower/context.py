@@ -48,6 +48,7 @@ class Lowering:
         self.devices = devices  # the kinds of device that loops are made for
         self.program = Program()
         self.sizes = Sizes()
+        self.defined: set[str] = set()  # the symbols that inputs and calls so far give
         self.node: torch.fx.Node | None = None
         self.env: dict[torch.fx.Node, Any] = {}
         self.shared: frozenset[int] = frozenset()  # storages several results are views of

@@ -21,7 +21,7 @@ from tilewright.ir.expr import Expr, const, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
 from tilewright.lower.context import Lowering, as_view, is_plain
-from tilewright.lower.sizes import shape_env, unbacked
+from tilewright.lower.sizes import shape_env, symbols_of, unbacked, undefined
 from tilewright.lower.table import LOWERINGS, Unsupported
 from tilewright.lower.tensor import Tensor, cost, is_stored
 
@@ -58,6 +58,7 @@ def _placeholder(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -
     value = node.meta.get("val")
     name = f"arg{len(ctx.program.inputs)}"
     ctx.program.inputs.append(name)
+    ctx.defined |= symbols_of(value)
     if isinstance(value, torch.Tensor) and is_plain(value):
         buffer = Buffer(name, value.dtype, value.device, ctx.sizes.tuple(value.size()),
                         ctx.sizes.tuple(value.stride()), "input")  # fmt: skip
@@ -132,12 +133,23 @@ def _arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dic
 
 
 def _is_native(ctx: Lowering, node: torch.fx.Node) -> bool:
-    """Whether all tensors in and out are plain and on a device we generate loops for."""
+    """Whether all tensors in and out are plain and on a device we generate loops for.
+
+    Sizes that only the call can tell (a slice between unknown ends) are read off its result.
+    """
+    if node.meta.get("unbacked_bindings") or (not node.all_input_nodes and _takes_tensor(node)):
+        return False
     values: list[Any] = [node.meta.get("val")]
     for arg in node.all_input_nodes:
         values.append(arg.meta.get("val"))
     tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
     return all(is_plain(t) and t.device.type in ctx.devices for t in tensors)
+
+
+def _takes_tensor(node: torch.fx.Node) -> bool:
+    """Whether the op expects a tensor first: a plain number there is for ATen to convert."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.arguments and str(schema.arguments[0].type) == "Tensor")
 
 
 def _number(ctx: Lowering, node: torch.fx.Node, value: Any) -> Expr:
@@ -146,22 +158,26 @@ def _number(ctx: Lowering, node: torch.fx.Node, value: Any) -> Expr:
         dtype = torch.bool if isinstance(value, bool) else (
             torch.int64 if isinstance(value, int) else torch.float64)  # fmt: skip
         return const(value, dtype)
-    bound = node.meta.get("unbacked_bindings")
-    if isinstance(value, torch.SymInt) and not bound:
+    new = unbacked(value, node.meta) or undefined(value, ctx.defined)
+    if isinstance(value, torch.SymInt) and not new:
         found = ctx.sizes.try_index(value)
         if found is not None:
             return found
-    if bound and isinstance(value, torch.SymInt):
+    binds = [(s.name, path) for s, path in new.items()]
+    plain = [name for name, path in binds if not path and isinstance(value, torch.SymInt)]
+    if plain:
+        (name,) = plain
         result = ctx.sizes.index(value)
-        name = result.arg.name if result.op == "sym" else ctx.fresh("number")
     else:
         name = ctx.fresh("number")
         result = sym(name, torch.int64 if isinstance(value, torch.SymInt) else
                      torch.bool if isinstance(value, torch.SymBool) else torch.float64)  # fmt: skip
+        binds.append((name, ()))
     ctx.program.symbols[name] = result
+    ctx.defined |= {name for name, _ in binds}
     args, kwargs = _opaque_arguments(ctx, node)
     ctx.program.nodes.append(
-        Opaque(ctx.fresh("call"), node.target, args, kwargs, (), (), ctx.origin(), ((name, ()),))
+        Opaque(ctx.fresh("call"), node.target, args, kwargs, (), (), ctx.origin(), tuple(binds))
     )
     return result
 
@@ -266,10 +282,12 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
     args, kwargs = _opaque_arguments(ctx, node)
     value = node.meta.get("val")
     binds: list[tuple[str, Any]] = []
-    for symbol, path in unbacked(value, node.meta).items():
+    new = unbacked(value, node.meta)
+    for symbol, path in (new or undefined(value, ctx.defined)).items():
         bound = ctx.sizes.symbol(symbol, shape_env(value))
         assert bound is not None
         ctx.program.symbols[symbol.name] = bound
+        ctx.defined.add(symbol.name)
         binds.append((symbol.name, path))
     result = ctx.call(node.target, args, kwargs, value, _mutated(node, args, kwargs), tuple(binds),
                       _may_alias(node))  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import INDEX, Expr
+from tilewright.ir.expr import INDEX, Expr, const
 from tilewright.ir.program import Store
 from tilewright.lower.context import Lowering
 from tilewright.lower.promote import Operand, operand, promoted
@@ -281,13 +281,16 @@ def _repeat_interleave(ctx: Lowering, repeats: Tensor, *, output_size: Any = Non
     """Position k as often as `repeats[k]` says: found in the running sum of them."""
     if output_size is None:
         raise Unsupported("the size of the result depends on the data")
-    ends = _running(ctx, repeats)
-    count = repeats.size[0]
+    size, count = ix.as_index(output_size), repeats.size[0]
+    positive = repeats.map(lambda n: build.require(n, build.op("ge", n, const(0, n.dtype))))
+    ends = _running(ctx, positive)
 
     def element(i: Expr) -> Expr:
-        return build.cast(_search(lambda at: ends.at(at), count, i, right=True), repeats.dtype)
+        total = ends.at([ix.maximum(ix.sub(count, 1), 0)])
+        found = _search(lambda at: ends.at(at), count, i, right=True)
+        return build.cast(build.require(found, build.op("eq", total, size)), repeats.dtype)
 
-    return from_indices((ix.as_index(output_size),), repeats.device, element)
+    return from_indices((size,), repeats.device, element)
 
 
 @lowers(aten.nonzero_static.default)

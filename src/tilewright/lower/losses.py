@@ -156,6 +156,8 @@ def _bounded_log(log: Expr) -> Expr:
 
 
 def _cross_entropy(x: Expr, y: Expr) -> Expr:
+    """Of a probability: anything else is an error."""
+    x = build.require(x, build.both(build.op("ge", x, _c(0.0, x)), build.op("le", x, _c(1.0, x))))
     miss = mul(sub(y, _c(1.0, y)), _bounded_log(build.op("log1p", build.op("neg", x))))
     return sub(miss, mul(y, _bounded_log(build.op("log", x))))
 

@@ -122,6 +122,13 @@ lowers(aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default)
 
 # ---- extremes
 
+
+def _not_empty(t: Tensor, dims: Sequence[int]) -> None:
+    """Nothing has no extreme: a size that may be zero is left to ATen, which says so."""
+    if any(ix.bounds(t.size[d])[0] < 1 for d in dims):
+        raise Unsupported("the extreme of an empty dimension")
+
+
 _ON_BOOL = {"min": "all", "max": "any"}
 
 
@@ -134,7 +141,9 @@ def extreme(ctx: Lowering, kind: str, t: Tensor, dims: Sequence[int], keepdim: b
 
 def _extreme(kind: str) -> Callable[..., Tensor]:
     def lowering(ctx: Lowering, t: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-        return extreme(ctx, kind, t, dims_of(t, dim), keepdim)
+        dims = dims_of(t, dim)
+        _not_empty(t, dims)
+        return extreme(ctx, kind, t, dims, keepdim)
 
     return lowering
 
@@ -147,6 +156,7 @@ lowers(aten.amax.default, aten.max.default)(_extreme("max"))
 def _aminmax(ctx: Lowering, t: Tensor, *, dim: int | None = None,
              keepdim: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     dims = dims_of(t, dim)
+    _not_empty(t, dims)
     return extreme(ctx, "min", t, dims, keepdim), extreme(ctx, "max", t, dims, keepdim)
 
 
@@ -172,7 +182,10 @@ def position_of(ctx: Lowering, kind: str, t: Tensor, dims: Sequence[int],
 def _position(kind: str) -> Callable[..., Tensor]:
     def lowering(ctx: Lowering, t: Tensor, dim: int | None = None,
                  keepdim: bool = False) -> Tensor:  # fmt: skip
+        if t.dtype == torch.bool:
+            raise Unsupported("positions among booleans, an error in eager")
         dims = dims_of(t, dim)
+        _not_empty(t, dims)
         return position_of(ctx, kind, t, dims, keepdim)
 
     return lowering
@@ -186,7 +199,9 @@ def _extreme_and_position(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def lowering(ctx: Lowering, t: Tensor, dim: int,
                  keepdim: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
         axis = axis_of(t, dim)
-        where = position_of(ctx, f"arg{kind}", t, [axis] if t.rank else [], True)
+        dims = [axis] if t.rank else []
+        _not_empty(t, dims)
+        where = position_of(ctx, f"arg{kind}", t, dims, True)
 
         def found(*point: Expr) -> list[Expr]:
             return [where.at(point) if d == axis else p for d, p in enumerate(point)]
@@ -285,6 +300,7 @@ def vector_norm(ctx: Lowering, t: Tensor, order: float, dims: Sequence[int], kee
     if all(t.size[d] is ix.ONE for d in dims):
         return (size if keepdim else squeeze(size, dims)).to(result)
     if math.isinf(order):
+        _not_empty(t, dims)
         return fold(ctx, "max" if order > 0 else "min", size, dims, keepdim, result)
     if order == 1:
         return fold(ctx, "sum", size, dims, keepdim, result)

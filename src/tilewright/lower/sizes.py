@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import resolve_unbacked_bindings
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -110,14 +110,39 @@ def unbacked(value: Any, meta: dict[str, Any]) -> dict[Any, Any]:
     return resolve_unbacked_bindings(shape_env(value), found) or {}
 
 
+def undefined(value: Any, defined: set[str]) -> dict[Any, Any]:
+    """The symbols that are sizes of a result, or the result itself, and that nothing before gave:
+    torch does not say so for what composite ops read, nor for the state of a generator."""
+    found: dict[Any, Any] = {}
+    for path, leaf in pytree.tree_leaves_with_path(value):
+        sizes = leaf.size() if isinstance(leaf, torch.Tensor) else ()
+        places = [((CallMethodKey("size"), pytree.SequenceKey(k)), n)
+                  for k, n in enumerate(sizes)]  # fmt: skip
+        for inside, n in [((), leaf), *places]:
+            expr = n.node.expr if isinstance(n, torch.SymInt) else None
+            if expr is not None and expr.is_Symbol and expr.name not in defined:
+                found.setdefault(expr, (*path, *inside))
+    return found
+
+
 def shape_env(value: Any) -> Any:
     """The `ShapeEnv` behind the first symbolic number in `value`."""
-    for leaf in pytree.tree_leaves(value):
-        numbers = (*leaf.size(), *leaf.stride()) if isinstance(leaf, torch.Tensor) else (leaf,)
-        for n in numbers:
-            if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                return n.node.shape_env
+    for n in _symbolic(value):
+        return n.node.shape_env
     raise ValueError("no symbolic number to take the ShapeEnv from")
+
+
+def symbols_of(value: Any) -> set[str]:
+    """The names of the symbols in a number, or in the sizes and strides of tensors."""
+    return {s.name for n in _symbolic(value) for s in n.node.expr.free_symbols}
+
+
+def _symbolic(value: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(value):
+        strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+        numbers = (*leaf.size(), *leaf.stride(), leaf.storage_offset()) if strided else (leaf,)
+        yield from (n for n in numbers
+                    if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)))  # fmt: skip
 
 
 def _range(s: Any, env: Any) -> tuple[int | None, int | None]:

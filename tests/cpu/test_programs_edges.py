@@ -1,0 +1,116 @@
+"""Programs at the edge of what operators take: what they must refuse, and data-dependent sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.cpu.against_eager import check, compiled
+
+# ---- what eager refuses is refused
+
+ROW = torch.tensor([9])
+CELL = torch.tensor([[9]])
+X = torch.arange(30.0).reshape(5, 6)
+REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "index": (lambda x, i: x[i], (X, ROW)),
+    "index from the end": (lambda x, i: x[i], (X, torch.tensor([-6]))),
+    "gather": (lambda x, i: x.gather(0, i), (X, CELL)),
+    "gather negative": (lambda x, i: x.gather(0, i), (X, torch.tensor([[-1]]))),
+    "index_select": (lambda x, i: x.index_select(0, i), (X, ROW)),
+    "embedding": (lambda x, i: F.embedding(i, x), (X, ROW)),
+    "scatter": (lambda x, i: x.scatter(0, i, 1.0), (X, CELL)),
+    "index_add": (lambda x, i: x.index_add(0, i, x[:1]), (X, ROW)),
+    "index_put": (lambda x, i: x.index_put((i,), x[:1]), (X, ROW)),
+    "take": (lambda x, i: x.take(i), (X, torch.tensor([40]))),
+    "cross_entropy": (lambda x, i: F.cross_entropy(x, i), (X, torch.tensor([0, 9, 1, 1, 1]))),
+    "division by zero": (lambda x: 7 // x, (torch.tensor([1, 0]),)),
+    "remainder by zero": (lambda x: 7 % x, (torch.tensor([1, 0]),)),
+    "greatest of nothing": (lambda x: x.max(0), (torch.zeros(0, 3),)),
+    "position of bool": (lambda x: x.argmax(), (torch.tensor([True, False]),)),
+    "probability": (lambda x: F.binary_cross_entropy(x, x.round()), (torch.tensor([0.2, 1.5]),)),
+    "probability NaN": (lambda x: F.binary_cross_entropy(x, x * 0), (torch.tensor([torch.nan]),)),
+    "too few repeats": (
+        lambda n, x: torch.repeat_interleave(x, n, 0, output_size=5),
+        (torch.tensor([1, 2, 0, 3, 1]), X),
+    ),
+    "negative repeats": (
+        lambda n, x: torch.repeat_interleave(x, n, 0, output_size=5),
+        (torch.tensor([1, -2, 3, 2, 1]), X),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused_as_in_eager(name: str) -> None:
+    """With an error that a handler of eager's catches."""
+    fn, args = REFUSED[name]
+    with pytest.raises((IndexError, RuntimeError)) as theirs:
+        fn(*args)
+    with pytest.raises(type(theirs.value)):
+        compiled(fn)(*args)
+
+
+def test_repeats_and_probabilities_in_range() -> None:
+    repeats, x = torch.tensor([1, 2, 0, 3, 1]), torch.rand(5, 3)
+    check(lambda n, x: torch.repeat_interleave(x, n, 0, output_size=7), repeats, x)
+    check(lambda x: F.binary_cross_entropy(x, x.round()), torch.tensor([0.0, 1.0, 0.3]))
+
+
+# ---- sizes that depend on data
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sizes_read_from_tensors(dynamic: bool) -> None:
+    x = torch.randn(7, 3)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        check(lambda x, at: torch.tensor_split(x, at), x, torch.tensor([1, 4]), dynamic=dynamic,
+              fallbacks=True)  # fmt: skip
+        check(lambda flag: flag.item(), torch.tensor(True), dynamic=dynamic, fallbacks=True)
+        check(lambda v, x: x * v.item(), torch.tensor(2.5), x, dynamic=dynamic, fallbacks=True)
+
+
+def test_checkpoint_replays_eager_random_numbers() -> None:
+    """The saved state of the generator has a size that nothing else gives."""
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda a: F.dropout(torch.relu(a @ w), 0.5), x, use_reentrant=False).sum()
+
+    found = []
+    for fn in (loss, torch.compile(loss, backend="tilewright", dynamic=True,
+                                   options={"fallback_random": True})):  # fmt: skip
+        torch.manual_seed(3)
+        found.append(torch.autograd.grad(fn(x, w), (x, w)))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_numbers_where_tensors_are_expected() -> None:
+    check(torch.vmap(torch.vmap(lambda a: a * 2)), torch.randn(3, 4), fallbacks=True)
+
+
+def test_interpolation_of_nothing() -> None:
+    check(lambda x: F.interpolate(x, scale_factor=2), torch.zeros(0, 3, 4, 4), fallbacks=True)
+
+
+# ---- g++ 12 mixes up the lanes of masked loads that are neighbours
+
+
+@pytest.mark.parametrize("columns", [2, 3, 4])
+def test_neighbouring_loads_under_a_condition(columns: int) -> None:
+    def normalised(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x.amax(-1, keepdim=True) == 0, 0.0, torch.softmax(x, -1))
+
+    def padded(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.aten._unsafe_masked_index(x, m[:, None], [torch.arange(16)[:, None],
+                                                torch.arange(columns)], 0.0)  # fmt: skip
+        return y / y.sum(-1, keepdim=True)
+
+    x = torch.rand(16, columns) + 0.5
+    check(normalised, x)
+    check(padded, x, torch.arange(16) % 3 != 0)
