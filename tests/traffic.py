@@ -142,6 +142,10 @@ class ThroughView(torch.autograd.Function):
         return (g @ u).view(100) * y
 
 
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, weight, bias, training=True).relu()
+
+
 # ---- the cases
 
 CASES = [
@@ -209,6 +213,22 @@ CASES = [
     Case("PF-37", 50, lambda x: x.cos().cos().cos(), "f32[10]", train=True),
     Case("PF-38", 90, lambda *x: sum(x).cos().cos(), "f32[10]" * 4, train=True),
     Case("PF-39", 450, lambda x: (x < 0) * x, "f32[100]", train=True),
+    Case("PF-40", 1300, unremat, "f32[10,10]", train=True, floor=1200, bound=1200),
+    Case("PF-41", 2600, two_kept, "f32[10,10]", train=True, floor=2200),
+    Case("PF-43", 70, lambda a, b: cat([a.tanh(), b]), "f32[10] f32[10]", train=True),
+    Case("PF-44", 72, lambda x: x.relu(), "f32[16]", train=True),
+    Case("PF-45", 900, ThroughView.apply, "f32[100]", train=True),
+    Case("PF-46", 3900, long_chain, "f32[10,10]", train=True, floor=3700, bound=3800),
+    # at real sizes
+    Case("softmax", 83886080, lambda x: softmax(x, 1), "f32[4096,4096]", train=True),
+    Case("cross entropy", 524328964, lambda x, t: (F.cross_entropy(x, t),),
+         "f32[4096,32000] i64[4096]", train=True),
+    Case("gelu MLP", 32505856, lambda x, v, w: F.linear(F.gelu(F.linear(x, v)), w),
+         "f32[1024,512] f32[2048,512] f32[512,2048]", train=True),
+    Case("dropout", 4718596, lambda x: F.dropout(x, 0.5), "f32[1024,1024]", train=True,
+         floor=4194308, bound=4194308),
+    Case("relu of batch norm", 56206528, batch_norm, "f32[32,64,56,56] f32[64] f32[64]",
+         train=True),
     # beyond the reference
     Case("PF-69", 210, lambda a: (a.sum(0), a.cos()), "f32[10,10]"),
     Case("PF-69 at 1024x1024", 2098176, lambda a: (a.sum(0), a.cos()), "f32[1024,1024]"),

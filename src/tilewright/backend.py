@@ -8,13 +8,14 @@ from typing import Any
 import torch.fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright import config
 from tilewright.graph import decompositions
 from tilewright.graph.boundary import EVERYTHING, Boundary
+from tilewright.graph.partition import partitioner
+from tilewright.lower.table import family
 from tilewright.pipeline import Compiled, compile_graph, decide
 
 Inputs = Sequence[Any]
@@ -34,9 +35,9 @@ def count_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | No
 
 
 def _count(gm: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
-    decided = torch.fx.GraphModule(gm, torch.fx.Graph())
-    decided.graph.output(decided.graph.graph_copy(gm.graph, {}))
-    decide(decided, boundary)
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    decide(torch.fx.GraphModule(gm, graph), boundary)
 
     def run(args: list[Any]) -> Any:
         given = tuple(args)
@@ -75,7 +76,7 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
             bw_compiler=backward,
             inference_compiler=compiler,
             decompositions=decompositions.table(),
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partitioner(family),
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 

@@ -228,8 +228,9 @@ def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
     work, reads = cost(t.body)
     if work > 16 * config.realize_opcount_threshold or reads > config.realize_acc_reads_threshold:
         return True
-    users = len(holder.users)
-    if users > 1:
+    if len(holder.users) > 1:
+        if reads > 1 and any(user.op == "output" for user in holder.users):
+            return True  # it is stored anyway: the others read one buffer in place of several
         return work >= 4 or reads > config.realize_reads_threshold
     return False
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilewright import config
+from tilewright.graph import seeded
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
@@ -162,6 +163,15 @@ def native_dropout(ctx: Lowering, x: Tensor, p: float, train: bool | None = None
     draws = _drawn(ctx, _uniform(torch.float32))
     mask = draws.map(lambda u: f.lt(u, limit)).to(kept_type)
     return _dropped(ctx, x, mask, 0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+@lowers(seeded.uniform)
+def uniform_of_seed(ctx: Lowering, seed: Tensor, size: Any) -> Tensor:
+    """As many numbers as asked for, from a seed that is in memory."""
+    size = ctx.sizes.tuple(_result(ctx).size())
+    offset = ix.linearize(placeholders(size), ix.contiguous_strides(size))
+    body = _uniform(torch.float32)(seed.to(torch.int64).at([]), offset)
+    return Tensor(size, body.dtype, seed.device, body)
 
 
 @lowers(aten.native_dropout_backward.default)

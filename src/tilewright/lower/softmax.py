@@ -7,7 +7,7 @@ keeps that row in cache, where computing them twice would double the dearest par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -77,23 +77,23 @@ def _log_softmax(ctx: Lowering, t: Tensor, dim: int, half_to_float: bool) -> Ten
     return pointwise(lambda x, m, s: sub(sub(x, m), s), values, top, logs).to(result)
 
 
-def _backward(product: Callable[[Expr, Expr], Expr],
-              gradient: Callable[[Expr, Expr, Expr], Expr]) -> Callable[..., Tensor]:  # fmt: skip
-    """Fold `product(grad, out)` along the dimension; `gradient(grad, out, fold)` is the result."""
-
-    def lowering(ctx: Lowering, grad: Tensor, output: Tensor, dim: int,
-                 input_dtype: torch.dtype) -> Tensor:  # fmt: skip
-        dims = dims_of(output, dim)
-        grad, output = keep(ctx, grad), keep(ctx, output)
-        folded = total(ctx, apply(product, grad, output), dims)
-        return apply(gradient, grad, output, folded).to(dtype_of(ctx))
-
-    return lowering
+@lowers(aten._softmax_backward_data.default)
+def _softmax_backward(ctx: Lowering, grad: Tensor, output: Tensor, dim: int,
+                      input_dtype: torch.dtype) -> Tensor:  # fmt: skip
+    dims = dims_of(output, dim)
+    grad, output = keep(ctx, grad), keep(ctx, output)
+    folded = total(ctx, apply(mul, grad, output), dims)
+    return apply(lambda g, out, s: mul(out, sub(g, s)), grad, output, folded).to(dtype_of(ctx))
 
 
-lowers(aten._softmax_backward_data.default)(
-    _backward(mul, lambda grad, out, s: mul(out, sub(grad, s)))
-)
-lowers(aten._log_softmax_backward_data.default)(
-    _backward(lambda grad, out: grad, lambda grad, out, s: sub(grad, mul(build.op("exp", out), s)))
-)
+@lowers(aten._log_softmax_backward_data.default)
+def _log_softmax_backward(ctx: Lowering, grad: Tensor, output: Tensor, dim: int,
+                          input_dtype: torch.dtype) -> Tensor:  # fmt: skip
+    """The output is used once, so it may be computed where it is used."""
+    grad = keep(ctx, grad)
+    folded = total(ctx, apply(lambda g: g, grad), dims_of(output, dim))
+
+    def gradient(g: Expr, out: Expr, s: Expr) -> Expr:
+        return sub(g, mul(build.op("exp", out), s))
+
+    return apply(gradient, grad, output, folded).to(dtype_of(ctx))

@@ -31,6 +31,12 @@ def lowers(*targets: OpOverload | OpOverloadPacket) -> Callable[[LoweringFn], Lo
     return register
 
 
+def family(target: Any) -> str | None:
+    """The file of a target's lowering, which says what kind of op it is; None if it has none."""
+    found = LOWERINGS.get(target)
+    return None if found is None else found.__module__.rpartition(".")[2]
+
+
 def _overloads(target: OpOverload | OpOverloadPacket) -> list[OpOverload]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return [getattr(target, name) for name in target.overloads()]

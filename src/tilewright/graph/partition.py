@@ -1,0 +1,284 @@
+"""What the backward pass is given: the cut of a joint graph that moves the fewest bytes.
+
+A value of the forward pass that the backward needs is either kept (written by the forward, unless
+it is in memory anyway, and read by the backward) or computed again there from others. Keeping has
+the price of the bytes that move, computing again is nearly free for what fuses and impossible for
+what does not: the cheapest mix is a minimum cut. The graph's ends and how they are put together are
+torch's; so are graphs in which the user says what to recompute.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch._functorch import partitioners
+from torch._functorch.partitioners import NodeInfo, _size_of, min_cut_rematerialization_partition
+from torch._ops import OpOverload
+
+from tilewright.graph import seeded
+from tilewright.graph.expose import expose
+from tilewright.graph.flow import INFINITE, Network
+
+aten = torch.ops.aten
+
+Node = torch.fx.Node
+Family = Callable[[Any], str | None]
+"""The family of ops whose loops we generate that a target belongs to; None for an opaque call."""
+
+BYTE = 64  # the price of a byte that moves, in units of the cheapest work on one byte
+HOLD = 3 * BYTE  # the price of holding a byte until the backward pass, for little gain
+LAST_RESORT = 1 << 60  # dearer than any tensors
+CHEAP = frozenset({"pointwise", "activations", "casts", "views", "join", "factories"})
+GATHERS = frozenset({"indexing"})
+OPAQUE = frozenset({None, "products"})
+UNINITIALISED = frozenset((
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+    aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
+))  # fmt: skip
+
+
+def partitioner(family: Family) -> Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
+    """A `partition_fn` for AOTAutograd."""
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int,
+                  **options: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:  # fmt: skip
+        def choose(graph: torch.fx.Graph, info: NodeInfo, memory_budget: float = 1) -> list[Node]:
+            if memory_budget != 1 or any("recompute" in n.meta for n in graph.nodes):
+                return torchs_choice(graph, info, memory_budget)
+            return kept(graph, info, num_fwd_outputs, family)
+
+        expose(joint.graph)
+        torchs_choice = partitioners.choose_saved_values_set
+        with _replaced(partitioners, "choose_saved_values_set", choose):
+            return min_cut_rematerialization_partition(
+                joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
+            )
+
+    return partition
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+# ---- what the costs depend on
+
+
+class Facts:
+    """One joint graph: what fuses, what is in memory anyway, what must be in which pass."""
+
+    def __init__(self, graph: torch.fx.Graph, info: NodeInfo, forward_outputs: int,
+                 family: Family) -> None:  # fmt: skip
+        self.info = info
+        self._family = family
+        results: Any = graph.output_node().args[0]
+        self._returned = {base(n) for n in results[:forward_outputs] if isinstance(n, Node)}
+        forward = [n for n in graph.nodes if n.op != "output" and not self.is_backward(n)]
+        self.values = [n for n in forward if not is_alias(n)]
+        self._level: dict[Node, int] = {}
+        for n in self.values:
+            below = max((self._level[base(i)] for i in n.all_input_nodes), default=0)
+            self._level[n] = below + self.is_opaque(n)
+
+    def is_backward(self, node: Node) -> bool:
+        return node in self.info.tangents_closure
+
+    def kind(self, node: Node) -> str | None:
+        return self._family(node.target) if node.op == "call_function" else None
+
+    def is_opaque(self, node: Node) -> bool:
+        """Whether operands and results are in memory: a library product, a fallback."""
+        return (node.op == "call_function" and self.kind(node) in OPAQUE
+                and node.target is not operator.getitem and not _is_number(node))  # fmt: skip
+
+    def users(self, node: Node) -> Iterator[Node]:
+        """What takes the value, as it is or through aliases."""
+        for user in node.users:
+            if is_alias(user) and not self.is_backward(user):
+                yield from self.users(user)
+                if user in self.info.required_bw_nodes:
+                    yield user
+            elif user.op != "output":
+                yield user
+
+    def needs(self, user: Node) -> bool:
+        """Whether the backward pass has to compute this."""
+        return self.is_backward(user) or user in self.info.required_bw_nodes
+
+    def in_memory(self, node: Node) -> bool:
+        """Whether the forward pass stores the value whatever is decided here."""
+        if node.op == "placeholder" or node in self._returned:
+            return True
+        if node.target is operator.getitem and self.is_opaque(_producer(node)):
+            return True
+        if self.is_opaque(node) or (_is_window(node) and self.in_memory(_producer(node))):
+            return True
+        users = [u for u in self.users(node) if self.info.is_required_fw(u)]
+        return any(self.is_opaque(u) for u in users) or self._used_far_apart(node, users)
+
+    def is_held_anyway(self, node: Node) -> bool:
+        """Whether an opaque call of the backward pass takes the value."""
+        return any(self.is_opaque(u) and self.needs(u) for u in self.users(node))
+
+    def _used_far_apart(self, node: Node, users: list[Node]) -> bool:
+        """Kernels before and after an opaque call use the value: storing it costs what computing it
+        twice does, when it is computed from two or more tensors of its size."""
+        levels = {self._level[u] for u in users}
+        if len(levels) < 2:
+            return False
+        sources = {base(i) for i in node.all_input_nodes}
+        return sum(size(i) for i in sources) >= 2 * size(node)
+
+
+# ---- prices
+
+
+def recompute_price(node: Node, facts: Facts) -> int:
+    """Of computing the value in the backward pass, given its operands there."""
+    if node.op == "placeholder" or node.meta.get("unbacked_bindings"):
+        return INFINITE
+    if node.target in UNINITIALISED or _is_number(node) or node.op == "get_attr":
+        return 0
+    kind = facts.kind(node)
+    if _is_window(node) or (node.target is operator.getitem and _is_view(_producer(node))):
+        work = BYTE  # it is read out of its base
+    elif kind in CHEAP:
+        work = 1
+    elif kind in GATHERS:
+        work = BYTE
+    elif node.target is seeded.uniform:
+        work = 4
+    elif _is_view(node):
+        work = 0
+    else:
+        return INFINITE
+    if facts.is_held_anyway(node):
+        # its own kernel in the backward pass, which reads as much as it writes
+        work += BYTE * (2 if node.all_input_nodes else 1)
+    return work * size(node)
+
+
+def keep_prices(node: Node, facts: Facts) -> tuple[int, int]:
+    """Of having the value in memory after the forward pass, and of kernels of ours reading it."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        return 1, 0
+    if _is_number(node):
+        return LAST_RESORT, 0
+    if isinstance(value, (tuple, list)) or node.target in UNINITIALISED:
+        return INFINITE, 0
+    if not isinstance(value, torch.Tensor):  # an object that is handed on
+        return 0, 0
+    bytes_ = size(node)
+    write = 0 if facts.in_memory(node) else BYTE
+    if node.all_input_nodes and all(facts.is_held_anyway(base(i)) for i in node.all_input_nodes):
+        write += HOLD
+    return write * bytes_, BYTE * bytes_
+
+
+# ---- the cut
+
+
+def kept(graph: torch.fx.Graph, info: NodeInfo, forward_outputs: int,
+         family: Family) -> list[Node]:  # fmt: skip
+    """The values the forward pass hands to the backward.
+
+    A value has three vertices. On the sink's side are: `computed`, if the backward computes it;
+    `stored`, if the backward has it in memory; `read`, if kernels of ours use it there.
+    """
+    facts = Facts(graph, info, forward_outputs, family)
+    network = Network()
+    prices = {n: recompute_price(n, facts) for n in facts.values}
+    computed = {n: network.vertex() for n in facts.values}
+    for node, here in computed.items():
+        stored, read = network.vertex(), network.vertex()
+        write_price, read_price = keep_prices(node, facts)
+        network.edge(network.source, here, prices[node])
+        network.edge(here, stored, write_price)
+        network.edge(here, read, read_price)
+        network.edge(stored, read, INFINITE)
+        for user in facts.users(node):
+            where = stored if facts.is_opaque(user) or is_alias(user) else read
+            if facts.needs(user):
+                network.edge(where, network.sink, INFINITE)
+            if user in computed and prices[user] < INFINITE:
+                network.edge(where, computed[user], INFINITE)
+        if node in info.required_bw_nodes:
+            network.edge(stored, network.sink, INFINITE)
+    given = network.cut()
+    return _first_met(facts, {n for n, vertex in computed.items() if given[vertex]})
+
+
+def _first_met(facts: Facts, available: set[Node]) -> list[Node]:
+    """Those of the available values that computing the backward pass from them reaches."""
+    reached: set[Node] = set()
+    asked = facts.info.required_bw_nodes
+    waiting = [n for n in facts.values if n in asked or any(map(facts.needs, facts.users(n)))]
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            if node not in available:
+                waiting += operands(node)
+    return [n for n in facts.values if n in reached and n in available]
+
+
+# ---- what a node is
+
+
+def size(node: Node) -> int:
+    return _size_of(node)
+
+
+def is_alias(node: Node) -> bool:
+    """Whether a node gives its first operand's memory, all of it, another shape."""
+    if not _is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    source = _producer(node)
+    return isinstance(source.meta.get("val"), torch.Tensor) and size(node) >= size(source)
+
+
+def base(node: Node) -> Node:
+    while is_alias(node):
+        node = _producer(node)
+    return node
+
+
+def operands(node: Node) -> Iterator[Node]:
+    """The values a node is computed from, and the sizes of the aliases it takes them through."""
+    for source in node.all_input_nodes:
+        if is_alias(source):
+            yield from operands(source)
+        else:
+            yield source
+
+
+def _is_view(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return node.target.is_view or node.target is aten._unsafe_view.default
+
+
+def _is_window(node: Node) -> bool:
+    """A view of a part of a tensor."""
+    return (_is_view(node) and isinstance(node.meta.get("val"), torch.Tensor)
+            and not is_alias(node))  # fmt: skip
+
+
+def _producer(node: Node) -> Node:
+    return node.all_input_nodes[0]
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

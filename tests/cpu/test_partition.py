@@ -1,0 +1,183 @@
+"""What the backward pass is given: right gradients, few bytes; and the cut itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.programs import check, leaf
+from tests.traffic import CASES, Case, count, tensors
+from tilewright.graph.flow import INFINITE, Network
+from tilewright.testing import run_and_get_code
+
+TRAINED = [case for case in CASES if case.train]
+
+
+@pytest.mark.parametrize("case", [c for c in TRAINED if c.limit < 1e5], ids=lambda c: c.name)
+def test_gradients_of_the_counted_programs(case: Case) -> None:
+    if "drop" in case.name:
+        pytest.skip("random: test_dropout_* look at it")
+    given = [torch.randn(t.shape).requires_grad_() for t in tensors(case.inputs, "meta")]
+    check(case.program, *given, tolerance={"rtol": 1e-4, "atol": 1e-4}, fullgraph=False)
+
+
+def saved(function: Callable[..., Any], *inputs: Tensor) -> list[tuple[torch.dtype, int]]:
+    """Type and number of elements of what the compiled forward pass keeps."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        torch.compile(function, backend="tilewright", dynamic=False)(*inputs)
+    return sorted(((t.dtype, t.numel()) for t in kept.values()), key=str)
+
+
+def test_relu_keeps_a_mask() -> None:
+    assert saved(torch.relu, leaf(5, 7)) == [(torch.bool, 35)]
+
+
+def test_an_operand_of_a_product_is_kept_once() -> None:
+    x, w = leaf(8, 16), leaf(16, 4)
+    # relu's result is kept for the product's gradient, and its mask follows from it
+    kept = saved(lambda x, w: x.relu() @ w, x, w)
+    assert sorted(n for _, n in kept) == [16 * 4, 8 * 16]
+
+
+def test_cross_entropy_keeps_statistics_not_probabilities() -> None:
+    x, target = leaf(6, 50), torch.randint(0, 50, (6,))
+    kept = saved(lambda x, t: F.cross_entropy(x, t), x, target)
+    assert (torch.float32, 300) in kept  # the input itself
+    assert sum(n for _, n in kept) <= 300 + 6 + 6 + 6 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_log_softmax(dtype: torch.dtype, dim: int) -> None:
+    loose = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
+    check(lambda x: F.log_softmax(x.sin(), dim) * 2, leaf(7, 9, dtype=dtype), tolerance=loose)
+
+
+def test_log_softmax_of_odd_shapes() -> None:
+    check(lambda x: F.log_softmax(x, 0), leaf())
+    check(lambda x: F.log_softmax(x, 1), leaf(3, 0))
+    check(lambda x: F.log_softmax(x, 1), leaf(3, 5), dynamic=True)
+    check(lambda x, t: F.cross_entropy(x, t), leaf(4, 11), torch.randint(0, 11, (4,)))
+
+
+@pytest.mark.parametrize("function", [F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.threshold])
+def test_masks(function: Callable[..., Tensor]) -> None:
+    rest = (0.2, 0.5) if function is F.threshold else ()
+    x = leaf(9, 5)
+    x.data[0, 0], x.data[1, 1], x.data[2, 2] = float("nan"), 0.0, 6.0
+    check(lambda x: function(x, *rest).cos(), x)
+    check(lambda x: function(x, *rest).cos(), leaf(3, 4), dynamic=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dropout_draws_the_same_mask_in_backward(dynamic: bool) -> None:
+    x = leaf(64, 65)
+    f = torch.compile(lambda x: F.dropout(x, 0.25), backend="tilewright", dynamic=dynamic)
+    first, second = f(x), f(x)
+    (grad,) = torch.autograd.grad(first, x, torch.ones_like(first))
+    assert torch.equal(grad == 0, first == 0) and grad.unique().numel() == 2
+    assert not torch.equal(first, second)
+    assert abs((grad == 0).float().mean().item() - 0.25) < 0.05
+
+
+def test_two_dropouts_differ() -> None:
+    x = leaf(32, 32)
+    f = torch.compile(lambda x: (F.dropout(x), F.dropout(x)), backend="tilewright")
+    a, b = f(x)
+    assert not torch.equal(a, b)
+    (a.sum() + 2 * b.sum()).backward()
+    assert torch.allclose(x.grad * x.detach(), (a + 2 * b).detach())  # type: ignore[operator]
+
+
+def test_dropout_repeats_with_torchs_seed() -> None:
+    x = leaf(100)
+    f = torch.compile(lambda x: F.dropout(x), backend="tilewright")
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(f(x))
+    assert torch.equal(*results)
+
+
+def test_dropout_of_certain_and_disabled_rates() -> None:
+    for p, train in ((0.0, True), (1.0, True), (0.5, False)):
+        check(lambda x, p=p, train=train: F.dropout(x, p, train).sin(), leaf(4, 5))
+
+
+def test_checkpointing_is_the_users_choice() -> None:
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w) @ w
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        out = checkpoint(block, x, w, use_reentrant=False)
+        assert isinstance(out, Tensor)
+        return out.sin()
+
+    check(f, leaf(6, 6), leaf(6, 6))
+
+    def backward() -> None:
+        torch.compile(f, backend="tilewright")(leaf(6, 6), leaf(6, 6)).sum().backward()
+
+    _, codes = run_and_get_code(backward)
+    assert codes[1].count("mm") > codes[0].count("mm")  # the backward computes the products again
+
+
+def test_values_used_in_both_passes_through_views() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        a, b = (x @ w).view(4, 2, 6).chunk(2, -1)
+        return (a.transpose(0, 1) * b.transpose(0, 1).exp()).reshape(2, 12) @ w[:, :3].repeat(4, 1)
+
+    check(f, leaf(4, 3), torch.randn(3, 12).requires_grad_())
+
+
+def test_dynamic_sizes_reach_the_backward_pass() -> None:
+    def f(x: Tensor) -> Tensor:
+        return (x.sum(0) / x.shape[0]).cos() * x.exp().view(-1, x.shape[1]) * x.shape[1]
+
+    check(f, leaf(5, 3), dynamic=True)
+
+
+def random_network(seed: int) -> tuple[list[tuple[int, int, int]], int]:
+    draw = random.Random(seed)
+    n = draw.randint(3, 14)
+    prices = [0, 1, 2, 5, 9, INFINITE]
+    return [(draw.randrange(n), draw.randrange(n), draw.choice(prices))
+            for _ in range(draw.randint(2, 40))], n  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_cuts_are_cheapest(seed: int) -> None:
+    edges, n = random_network(seed)
+    network, other = Network(), nx.DiGraph()
+    for _ in range(n - 2):
+        network.vertex()
+    other.add_nodes_from(range(n))
+    for tail, head, price in edges:
+        network.edge(tail, head, price)
+        if tail != head and price:
+            before = other.get_edge_data(tail, head, {"capacity": 0})["capacity"]
+            other.add_edge(tail, head, capacity=before + price)
+    given = network.cut()
+    assert given[network.source] and not given[network.sink]
+    price = sum(price for tail, head, price in edges if given[tail] and not given[head])
+    least = nx.minimum_cut_value(other, 0, 1)
+    assert price == least or (price >= INFINITE and least >= INFINITE)
+
+
+def test_training_counts_do_not_depend_on_a_second_compilation() -> None:
+    case = next(c for c in TRAINED if c.name == "PF-44")
+    assert count(case) == count(case)
