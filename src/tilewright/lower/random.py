@@ -165,6 +165,14 @@ def native_dropout(ctx: Lowering, x: Tensor, p: float, train: bool | None = None
     return _dropped(ctx, x, mask, 0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
+@lowers(seeded.seed)
+def seed(ctx: Lowering, number: int, *, device: torch.device) -> Tensor:
+    """Drawn by the host program, into memory."""
+    drawn = ctx.call(seeded.seed, (number,), {"device": device}, _result(ctx), aliases=False)
+    assert isinstance(drawn, Tensor)
+    return drawn
+
+
 @lowers(seeded.uniform)
 def uniform_of_seed(ctx: Lowering, seed: Tensor, size: Any) -> Tensor:
     """As many numbers as asked for, from a seed that is in memory."""
