@@ -45,7 +45,7 @@ class Graph:
         if stage == "generated":
             assert self.generated is not None, "captured without code"
             return self.generated(list(args))
-        return interp.run_steps(self.program, self.plan.steps, args, self.constants,
+        return interp.run_steps(self.plan.program, self.plan.steps, args, self.constants,
                                 fused=stage == "fused")  # fmt: skip
 
 

@@ -338,6 +338,8 @@ def likely(e: Expr) -> int:
             return e.arg
         case "sym":
             return 64 if e.arg.hint is None else e.arg.hint
+        case "var":  # in the size of a loop inside it: that of the first round
+            return 0
         case "iadd":
             return sum(parts)
         case "imul":

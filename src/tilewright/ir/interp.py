@@ -15,9 +15,8 @@ access outside its buffer is an error.
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,11 +24,12 @@ from torch.utils._pytree import KeyEntry, key_get
 
 from tilewright.errors import TilewrightError
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, syms, walk
+from tilewright.ir.expr import Expr, free_vars, substitute, syms, walk
 from tilewright.ir.ops import REDUCTIONS, SCANS, TABLE
 from tilewright.ir.program import Buffer, Handle, Nest, Node, Opaque, Output, Program, Store, View
 
 Tensor = torch.Tensor
+Fixed = dict[Expr, int]  # loops that have one value
 _SCATTER = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
 _OPAQUE_INDEX = 2**40 + 7  # in fresh integer memory: no table is that long
 
@@ -39,6 +39,7 @@ class GroupLike(Protocol):
 
     members: tuple[Nest, ...]
     outer: tuple[Expr, ...]
+    serial: tuple[Expr, ...]
     call: Opaque | None
     local: frozenset[str]
 
@@ -190,19 +191,43 @@ class _Machine:
             self.call(node)
 
     def fused(self, group: GroupLike) -> None:
-        """All members at one point of the outer loops, then at another: any order must do."""
+        """All members at one point of the outer loops, then at another: any order must do. The
+        serial loops run in order inside; what folds over them is stored after the last round."""
         scanned = {n.arg.axis for m in group.members for n in walk(*m.exprs) if n.op == "scan"}
         outer = [v for v in group.outer if v.arg not in scanned]  # a scan runs along its loop
-        ranges = [range(self.number(v.src[0])) for v in outer]
-        points = list(itertools.product(*ranges))
+        carried = [m for m in group.members if set(m.reduce) & set(group.serial)]
+        points = list(self._points(outer, {}))
         random.Random(0).shuffle(points)
         for point in points:
             for name in group.local:  # what one point leaves there is not for the next
                 _poison(self.flat(name))
-            for member in group.members:
-                self.nest(member, dict(zip(outer, point, strict=True)))
+            for inner in self._points(group.serial, point):
+                for member in group.members:
+                    if member not in carried:
+                        self.nest(member, inner)
+            for member in carried:
+                self.nest(member, point)
 
-    def nest(self, nest: Nest, fixed: Mapping[Expr, int]) -> None:
+    def _points(self, loops: Sequence[Expr], fixed: Mapping[Expr, int]) -> Iterator[Fixed]:
+        """The values of the loops in order, added to those fixed already."""
+        if not loops:
+            yield dict(fixed)
+            return
+        for k in range(self.extent(loops[0], fixed)):
+            yield from self._points(loops[1:], {**fixed, loops[0]: k})
+
+    def extent(self, loop: Expr, fixed: Mapping[Expr, int]) -> int:
+        """The rounds of a loop; those of one inside a chunk may depend on the chunk."""
+        values = {v: ix.as_index(k) for v, k in fixed.items()}
+        return max(self.number(substitute(loop.src[0], values)), 0)
+
+    def nest(self, nest: Nest, fixed: Fixed) -> None:
+        open_ended = {v for loop in (*nest.loops, *nest.reduce) for v in free_vars(loop.src[0])}
+        uneven = [v for v in nest.loops if v in open_ended and v not in fixed]
+        for point in self._points(uneven, fixed):
+            self._even_nest(nest, point)
+
+    def _even_nest(self, nest: Nest, fixed: Fixed) -> None:
         evaluation = _Evaluation(self, nest, fixed)
         if 0 in evaluation.extents[: evaluation.loops]:
             return
@@ -280,7 +305,7 @@ class _Evaluation:
         free = [v for v in nest.loops if v not in fixed]
         self.axes = [*free, *nest.reduce]
         self.loops = len(free)
-        self.extents = [machine.number(v.src[0]) for v in self.axes]
+        self.extents = [machine.extent(v, fixed) for v in self.axes]
         self.done: dict[Expr, Any] = {}
         rank = len(self.axes)
         for k, v in enumerate(self.axes):

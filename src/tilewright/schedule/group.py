@@ -22,7 +22,9 @@ from tilewright.schedule.cost import Footprint, Prices, footprint
 from tilewright.schedule.depend import dependences
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
 from tilewright.schedule.limits import unsuited
+from tilewright.schedule.mixed import fit_in_order, wasteful
 from tilewright.schedule.order import Gap, Order
+from tilewright.schedule.segments import segments_of
 from tilewright.schedule.sizes import hint, hint_bytes, hint_product, work
 from tilewright.target import Target
 
@@ -147,9 +149,23 @@ class Search:
         if len(left.members) + len(right.members) > config.max_fusion_size:
             return Misfit("the group is full")
         fit = align(left, right, self.position)
+        if isinstance(fit, Fit):
+            reason = self._share_too_little(a, b, fit) or unsuited(fit, self._target(a))
+            fit = Misfit(reason) if reason else fit
+        if isinstance(fit, Fit) and _keeps_loops(fit, left, right):
+            return fit
+        ordered = self._in_order(a, b, fit)
+        return ordered if isinstance(ordered, Fit) else fit
+
+    def _in_order(self, a: int, b: int, plain: Fit | Misfit) -> Fit | Misfit:
+        """The two with the loops that some members fold run one after the other."""
+        if isinstance(plain, Fit) and len(segments_of(plain.members, plain.outer)) == 1:
+            return Misfit("they run in one loop")
+        fit = fit_in_order(self.shape[a], self.shape[b], self.position)
         if isinstance(fit, Misfit):
             return fit
-        reason = self._share_too_little(a, b, fit) or unsuited(fit, self._target(a))
+        saved = self.prices.saving(self.touch[a], self.touch[b])
+        reason = self._share_too_little(a, b, fit) or wasteful(fit, saved, self._target(a))
         return Misfit(reason) if reason else fit
 
     def _share_too_little(self, a: int, b: int, fit: Fit) -> str:
@@ -196,7 +212,7 @@ class Search:
             node = self.nodes[k]
             fit = self.shape.get(k)
             if fit is not None:
-                made[k] = Group(fit.members, fit.outer)
+                made[k] = Group(fit.members, fit.outer, fit.serial)
             else:
                 made[k] = (Group((node,), node.loops) if isinstance(node, Nest)
                            else Group(call=node))  # fmt: skip
@@ -206,6 +222,11 @@ class Search:
             if one is not other:
                 one.refused[other.nodes[0].name] = reason
         return [made[k] for k in sorted(made, key=self.order.rank.__getitem__)]
+
+
+def _keeps_loops(fit: Fit, left: Fit, right: Fit) -> bool:
+    """Whether the two have as many loops in common as the one that has fewer of them."""
+    return bool(fit.outer) and len(fit.outer) >= min(len(left.outer), len(right.outer))
 
 
 def _pair(a: int, b: int) -> tuple[int, int]:

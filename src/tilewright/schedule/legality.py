@@ -23,10 +23,12 @@ MOST_GUIDES = 6  # common buffers tried, until one brings the loops together
 
 @dataclass(frozen=True)
 class Fit:
-    """Nests that run together inside the loops `outer`, in order."""
+    """Nests that run together inside the loops `outer`, in order. `serial` are loops they share
+    too, over which some of them fold (`schedule.mixed`)."""
 
     members: tuple[Nest, ...]
     outer: tuple[Expr, ...]
+    serial: tuple[Expr, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,18 @@ def align(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
     `position` is each nest's place in the program, by name: members keep that order.
     """
     reason = Misfit("no common buffer")
-    for a, b, buffer in _guides(left, right):
-        found = _align_by(left, right, a, b, buffer, position)
+    if left.serial or right.serial:
+        return Misfit("their loops run one after the other")
+    for a, b, buffer in guides(left, right):
+        found = match_loops(left, right, a, b, buffer)
+        found = found if isinstance(found, Misfit) else _align(*found, position)
         if isinstance(found, Fit):
             return found
         reason = found
     return reason
 
 
-def _guides(left: Fit, right: Fit) -> list[tuple[int, int, str]]:
+def guides(left: Fit, right: Fit) -> list[tuple[int, int, str]]:
     """(member on the left, on the right, buffer), most promising first."""
     last = {b: k for k, m in enumerate(left.members) for b in m.indices}
     first = {b: k for k, m in reversed(list(enumerate(right.members))) for b in m.indices}
@@ -84,8 +89,10 @@ def _guides(left: Fit, right: Fit) -> list[tuple[int, int, str]]:
     return [(last[b], first[b], b) for b in shared[:MOST_GUIDES]]
 
 
-def _align_by(left: Fit, right: Fit, a: int, b: int, buffer: str,
-              position: Mapping[str, int]) -> Fit | Misfit:  # fmt: skip
+def match_loops(left: Fit, right: Fit, a: int, b: int, buffer: str
+                ) -> tuple[Fit, Fit] | Misfit:  # fmt: skip
+    """Both groups with loops of the same names where member `a` of one walks the buffer as member
+    `b` of the other does. Nothing is said about whether they may run together."""
     names: dict[Expr, Expr] = {}
     for _ in range(5):  # refine both sides until their extents agree
         pair = _walks(left.members[a], right.members[b], buffer)
@@ -101,7 +108,10 @@ def _align_by(left: Fit, right: Fit, a: int, b: int, buffer: str,
         else:
             left = _split_all(left, v, inner)
     _match_more(left.members[a], right.members[b], names)
-    right = _renamed(right, names, left)
+    return left, _renamed(right, names, left)
+
+
+def _align(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
     shared = tuple(v for v in left.outer if v in right.outer)
     if not shared and left.outer and right.outer:
         return Misfit("no loops in common")
@@ -150,8 +160,11 @@ def _match_more(a: Nest, b: Nest, names: dict[Expr, Expr]) -> None:
 def _split_all(group: Fit, v: Expr, inner: Expr) -> Fit:
     members = tuple(split(m, v, inner)[0] if v in all_loops(m) else m for m in group.members)
     high, low = var(f"{v.arg}o", ix.floordiv(v.src[0], inner)), var(f"{v.arg}i", inner)
-    outer = tuple(w for u in group.outer for w in ((high, low) if u is v else (u,)))
-    return Fit(members, outer)
+
+    def spread(loops: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return tuple(w for u in loops for w in ((high, low) if u is v else (u,)))
+
+    return Fit(members, spread(group.outer), spread(group.serial))
 
 
 def _refinement(mine: Terms, theirs: Terms) -> tuple[str, Expr, Expr] | None:
@@ -199,7 +212,8 @@ def _renamed(group: Fit, names: Mapping[Expr, Expr], other: Fit) -> Fit:
         used.add(name)
         result[v] = var(name, v.src[0])
     return Fit(tuple(rename(m, result) for m in group.members),
-               tuple(result[v] for v in group.outer))  # fmt: skip
+               tuple(result[v] for v in group.outer),
+               tuple(result[v] for v in group.serial))  # fmt: skip
 
 
 # ---- what one needs of the other
@@ -227,6 +241,13 @@ def _conflict(hazard: Hazard, outer: Sequence[Expr]) -> str:
             if a is b and any(v not in earlier.loops for v in outer):
                 return f"{hazard.buffer} is complete only after the loop over the group"
     return ""
+
+
+def conflict(earlier: Nest, later: Nest, outer: Sequence[Expr]) -> str:
+    """Why two nests cannot follow each other inside the same outer iteration, or nothing."""
+    hazards = (earlier.writes & (later.reads | later.writes)) | (later.writes & earlier.reads)
+    found = (_conflict(Hazard(b, earlier, later), outer) for b in sorted(hazards))
+    return next((problem for problem in found if problem), "")
 
 
 def _agreed(hazards: Sequence[Hazard], outer: tuple[Expr, ...]) -> tuple[Expr, ...]:

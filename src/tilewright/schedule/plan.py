@@ -9,6 +9,7 @@ from tilewright.ir.program import Nest, Program, View
 from tilewright.schedule.group import Group, grouped
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
+from tilewright.schedule.split import cut_groups
 from tilewright.schedule.traffic import accessed, moved
 
 
@@ -22,6 +23,7 @@ def schedule(program: Program) -> Schedule:
     live = _live(program)
     groups = grouped(program, [split_divisions(node) if isinstance(node, Nest) else node
                                for node in program.nodes if node.name in live])  # fmt: skip
+    program, groups = cut_groups(program, groups)
     _mark_local(program, groups)
     _count(program, groups)
     return Schedule(program, plan(program, groups))

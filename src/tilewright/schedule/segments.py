@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from tilewright.ir.expr import Expr, walk
 from tilewright.ir.program import Nest
-from tilewright.schedule.group import Group
-from tilewright.schedule.legality import accesses, all_loops
+from tilewright.schedule.access import accesses, all_loops
 from tilewright.schedule.loops import is_fold, merge
+
+if TYPE_CHECKING:
+    from tilewright.schedule.group import Group
+
+
+Loops = tuple[Expr, ...]
 
 
 @dataclass
 class Segment:
     """Members that run in one loop. `loops` are outside the folds, `reduce` are folded."""
 
-    loops: tuple[Expr, ...]
-    reduce: tuple[Expr, ...]
+    loops: Loops
+    reduce: Loops
     members: list[Nest] = field(default_factory=list[Nest])
 
     @property
-    def inner(self) -> tuple[Expr, ...]:
+    def inner(self) -> Loops:
         return (*self.loops, *self.reduce)
 
     @property
@@ -30,53 +36,56 @@ class Segment:
         return any(is_fold(m, "scan") for m in self.members)
 
 
-def without_scan(group: Group) -> tuple[Expr, ...]:
+def without_scan(group: Group) -> Loops:
     """A loop that a scan runs along stays inside, in order."""
     axes = {n.arg.axis for m in group.members for n in walk(*m.exprs) if n.op == "scan"}
     return tuple(v for v in group.outer if v.arg not in axes)
 
 
-def merge_loops(members: list[Nest], outer: tuple[Expr, ...]
-                 ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
+def merge_loops(members: list[Nest], outer: Loops, serial: Loops = ()
+                ) -> tuple[list[Nest], Loops, Loops]:  # fmt: skip
     """Join adjacent loops that every index walks as one: long loops vectorise, short do not."""
     if any(is_fold(m, "scan") for m in members):
-        return members, outer
+        return members, outer, serial
     changed = True
     while changed:
         changed = False
-        for chain in (outer, *_chains(members, outer)):
+        for chain in (outer, serial, *_chains(members, (*outer, *serial))):
             for a, b in pairwise(chain):
                 found = merge(members, a, b)
                 if found is None:
                     continue
                 members, joined = found
                 outer = tuple(joined if v is a else v for v in outer if v is not b)
+                serial = tuple(joined if v is a else v for v in serial if v is not b)
                 changed = True
                 break
             if changed:
                 break
-    return members, outer
+    return members, outer, serial
 
 
-def _chains(members: Sequence[Nest], outer: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
-    chains: list[tuple[Expr, ...]] = []
+def _chains(members: Sequence[Nest], shared: Loops) -> list[Loops]:
+    chains: list[Loops] = []
     for m in members:
-        chains.append(tuple(v for v in m.loops if v not in outer))
-        chains.append(m.reduce)
+        chains.append(tuple(v for v in m.loops if v not in shared))
+        chains.append(tuple(v for v in m.reduce if v not in shared))
     return chains
 
 
-def segments_of(members: Sequence[Nest], outer: tuple[Expr, ...]) -> list[Segment]:
+def segments_of(members: Sequence[Nest], shared: Loops) -> list[Segment]:
+    """The loops of the members inside those they share, jammed where they are the same."""
     segments: list[Segment] = []
     for m in members:
-        loops = tuple(v for v in m.loops if v not in outer)
+        loops = tuple(v for v in m.loops if v not in shared)
+        reduce = tuple(v for v in m.reduce if v not in shared)
         place = _earliest(segments, m)
-        target = next((s for s in segments[place:] if _jams(s, loops, m)), None)
+        target = next((s for s in segments[place:] if _jams(s, loops, reduce)), None)
         if target is None:
-            target = Segment(loops, m.reduce)
+            target = Segment(loops, reduce)
             segments.append(target)
-        elif m.reduce and not target.reduce:
-            target.loops, target.reduce = loops, m.reduce
+        elif reduce and not target.reduce:
+            target.loops, target.reduce = loops, reduce
         target.members.append(m)
     return segments
 
@@ -98,9 +107,9 @@ def _earliest(segments: Sequence[Segment], nest: Nest) -> int:
     return earliest
 
 
-def _jams(segment: Segment, loops: tuple[Expr, ...], nest: Nest) -> bool:
-    if set(segment.inner) != {*loops, *nest.reduce}:
+def _jams(segment: Segment, loops: Loops, reduce: Loops) -> bool:
+    if set(segment.inner) != {*loops, *reduce}:
         return False
-    if segment.reduce and nest.reduce:
-        return set(segment.reduce) == set(nest.reduce)
+    if segment.reduce and reduce:
+        return set(segment.reduce) == set(reduce)
     return True

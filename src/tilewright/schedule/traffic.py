@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program, Store
-from tilewright.schedule.group import Group, hint_bytes, hint_product, work
+from tilewright.schedule.group import Group
+from tilewright.schedule.sizes import hint_bytes, hint_product, work
 
 
 def accessed(program: Program, group: Group) -> int:

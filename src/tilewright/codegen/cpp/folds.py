@@ -7,7 +7,7 @@ lane folds its own), and over slots (a full reduction split among threads).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,10 +15,15 @@ from tilewright.codegen.cpp.emit import Writer
 from tilewright.codegen.cpp.text import CTYPE, combine, neutral
 from tilewright.ir.build import part
 from tilewright.ir.expr import Expr, walk
+from tilewright.ir.program import Nest
 from tilewright.schedule.segments import Segment
 
 _CLAUSE = {"sum": "+", "prod": "*", "any": "|", "all": "&", "xor": "^", "max": "tw_max",
            "min": "tw_min"}  # fmt: skip
+
+
+Lanes = int | str
+"""Accumulators side by side: a few on the stack, or (given as text) any number on the heap."""
 
 
 class Accumulator:
@@ -35,6 +40,7 @@ class Accumulator:
         # chunks of a float sum are added up in double: the error stays that of one chunk
         wide = self.kind == "sum" and self.dtype == torch.float32
         self.total = "double" if wide else self.ctype
+        self.owner = ""  # the nest that keeps it over serial loops
 
     def _neutral(self) -> str:
         return neutral(self.kind, self.dtype)
@@ -42,7 +48,7 @@ class Accumulator:
     def _combine(self, a: str, b: str) -> str:
         return combine(self.kind, a, b)
 
-    def declare(self, w: Writer, lanes: int) -> None:
+    def declare(self, w: Writer, lanes: Lanes) -> None:
         _declare(w, self.total, self.name, f"{self.total}({self._neutral()})", lanes)
 
     def finish(self, w: Writer, suffix: str) -> None:
@@ -61,7 +67,9 @@ class Accumulator:
         return f" reduction({_CLAUSE[self.kind]}:{self.part})"
 
     def second_stream(self) -> Accumulator:
-        return Accumulator(self.node, f"{self.name}_b")
+        other = Accumulator(self.node, f"{self.name}_b")
+        other.owner = self.owner
+        return other
 
     def join(self, w: Writer, other: Accumulator) -> None:
         w.line(f"{self.part} = {self._combine(self.part, other.part)};")
@@ -74,8 +82,12 @@ class Accumulator:
 
     # over lanes
 
-    def start_lanes(self, w: Writer, lanes: int) -> None:
+    def start_lanes(self, w: Writer, lanes: Lanes) -> None:
         _declare(w, self.ctype, self.part, self._neutral(), lanes)
+
+    def lane_parts(self) -> list[str]:
+        """The arrays that `start_lanes` made."""
+        return [self.part]
 
     def before_lanes(self, w: Writer) -> None:
         pass
@@ -84,7 +96,7 @@ class Accumulator:
         value = self._combine(f"{self.part}[lane]", w.value(self.value))
         w.line(f"{self.part}[lane] = {value};")
 
-    def end_lanes(self, w: Writer, lanes: int) -> None:
+    def end_lanes(self, w: Writer, lanes: Lanes) -> None:
         value = self._combine(f"{self.name}[k]", f"{self.total}({self.part}[k])")
         w.line(f"for (int64_t k = 0; k < {lanes}; ++k) {self.name}[k] = {value};")
 
@@ -129,7 +141,7 @@ class ArgAccumulator(Accumulator):
         self.extreme = self.kind.removeprefix("arg")
         self.total = self.ctype = CTYPE[self.dtype]
 
-    def declare(self, w: Writer, lanes: int) -> None:
+    def declare(self, w: Writer, lanes: Lanes) -> None:
         _declare(w, self.ctype, self.name, self._neutral(), lanes)
         _declare(w, "int64_t", self.at, "INT64_MAX", lanes)
 
@@ -155,8 +167,11 @@ class ArgAccumulator(Accumulator):
                     w.line(f"{name} = {p}; {at} = {position};")
                 w.line("break;")
 
-    def start_lanes(self, w: Writer, lanes: int) -> None:
+    def start_lanes(self, w: Writer, lanes: Lanes) -> None:
         pass
+
+    def lane_parts(self) -> list[str]:
+        return []
 
     def step_lane(self, w: Writer) -> None:
         value, position = w.value(self.value), w.value(self.position)
@@ -166,7 +181,7 @@ class ArgAccumulator(Accumulator):
         w.line(f"{name} = {take} ? {value} : {name};")
         w.line(f"{at} = {take} ? {position} : {at};")
 
-    def end_lanes(self, w: Writer, lanes: int) -> None:
+    def end_lanes(self, w: Writer, lanes: Lanes) -> None:
         pass
 
     def declare_slots(self, w: Writer, slots: int) -> None:
@@ -202,7 +217,7 @@ class WelfordAccumulator(Accumulator):
         self.ctype = CTYPE[self.dtype]
         self.mean, self.m2, self.count = f"{name}_mean", f"{name}_m2", f"{name}_count"
 
-    def declare(self, w: Writer, lanes: int) -> None:
+    def declare(self, w: Writer, lanes: Lanes) -> None:
         _declare(w, "double", self.mean, "0", lanes)
         _declare(w, "double", self.m2, "0", lanes)
         w.line(f"double {self.count} = 0;")
@@ -246,10 +261,13 @@ class WelfordAccumulator(Accumulator):
 
     # lanes: sums of distances from the chunk's first value, which is near the mean as a rule
 
-    def start_lanes(self, w: Writer, lanes: int) -> None:
-        for name in (f"{self.part}_from", f"{self.part}_sum", f"{self.part}_squares"):
+    def start_lanes(self, w: Writer, lanes: Lanes) -> None:
+        for name in self.lane_parts():
             _declare(w, self.ctype, name, "0", lanes)
         w.line(f"int64_t {self.part}_count = 0;")
+
+    def lane_parts(self) -> list[str]:
+        return [f"{self.part}_from", f"{self.part}_sum", f"{self.part}_squares"]
 
     def before_lanes(self, w: Writer) -> None:
         w.line(f"const bool {self.part}_first = {self.part}_count++ == 0;")
@@ -261,7 +279,7 @@ class WelfordAccumulator(Accumulator):
         w.line(f"{p}_sum[lane] += {away};")
         w.line(f"{p}_squares[lane] += {away} * {away};")
 
-    def end_lanes(self, w: Writer, lanes: int) -> None:
+    def end_lanes(self, w: Writer, lanes: Lanes) -> None:
         p = self.part
         with w.block(""):
             w.line(f"const double more = double({p}_count), all = {self.count} + more;")
@@ -320,7 +338,7 @@ class ScanAccumulator:
         wide = self.kind in ("sum", "prod") and self.dtype == torch.float32
         self.total = "double" if wide else self.ctype
 
-    def declare(self, w: Writer, lanes: int) -> None:
+    def declare(self, w: Writer, lanes: Lanes) -> None:
         start = {"logsumexp": "-__builtin_inff()"}.get(self.kind) or neutral(self.kind, self.dtype)
         _declare(w, self.total, self.name, start, lanes)
         if self.kind in ("min", "max"):
@@ -348,17 +366,21 @@ class ScanAccumulator:
         w.know(self.node, result)
 
 
-def _declare(w: Writer, ctype: str, name: str, start: str, lanes: int) -> None:
+def _declare(w: Writer, ctype: str, name: str, start: str, lanes: Lanes) -> None:
     if not lanes:
         w.line(f"{ctype} {name} = {start};")
         return
-    w.line(f"alignas(64) {ctype} {name}[{lanes}];")
+    if isinstance(lanes, str):
+        size = f"sizeof({ctype})*({lanes}) + 64"
+        w.line(f"{ctype}* const {name} = ({ctype}*)__builtin_malloc({size});")
+    else:
+        w.line(f"alignas(64) {ctype} {name}[{lanes}];")
     w.line(f"for (int64_t k = 0; k < {lanes}; ++k) {name}[k] = {start};")
 
 
-def folds_of(segment: Segment, fresh: Callable[[str], str]) -> list[Accumulator]:
-    """One accumulator per distinct `reduce` node of the segment's members."""
-    found = [n for m in segment.members for n in walk(*m.exprs) if n.op == "reduce"]
+def accumulators(nests: Sequence[Nest], fresh: Callable[[str], str]) -> list[Accumulator]:
+    """One accumulator per distinct `reduce` node of the nests."""
+    found = [n for m in nests for n in walk(*m.exprs) if n.op == "reduce"]
     return [_accumulator(node, fresh("acc")) for node in dict.fromkeys(found)]
 
 

@@ -15,11 +15,12 @@ from tilewright.codegen.cpp.folds import (
     Accumulator,
     ArgAccumulator,
     ScanAccumulator,
-    folds_of,
+    accumulators,
     scans_of,
 )
 from tilewright.codegen.cpp.pointwise import write_pointwise
 from tilewright.codegen.cpp.scatter import scatters, write_scatter
+from tilewright.codegen.cpp.serial import Carried, carried, carry, write_serial
 from tilewright.codegen.cpp.slots import (
     is_column_reduction,
     is_full_reduction,
@@ -29,12 +30,13 @@ from tilewright.codegen.cpp.slots import (
 from tilewright.codegen.cpp.structure import Structure, structure
 from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.expr import Expr, free_vars, loads, substitute, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program, Store
-from tilewright.schedule.group import Group, hint, hint_product
+from tilewright.schedule.group import Group
 from tilewright.schedule.legality import all_loops, terms
 from tilewright.schedule.segments import Segment
+from tilewright.schedule.sizes import hint, hint_product
 
 LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled together, at best
 SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a cache
@@ -87,7 +89,8 @@ class Kernel:
         exprs = [e for m in self.members for e in m.exprs]
         self.flag = uses_flag(*exprs)
         self.rewritten = _rewritten(self.members)
-        self.outer = self.shape.outer
+        self.outer = (*self.shape.outer, *self.shape.serial)
+        self.carried: dict[str, Carried] = carried(self)
         self.lane = self.outer[-1] if self.shape.lanes else None
         self.tiled = self.lane is not None and any(s.inner for s in self.shape.segments)
         self.lanes = self._lanes() if self.tiled else 0
@@ -151,7 +154,9 @@ class Kernel:
     def generate(self) -> CppKernel:
         self._place_locals()
         body = self.w
-        if is_full_reduction(self):
+        if self.shape.serial:
+            write_serial(self)
+        elif is_full_reduction(self):
             write_full_reduction(self)
         elif is_column_reduction(self):
             write_column_reduction(self)
@@ -212,7 +217,7 @@ class Kernel:
     # ---- parallel loops
 
     def _work(self) -> Expr:
-        sizes = [ix.product(v.src[0] for v in all_loops(m)) for m in self.members]
+        sizes = [ix.product(_whole(v.src[0]) for v in all_loops(m)) for m in self.members]
         return max(sizes, key=lambda s: hint_product([s]))
 
     def _lanes(self) -> int:
@@ -253,21 +258,24 @@ class Kernel:
             if parallel:
                 self.w.line(f"#pragma omp parallel{threads}{self.flag_clause()}")
                 region.enter_context(self.w.block(""))
-            self._open_scratch()
+            self.open_scratch()
             with ExitStack() as loops:
                 self._outer_loops(loops, parallel)
                 self.declare_scalars()
                 for segment in self.shape.segments:
                     self.segment(segment)
-            for row in self.rows.values():
-                self.w.line(f"__builtin_free({row.name});")
+            self.close_scratch()
 
-    def _open_scratch(self) -> None:
+    def open_scratch(self) -> None:
         for buffer, row in self.rows.items():
             ctype = CTYPE[self.buffers[buffer].dtype]
             length = self.w.index(row.length)
             size = f"sizeof({ctype})*({length})" + (f"*{self.lanes}" if self.tiled else "")
             self.w.line(f"{ctype}* const {row.name} = ({ctype}*)__builtin_malloc({size} + 64);")
+
+    def close_scratch(self) -> None:
+        for row in self.rows.values():
+            self.w.line(f"__builtin_free({row.name});")
 
     def _outer_loops(self, stack: ExitStack, parallel: bool) -> None:
         heads = [self.for_loop(v) for v in self.outer if v is not self.lane]
@@ -320,7 +328,11 @@ class Kernel:
 
     def segment(self, segment: Segment) -> None:
         w = self.w
-        folds = folds_of(segment, self.w.fresh)
+        own = [m for m in segment.members if m.name not in self.carried]
+        folds = accumulators(own, self.w.fresh)
+        for m in segment.members:
+            if m.name in self.carried and not self.carried[m.name].by_column:
+                folds += self.carried[m.name].folds
         scans = scans_of(segment, self.w.fresh)
         with ExitStack() as stack:
             if scans:
@@ -370,8 +382,14 @@ class Kernel:
 
     def stores(self, members: Sequence[Nest]) -> None:
         for m in members:
-            for store in m.stores:
-                self._store(store)
+            if m.name in self.carried:
+                carry(self, self.carried[m.name])
+            else:
+                self.write(m)
+
+    def write(self, nest: Nest) -> None:
+        for store in nest.stores:
+            self._store(store)
 
     def _store(self, store: Store) -> None:
         w = self.w
@@ -411,12 +429,13 @@ class Kernel:
     def _fold_segment(self, segment: Segment, folds: list[Accumulator]) -> None:
         """Loops over the reduction, with the members that do not reduce inside the same loop."""
         w = self.w
-        for fold in folds:
+        own = [fold for fold in folds if not fold.owner]
+        for fold in own:
             fold.declare(w, self.lanes if self.tiled else 0)
         self.fold_loops(segment, folds)
-        reducing = [m for m in segment.members if m.reduce]
+        reducing = [m for m in segment.members if m.reduce and m.name not in self.carried]
         with self.lane_loop() if self.tiled else ExitStack():
-            for fold in folds:
+            for fold in own:
                 fold.finish(w, "[lane]" if self.tiled else "")
             self.stores(reducing)
 
@@ -441,10 +460,16 @@ class Kernel:
     def _fold_point(self, segment: Segment, folds: list[Accumulator],
                     step: Callable[[Accumulator], None]) -> None:  # fmt: skip
         """One point of a reduction's loop: members in order, each folding or storing."""
-        waiting = {fold.node: fold for fold in folds}
+        waiting = {fold.node: fold for fold in folds if not fold.owner}
         for m in segment.members:
-            if not m.reduce:
+            kept = self.carried.get(m.name)
+            if not m.reduce or (kept is not None and kept.by_column):
                 self.stores([m])
+                continue
+            if kept is not None:
+                for fold in folds:
+                    if fold.owner == m.name:
+                        step(fold)
                 continue
             for node in walk(*m.exprs):
                 if node in waiting:
@@ -522,6 +547,11 @@ def _in_step(index: Expr) -> bool:
     walked = [v for v in free_vars(index) if ix.coefficient(index, v) is ix.ONE]
     lengths = [ix.value_of(v.src[0]) for v in walked]
     return not free_vars(index) or any(n is None or n > MOST_PEELED for n in lengths)
+
+
+def _whole(size: Expr) -> Expr:
+    """The size of a loop, or that of the first chunk of one that is shorter in the last."""
+    return substitute(size, dict.fromkeys(free_vars(size), ix.ZERO))
 
 
 def _rewritten(members: Sequence[Nest]) -> set[str]:

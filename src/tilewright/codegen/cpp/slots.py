@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.cpp.folds import folds_of
+from tilewright.codegen.cpp.folds import accumulators
 from tilewright.ir import index as ix
-from tilewright.schedule.group import hint
+from tilewright.schedule.sizes import hint
 
 if TYPE_CHECKING:
     from tilewright.codegen.cpp.kernel import Kernel
@@ -31,7 +31,7 @@ def is_full_reduction(k: Kernel) -> bool:
 def write_full_reduction(k: Kernel) -> None:
     w = k.w
     first, *rest = k.shape.segments
-    folds = folds_of(first, w.fresh)
+    folds = accumulators(first.members, w.fresh)
     extent = w.index(first.reduce[0].src[0])
     w.line(f"const int64_t share = ({extent} + {SLOTS - 1}) / {SLOTS};")
     for fold in folds:
@@ -72,7 +72,7 @@ def write_column_reduction(k: Kernel) -> None:
     w = k.w
     assert k.lane is not None
     first, *rest = k.shape.segments
-    folds = folds_of(first, w.fresh)
+    folds = accumulators(first.members, w.fresh)
     extent, columns = w.index(first.reduce[0].src[0]), w.index(k.lane.src[0])
     w.line(f"const int64_t share = ({extent} + {COLUMN_SLOTS - 1}) / {COLUMN_SLOTS};")
     states = [state for fold in folds for state in fold.lane_states()]

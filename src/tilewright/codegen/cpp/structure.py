@@ -6,26 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads, walk
+from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
-from tilewright.schedule.group import Group, hint, hint_product
+from tilewright.schedule.group import Group
 from tilewright.schedule.legality import all_loops
 from tilewright.schedule.loops import is_fold, unroll
 from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
+from tilewright.schedule.sizes import hint, hint_product
 
 
 @dataclass
 class Structure:
     outer: tuple[Expr, ...]
+    serial: tuple[Expr, ...]  # inside the outer loops, in order
     segments: list[Segment]
     lanes: bool  # the last outer loop is vectorised, not the segments' own loops
 
 
 def structure(group: Group) -> Structure:
-    members, outer = merge_loops(list(group.members), without_scan(group))
+    members, outer, serial = merge_loops(list(group.members), without_scan(group), group.serial)
     members, outer = _write_out_shortest(members, outer)
-    segments = segments_of(members, outer)
-    return Structure(outer, segments, _prefers_lanes(segments, outer))
+    segments = segments_of(members, (*outer, *serial))
+    lanes = not serial and _prefers_lanes(segments, outer)
+    return Structure(outer, serial, segments, lanes)
 
 
 def _write_out_shortest(members: list[Nest], outer: tuple[Expr, ...]
@@ -55,6 +58,8 @@ def _prefers_lanes(segments: Sequence[Segment], outer: tuple[Expr, ...]) -> bool
     inside = [s for s in segments if s.inner]
     if not inside:
         return True
+    if any(free_vars(v.src[0]) for s in inside for v in s.inner):
+        return False  # lanes would have loops of different lengths
     last = outer[-1]
     shortest = min(hint_product(v.src[0] for v in s.inner) for s in inside)
     if shortest <= 4 and hint(last.src[0]) >= 16:

@@ -108,7 +108,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     """The shape of a group's kernel, or why Triton cannot express it."""
     members, outer = _ordered(list(group.members), without_scan(group))
     if not group.serial:
-        members, outer = merge_loops(members, outer)
+        members, outer, _ = merge_loops(members, outer)
     segments = segments_of([_inside(m, group.serial) for m in members], (*outer, *group.serial))
     for segment in segments:
         if segment.loops and segment.reduce:

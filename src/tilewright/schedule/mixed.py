@@ -1,0 +1,165 @@
+"""One order for nests that walk the same data differently: what folds over rows accumulates while
+the rows run one after the other through the members that go along them.
+
+`fit_in_order` finds such an order, `chunks` says into how many parallel parts it is worth cutting
+(`schedule.split` does that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.program import Nest
+from tilewright.schedule.access import all_loops
+from tilewright.schedule.legality import Fit, Misfit, conflict, guides, is_alone, match_loops
+from tilewright.schedule.segments import segments_of
+from tilewright.schedule.sizes import hint_product, work
+from tilewright.target import Target
+
+WIDEST = 1 << 15  # accumulators of one fold: more do not stay near the processor
+NARROWEST = 16  # elements of a row that fill vectors while the rows run one after the other
+SMALL = 1 << 13  # iterations that one thread does before others have started
+CPU_CHUNKS = 32  # a fixed number: results do not depend on how many threads there are
+SHORTEST_CHUNK = 16  # rows, where each chunk leaves a row of results
+WIDTH = 8  # bytes of a partial result, at most
+CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
+
+
+def fit_in_order(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
+    """Two groups as one in which the loops that some members fold run one after the other."""
+    reason = Misfit("no common buffer")
+    if not any(m.reduce for m in (*left.members, *right.members)):
+        return Misfit("nothing is folded")
+    for a, b, buffer in guides(left, right):
+        matched = match_loops(left, right, a, b, buffer)
+        if isinstance(matched, Misfit):
+            reason = matched
+            continue
+        members = (*matched[0].members, *matched[1].members)
+        found = _in_order(tuple(sorted(members, key=lambda m: position[m.name])))
+        if isinstance(found, Fit):
+            return found
+        reason = found
+    return reason
+
+
+def _in_order(nests: tuple[Nest, ...]) -> Fit | Misfit:
+    reason = Misfit("no loop is common to all")
+    for outer, serial in _orders(nests):
+        found = _problem(nests, outer, serial)
+        if not found:
+            return Fit(nests, outer, serial)
+        reason = Misfit(found)
+    return reason
+
+
+def _orders(nests: Sequence[Nest]) -> list[tuple[tuple[Expr, ...], tuple[Expr, ...]]]:
+    """Loops all nests have, to run in parallel and one after the other; fewest partial results
+    first. A nest folds all of the latter or none of them."""
+    first, *rest = nests
+    common = [v for v in all_loops(first) if all(v in all_loops(m) for m in rest)]
+    if not common:
+        return []
+    along = _contiguous(nests)
+    outer = tuple(v for v in common if v is not along and all(v in m.loops for m in nests))
+    kinds: dict[tuple[bool, ...], list[Expr]] = {}
+    for v in common:
+        folded = tuple(v in m.reduce for m in nests)
+        if any(folded):
+            kinds.setdefault(folded, []).append(v)
+    found: list[tuple[int, tuple[Expr, ...]]] = []
+    for folded, loops in kinds.items():
+        # the loop along memory stays inside, where it is vectorised
+        kept = [v for v in loops if v is not along] or loops
+        results = sum(hint_product(v.src[0] for v in m.loops)
+                      for m, f in zip(nests, folded, strict=True) if f)  # fmt: skip
+        found.append((results + (1 << 40 if along in kept else 0), _by_nesting(kept, nests)))
+    return [(outer, serial) for _, serial in sorted(found, key=lambda pair: pair[0])]
+
+
+def _contiguous(nests: Sequence[Nest]) -> Expr | None:
+    """The loop that steps by one through what most is read of."""
+    indices = [n.src[0] for m in nests for n in loads(*m.exprs)]
+    if not indices:
+        return None
+    most = max(indices, key=_points)
+    return next((v for v in sorted(free_vars(most), key=lambda v: v.key)
+                 if ix.coefficient(most, v) is ix.ONE), None)  # fmt: skip
+
+
+def _points(index: Expr) -> int:
+    return hint_product(v.src[0] for v in free_vars(index))
+
+
+def _by_nesting(loops: list[Expr], nests: Sequence[Nest]) -> tuple[Expr, ...]:
+    longest = max(nests, key=lambda m: len(all_loops(m)))
+    order = {v: k for k, v in enumerate(all_loops(longest))}
+    return tuple(sorted(loops, key=lambda v: order[v]))
+
+
+def folds_over(nest: Nest, serial: Sequence[Expr]) -> bool:
+    return any(v in nest.reduce for v in serial)
+
+
+def _problem(nests: tuple[Nest, ...], outer: tuple[Expr, ...], serial: tuple[Expr, ...]) -> str:
+    """Why the nests cannot run in this order, or an empty string."""
+    for m in nests:
+        if is_alone(m):
+            return is_alone(m)
+        if folds_over(m, serial):
+            why = _carries(m, outer, serial)
+            if why:
+                return why
+    small = max(work(m) for m in nests) <= SMALL
+    if len(segments_of(nests, outer)) > 1 and not small:
+        row = max(hint_product(v.src[0] for v in all_loops(m) if v not in (*outer, *serial))
+                  for m in nests)  # fmt: skip
+        if row < NARROWEST:
+            return "the rows are too short to run one after the other"
+    for k, later in enumerate(nests):
+        for earlier in nests[:k]:
+            why = conflict(earlier, later, (*outer, *serial))
+            if why:
+                return why
+    return ""
+
+
+def _carries(nest: Nest, outer: tuple[Expr, ...], serial: tuple[Expr, ...]) -> str:
+    """Why the nest cannot keep its folds while others run, or an empty string."""
+    columns = [v for v in nest.loops if v not in outer]
+    if columns and len(nest.reduce) > len(serial):
+        return "it folds within rows and across them"
+    if hint_product(v.src[0] for v in columns) > WIDEST:
+        return "it has too many results to keep them near"
+    arg = any(n.op == "reduce" and n.arg.kind.startswith("arg") for n in walk(*nest.exprs))
+    if arg and nest.reduce[: len(serial)] != serial:
+        return "the first of equal elements would be another"
+    return ""
+
+
+def chunks(fit: Fit, target: Target) -> int:
+    """How many chunks the serial loops are worth; one: none."""
+    rows = hint_product(v.src[0] for v in fit.serial)
+    total = max(work(m) for m in fit.members)
+    wanted = 1 << (2 * target.sms).bit_length() - 1 if target.is_gpu else CPU_CHUNKS
+    wanted = -(-wanted // max(hint_product(v.src[0] for v in fit.outer), 1))
+    if all(ix.value_of(v.src[0]) is not None for v in fit.serial):
+        shortest = SHORTEST_CHUNK if partial_results(fit) > SHORTEST_CHUNK else 1
+        wanted = min(wanted, total // CHUNK_WORK, -(-rows // shortest))
+    return max(1, min(wanted, rows))
+
+
+def partial_results(fit: Fit) -> int:
+    """Elements each chunk leaves behind."""
+    return sum(hint_product(v.src[0] for v in m.loops if v not in fit.outer)
+               for m in fit.members if folds_over(m, fit.serial))  # fmt: skip
+
+
+def wasteful(fit: Fit, saved: int, target: Target) -> str:
+    """Why the partial results cost more than they save (in bytes), or an empty string."""
+    parts = chunks(fit, target)
+    if parts > 1 and 2 * parts * partial_results(fit) * WIDTH > saved:
+        return "partial results would cost more than reading the data again"
+    return ""

@@ -1,0 +1,257 @@
+"""Loops cut into chunks that run in parallel, and the partial results they leave.
+
+A group whose members share loops one after the other (`Group.serial`) would leave one thread at
+work. Cut into chunks, each chunk folds its own part, and small nests after the kernel fold what the
+chunks left. The same gives a card enough to do when a reduction has few results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, load, rewrite, substitute, var, walk
+from tilewright.ir.program import Buffer, Nest, Program, Store
+from tilewright.schedule.group import Group
+from tilewright.schedule.legality import Fit, align, conflict, is_alone
+from tilewright.schedule.loops import merge, substitute_nest
+from tilewright.schedule.mixed import SHORTEST_CHUNK, chunks
+from tilewright.schedule.segments import segments_of
+from tilewright.schedule.sizes import hint
+from tilewright.target import Target
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A group cut into chunks: what its kernel is now, what folds its partial results after it,
+    and the buffers that hold them."""
+
+    group: Group
+    after: tuple[Group, ...]
+    buffers: tuple[Buffer, ...]
+
+
+def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list[Group]]:
+    """Every group with serial loops in parallel chunks. Returns the program with the buffers this
+    takes: the one given is not changed."""
+    buffers: dict[str, Buffer] = {}
+    order = _Order()
+    for group in groups:
+        if not group.serial:
+            order.add(group)
+            continue
+        target = Target.of(_device(program, group))
+        count = chunks(Fit(group.members, group.outer, group.serial), target)
+        done = cut(program, group, count)
+        order.add(done.group)
+        order.waiting += done.after
+        buffers.update({b.name: b for b in done.buffers})
+    return replace(program, buffers={**program.buffers, **buffers}), order.all()
+
+
+class _Order:
+    """Groups in order. Folds of partial results wait for what first reads them, and run in one
+    kernel with that and with later readers where they can."""
+
+    def __init__(self) -> None:
+        self.placed: list[Group] = []
+        self.waiting: list[Group] = []
+        self.folds: list[int] = []  # places of kernels that fold partial results
+
+    def add(self, group: Group) -> None:
+        for first in [w for w in self.waiting if _needs(group, w)]:
+            self.waiting.remove(first)
+            joined = _joined(first, group)
+            if joined is not None:
+                self._place(joined, folds=True)
+                return
+            self._place(first, folds=True)
+        for k in self.folds:
+            if _needs(group, self.placed[k]) and not any(
+                _needs(group, other) for other in self.placed[k + 1 :]
+            ):
+                joined = _joined(self.placed[k], group)
+                if joined is not None:
+                    self.placed[k] = joined
+                    return
+        self._place(group)
+
+    def _place(self, group: Group, folds: bool = False) -> None:
+        if folds:
+            self.folds.append(len(self.placed))
+        self.placed.append(group)
+
+    def all(self) -> list[Group]:
+        return [*self.placed, *self.waiting]
+
+
+def _needs(group: Group, earlier: Group) -> bool:
+    return bool((group.reads | group.writes) & earlier.writes or group.writes & earlier.reads)
+
+
+def _device(program: Program, group: Group) -> torch.device:
+    return program.buffers[min(group.writes)].device
+
+
+def _joined(first: Group, second: Group) -> Group | None:
+    """Both in one kernel, if the second fits the loops of the first as they are."""
+    if second.serial or second.call is not None or any(is_alone(m) for m in second.members):
+        return None
+    position = {m.name: k for k, m in enumerate((*first.members, *second.members))}
+    fit = align(Fit(first.members, first.outer), Fit(second.members, second.outer), position)
+    if not isinstance(fit, Fit) or len(fit.outer) < len(first.outer):
+        return None
+    return replace(second, members=fit.members, outer=fit.outer)
+
+
+def cut(program: Program, group: Group, count: int) -> Cut:
+    """The serial loops of a group in `count` parallel chunks."""
+    members, serial = _merged(group.members, group.serial)
+    loop, rest = serial[0], serial[1:]
+    if count <= 1 or hint(loop.src[0]) <= 1:
+        return Cut(_settled(replace(group, members=members, serial=serial)), (), ())
+    chunk, inside, index = _chunk(loop, count)
+    nests: list[Nest] = []
+    after: list[Nest] = []
+    buffers: list[Buffer] = []
+    for m in members:
+        loops = [w for v in m.loops for w in ((chunk, inside) if v is loop else (v,))]
+        reduce = [w for v in m.reduce for w in ((inside,) if v is loop else (v,))]
+        if loop in m.reduce:
+            loops.insert(0, chunk)
+        new = substitute_nest(m, {loop: index}, loops, reduce)
+        if loop not in m.reduce:
+            nests.append(new)
+            continue
+        partial, final, made = _Partial(program, m, new, chunk).split({loop: index})
+        nests.append(partial)
+        after += final
+        buffers += made
+    whole = replace(group, members=tuple(nests), outer=(chunk, *group.outer),
+                    serial=(inside, *rest))  # fmt: skip
+    return Cut(_settled(whole), tuple(_grouped(after)), tuple(buffers))
+
+
+def _settled(group: Group) -> Group:
+    """Members that run in one loop anyway need no order among their rows."""
+    return replace(group, serial=()) if len(segments_of(group.members, group.outer)) == 1 else group
+
+
+def _merged(members: tuple[Nest, ...], serial: tuple[Expr, ...]
+            ) -> tuple[tuple[Nest, ...], tuple[Expr, ...]]:  # fmt: skip
+    """Serial loops that every index walks as one are one: there is more to cut."""
+    for a, b in pairwise(serial):
+        found = merge(members, a, b)
+        if found is not None:
+            joined = tuple(found[1] if v is a else v for v in serial if v is not b)
+            return _merged(tuple(found[0]), joined)
+    return members, serial
+
+
+def _chunk(loop: Expr, count: int) -> tuple[Expr, Expr, Expr]:
+    """The loop over chunks, the loop inside one, and the old variable in terms of both. The length
+    of a chunk is a number, so that other sizes need no other code."""
+    size = loop.src[0]
+    length = -(-hint(size) // count)
+    if ix.value_of(size) is None:
+        length = max(length, SHORTEST_CHUNK)
+    chunk = var(f"{loop.arg}p", ix.floordiv(ix.add(size, length - 1), length))
+    left = ix.sub(size, ix.mul(chunk, length))
+    even = ix.mod(size, length) is ix.ZERO
+    inner = var(f"{loop.arg}i", ix.as_index(length) if even else ix.minimum(length, left))
+    return chunk, inner, ix.add(ix.mul(chunk, length), inner)
+
+
+def _grouped(nests: Sequence[Nest]) -> list[Group]:
+    """Folds of partial results over the same loops are one kernel."""
+    found: list[Group] = []
+    for nest in nests:
+        for k, group in enumerate(found):
+            if group.outer == nest.loops and not any(
+                conflict(m, nest, group.outer) for m in group.members
+            ):
+                found[k] = replace(group, members=(*group.members, nest))
+                break
+        else:
+            found.append(Group((nest,), nest.loops))
+    return found
+
+
+# ---- partial results
+
+
+class _Partial:
+    """A fold over a loop that was cut: `nest` keeps the partial results of each chunk, nests after
+    it fold them. Partial results have the type they are accumulated in."""
+
+    def __init__(self, program: Program, whole: Nest, nest: Nest, chunk: Expr) -> None:
+        self.program = program
+        self.whole = whole
+        self.nest = nest
+        self.chunk = chunk
+        self.columns = whole.loops
+        self.made: list[Buffer] = []
+        self.stores: list[Store] = []
+        self.before: list[Store] = []  # what the last nest needs of all chunks together
+
+    def split(self, cut: Mapping[Expr, Expr]) -> tuple[Nest, list[Nest], list[Buffer]]:
+        """`cut` is the old loop in terms of the new ones."""
+        known: dict[Expr, Expr] = {}
+        for node in walk(*self.whole.exprs):
+            if node.op == "reduce":
+                known.update(self._fold(node, substitute(node, cut)))
+
+        def swap(e: Expr) -> Expr:
+            return rewrite(e, lambda node, src: known.get(node))
+
+        stores = tuple(replace(s, value=swap(s.value)) for s in self.whole.stores)
+        partial = replace(self.nest, stores=tuple(self.stores))
+        final = [self._nest(f"{self.nest.name}_before", tuple(self.before))] if self.before else []
+        return partial, [*final, self._nest(f"{self.nest.name}_after", stores)], self.made
+
+    def _nest(self, name: str, stores: tuple[Store, ...]) -> Nest:
+        folds = any(n.op == "reduce" for s in stores for n in walk(*s.exprs))
+        return Nest(name, self.columns, (self.chunk,) if folds else (), stores, self.nest.origin)
+
+    def _keep(self, value: Expr) -> Expr:
+        """Store a partial result; the load that gives it back."""
+        sizes = (self.chunk.src[0], *(v.src[0] for v in self.columns))
+        return self._buffer(value, (self.chunk, *self.columns), sizes, self.stores)
+
+    def _buffer(self, value: Expr, where: Sequence[Expr], sizes: tuple[Expr, ...],
+                stores: list[Store]) -> Expr:  # fmt: skip
+        strides = ix.contiguous_strides(sizes)
+        device = self.program.buffers[self.nest.stores[0].buffer].device
+        made = Buffer(f"{self.nest.name}_part{len(self.made)}", value.dtype, device, sizes, strides)
+        self.made.append(made)
+        index = ix.linearize(where, strides)
+        stores.append(Store(made.name, index, value))
+        return load(made.name, value.dtype, index)
+
+    def _fold(self, old: Expr, node: Expr) -> dict[Expr, Expr]:
+        """What the whole fold (its parts, if it has several) is made of."""
+        kind = node.arg.kind
+        if kind in ("argmin", "argmax"):
+            best = self._keep(build.reduce(kind.removeprefix("arg"), node.src[0]))
+            return {old: build.reduce(kind, best, self._keep(node), dtype=node.dtype)}
+        if kind == "welford":
+            return self._moments(old, node)
+        return {old: build.reduce(kind, self._keep(node), dtype=node.dtype)}
+
+    def _moments(self, old: Expr, node: Expr) -> dict[Expr, Expr]:
+        """The mean of the chunks' means; then their deviations, and those of their means."""
+        mean, m2 = self._keep(build.part(node, 0)), self._keep(build.part(node, 1))
+        count = build.cast(ix.product(v.src[0] for v in self.nest.reduce), node.dtype)
+        total = build.cast(ix.product(v.src[0] for v in self.whole.reduce), node.dtype)
+        share = build.op("div", count, total)
+        one = build.reduce("sum", build.op("mul", mean, share))
+        sizes = tuple(v.src[0] for v in self.columns)
+        middle = self._buffer(one, self.columns, sizes, self.before)
+        apart = build.op("sub", mean, middle)
+        spread = build.op("add", m2, build.op("mul", build.op("mul", apart, apart), count))
+        return {build.part(old, 0): middle, build.part(old, 1): build.reduce("sum", spread)}
