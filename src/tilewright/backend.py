@@ -11,7 +11,7 @@ from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilewright import config
+from tilewright import capture, config
 from tilewright.graph import decompositions
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.partition import partitioner
@@ -56,29 +56,53 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
+    with config.patch(chosen), decompositions.keep_whole():
+        name = capture.key(gm, example_inputs) if compile_one is compile_graph else None
+        entry = capture.find(name) if name is not None else None
+        before = capture.restore(entry, gm, example_inputs) if entry is not None else None
+        if before is not None:
+            return before
+        recording = capture.Recording(name, gm) if name is not None else None
+        return _traced(compile_one, gm, example_inputs, chosen, recording)
 
-    def compiler(graph: torch.fx.GraphModule, inputs: Inputs, boundary: Boundary = EVERYTHING
-                 ) -> Callable[..., Any]:  # fmt: skip
+
+def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: Inputs,
+            chosen: dict[str, Any],
+            recording: capture.Recording | None) -> Callable[..., Any]:  # fmt: skip
+    def compiled(role: str, graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
         # outside the tracing modes: literals are folded with real tensors
         with config.patch(chosen), _disable_current_modes():
-            return compile_one(graph, boundary)
+            if recording is not None and role == "backward":
+                recording.backward_graph = capture.graph_bytes(graph)
+            program = compile_one(graph, boundary)
+            if recording is not None:
+                recording.compiled(role, program)
+            return program
 
-    def forward(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
-        return compiler(graph, inputs, Boundary(visible=_facts().num_forward_returns))
+    def inference(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
+        return compiled("inference", graph, EVERYTHING)
 
-    def backward(graph: torch.fx.GraphModule, inputs: Inputs) -> Callable[..., Any]:
+    def forward(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
+        return compiled("forward", graph, Boundary(visible=_facts().num_forward_returns))
+
+    def backward(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
         donated = tuple(_facts().bw_donated_idxs or ())
-        return compiler(graph, inputs, Boundary(visible=0, donated=donated))
+        return compiled("backward", graph, Boundary(visible=0, donated=donated))
 
-    with config.patch(chosen), decompositions.keep_whole():
-        return aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=backward,
-            inference_compiler=compiler,
-            decompositions=decompositions.table(),
-            partition_fn=partitioner(family),
-            keep_inference_input_mutations=True,
-        )(gm, example_inputs)
+    aot = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        decompositions=decompositions.table(),
+        partition_fn=partitioner(family),
+        keep_inference_input_mutations=True,
+    )
+    if recording is None:
+        return aot(gm, example_inputs)
+    with capture.watching(recording):
+        function = aot(gm, example_inputs)
+    recording.returned(function, example_inputs)
+    return function
 
 
 def _facts() -> ViewAndMutationMeta:

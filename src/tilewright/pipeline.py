@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.fx
@@ -31,6 +32,15 @@ GENERATED = frozenset({"cpu"})
 COUNTED = frozenset({"cpu", "cuda"})
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a compiled program came from: enough to have it again without its graph."""
+
+    artifact: str | None  # its name in the store, where it is kept
+    constants: Mapping[str, Any]
+    locations: Mapping[str, str]  # node -> the user's file and line
+
+
 def compile_graph(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> Compiled:
     """A functional ATen graph with fake values on its nodes, as a callable program."""
     start = time.perf_counter()
@@ -44,12 +54,25 @@ def compile_graph(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> 
         found.counted = metrics.delta(before)
         if name is not None:
             artifact.keep(name, found)
-    else:
+    origin = Origin(name, found.constants(gm), artifact.locations(gm))
+    return _loaded(found, origin, cached, start)
+
+
+def load_graph(origin: Origin) -> Compiled | None:
+    """The program that was compiled before, if it is still kept."""
+    start = time.perf_counter()
+    found = artifact.find(origin.artifact) if origin.artifact is not None else None
+    return None if found is None else _loaded(found, origin, cached=True, start=start)
+
+
+def _loaded(found: Artifact, origin: Origin, cached: bool, start: float) -> Compiled:
+    if cached:
         metrics.cache_hits += 1
         metrics.apply(found.counted)
     with stage("build"):
-        compiled = found.load(gm)
-    dump.code(found.host.located(artifact.locations(gm)), found.kernels)
+        compiled = found.load(origin.constants, origin.locations)
+    compiled.origin = origin  # type: ignore[attr-defined]
+    dump.code(found.host.located(origin.locations), found.kernels)
     seconds = time.perf_counter() - start
     metrics.compile_seconds += seconds
     dump.summary(found.counted, seconds, cached)

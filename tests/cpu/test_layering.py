@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
     {"host"},
     {"dump"},  # writes any stage out for a reader
     {"pipeline"},
+    {"capture"},
     {"backend", "explain", "cli", "testing"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}

@@ -3,12 +3,16 @@
 Everything lowering can see is in it: operators, arguments, and of each value its type, layout,
 device, symbolic sizes with their ranges, and which values share memory. Source locations are not:
 moving a function down a file does not compile it again.
+
+`digest` is of the ATen graphs AOTAutograd makes, `digest_captured` of the graph Dynamo gives it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +28,19 @@ def digest(gm: torch.fx.GraphModule) -> str:
     for line in _lines(gm, _Scope()):
         h.update(line.encode())
         h.update(b"\n")
+    return h.hexdigest()
+
+
+def digest_captured(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """The digest of a graph of Dynamo's with the inputs it is compiled for."""
+    h, scope = hashlib.sha256(), _Scope()
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(inputs):
+        raise Undigestible("inputs that are not the graph's own")
+    for node, given in zip(placeholders, inputs, strict=True):
+        h.update(f"{_value(node.meta.get('example_value'), scope)} {_given(given)}\n".encode())
+    for line in _captured_lines(gm, scope):
+        h.update(f"{line}\n".encode())
     return h.hexdigest()
 
 
@@ -44,6 +61,10 @@ def _lines(gm: torch.fx.GraphModule, scope: _Scope) -> Iterator[str]:
         meta = _value(node.meta.get("val"), scope)
         new = node.meta.get("unbacked_bindings")
         yield f"{node.name} = {node.op} {_target(node)} {args} : {meta} {new or ''}"
+    yield from _symbols(scope)
+
+
+def _symbols(scope: _Scope) -> Iterator[str]:
     for symbol, env in sorted(scope.symbols.items(), key=lambda item: str(item[0])):
         known = getattr(env, "backed_var_to_val", None)
         hint = known.get(symbol) if known is not None else None
@@ -125,3 +146,56 @@ def _attribute(gm: torch.fx.GraphModule, path: str, scope: _Scope) -> str:
         layout = f"{value.dtype} {tuple(value.size())} {value.stride()} {value.device}"
         return f"{layout} {hashlib.sha256(data).hexdigest()}"
     raise Undigestible(f"an attribute of type {type(value).__name__}")
+
+
+# ---- the graph Dynamo captured
+
+# Functions whose meaning is settled by the versions of torch and Python, which are in every key.
+_SETTLED = ("_operator", "builtins", "math", "torch")
+
+
+def _captured_lines(gm: torch.fx.GraphModule, scope: _Scope) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        match node.op:
+            case "placeholder":
+                yield f"{node.name} = placeholder"
+                continue
+            case "get_attr":
+                value = functools.reduce(getattr, str(node.target).split("."), gm)
+                if not isinstance(value, torch.Tensor):
+                    raise Undigestible(f"an attribute of type {type(value).__name__}")
+                target = f"constant {_attribute(gm, str(node.target), scope)}"
+            case "call_function":
+                target = _settled(node.target)
+            case "call_method" | "output":
+                target = str(node.target)
+            case _:
+                raise Undigestible(f"a node that is a {node.op}")
+        yield f"{node.name} = {node.op} {target} {_argument((node.args, node.kwargs))}"
+    yield from _symbols(scope)
+
+
+@functools.lru_cache(maxsize=4096)
+def _settled(target: Any) -> str:
+    """A name under which the same function is found in every process with the same torch."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target)
+    module: str = getattr(target, "__module__", None) or ""
+    if module.partition(".")[0] not in _SETTLED or isinstance(
+        target, torch._ops.HigherOrderOperator
+    ):
+        raise Undigestible(f"a call of {target}")
+    home = vars(sys.modules.get(module, torch))
+    for name in (getattr(target, "__name__", ""), *home):
+        if home.get(name) is target:
+            return f"{module}.{name}"
+    raise Undigestible(f"{target} has no name to find it by")
+
+
+def _given(value: Any) -> str:
+    """What AOTAutograd asks a real input beyond its layout."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor):
+        raise Undigestible(f"an input of type {type(value).__name__}")
+    return f"{type(value).__name__} {value.requires_grad} {value.is_leaf} {value.is_inference()}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,17 @@ class Artifact:
     def build(self) -> Submitted:
         return submit(list(self.kernels.values()))
 
-    def load(self, gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
-        """A callable for this graph, which supplies constants and source locations."""
+    def constants(self, gm: torch.fx.GraphModule) -> dict[str, Any]:
+        """What the program takes from the graph it was made from, by its own names."""
+        paths = self.host.attributes.items()
+        return {name: operator.attrgetter(path)(gm) for name, path in paths}
+
+    def load(self, constants: Mapping[str, Any],
+             locations: Mapping[str, str]) -> Callable[[list[Any]], Any]:  # fmt: skip
+        """A callable, given the graph's constants and where its nodes are in the user's files."""
         built = self.build().result()
         functions = {name: k.function for name, k in zip(self.kernels, built, strict=True)}
-        return self.host.load(functions, gm, locations(gm))
+        return self.host.load(functions, constants, locations)
 
 
 def locations(gm: torch.fx.GraphModule) -> dict[str, str]:
@@ -54,9 +61,13 @@ def key(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> str | None
     except Undigestible as why:
         metrics.counters["graph_cache"][f"not cached: {why}"] += 1
         return None
-    target = Target.host()
-    return store.key(text, repr(boundary), repr(config.code_key()), torch.__version__,
-                     _compiler_digest(), target.key)  # fmt: skip
+    return named(text, repr(boundary))
+
+
+def named(*made_from: str) -> str:
+    """The name of what this compiler, with these options, makes for this machine."""
+    return store.key(*made_from, repr(config.code_key()), torch.__version__, _compiler_digest(),
+                     Target.host().key)  # fmt: skip
 
 
 def find(name: str) -> Artifact | None:

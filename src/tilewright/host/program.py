@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch.fx
 
 from tilewright.errors import TilewrightError
 from tilewright.host import support
@@ -47,11 +44,9 @@ class HostProgram:
     def located(self, locations: Mapping[str, str]) -> str:
         return _SITE.sub(lambda m: locations.get(m[1], ""), self.text)
 
-    def load(self, kernels: Mapping[str, Kernel], gm: torch.fx.GraphModule,
+    def load(self, kernels: Mapping[str, Kernel], attributes: Mapping[str, Any],
              locations: Mapping[str, str]) -> Callable[[list[Any]], Any]:  # fmt: skip
-        namespace: dict[str, Any] = {**self.constants, **kernels}
-        for name, path in self.attributes.items():
-            namespace[name] = operator.attrgetter(path)(gm)
+        namespace: dict[str, Any] = {**self.constants, **kernels, **attributes}
         exec(compile(self.located(locations), "<tilewright host program>", "exec"), namespace)
         call = namespace["call"]
         call._boxed_call = True

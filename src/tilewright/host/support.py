@@ -31,9 +31,13 @@ def laid_out(t: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def window(t: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    """A view of the memory of `t`, whose own first element is at `offset` zero."""
-    return torch.as_strided(t, size, stride, t.storage_offset() + offset)
+try:  # the same without the dispatcher, 0.5 instead of 3 us; private too
+    from torch._C._dynamo.guards import _reinterpret_tensor as window  # type: ignore[import]
+except ImportError:
+
+    def window(t: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+        """A view of the memory of `t`, whose own first element is at `offset` zero."""
+        return torch.as_strided(t, size, stride, t.storage_offset() + offset)
 
 
 class OutOfRangeError(IndexError, RuntimeError):

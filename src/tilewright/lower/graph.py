@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -221,6 +222,9 @@ def _claim(ctx: Lowering, t: Tensor, fake: torch.Tensor) -> Tensor:
     return t
 
 
+SPREAD_WORK = 20  # what is worth computing once when it is spread over many elements
+
+
 def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
     """Whether computing `t` once and keeping it beats computing it again in every user."""
     if is_stored(t):
@@ -232,7 +236,23 @@ def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
         if reads > 1 and any(user.op == "output" for user in holder.users):
             return True  # it is stored anyway: the others read one buffer in place of several
         return work >= 4 or reads > config.realize_reads_threshold
-    return False
+    return work >= SPREAD_WORK and _is_spread(holder)
+
+
+def _is_spread(holder: torch.fx.Node) -> bool:
+    """Whether a user computes many elements from each of the holder's."""
+    own = _elements(holder)
+    return own is not None and any((_elements(user) or 0) >= 4 * own for user in holder.users)
+
+
+def _elements(node: torch.fx.Node) -> int | None:
+    """The number of elements, where it is a literal."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or any(
+        isinstance(n, torch.SymInt) for n in value.size()
+    ):
+        return None
+    return math.prod(value.size())
 
 
 # ---- ATen fallback

@@ -99,6 +99,9 @@ def pointwise(fn: Callable[..., Expr], *tensors: Tensor) -> Tensor:
     return Tensor(size, body.dtype, device, body)
 
 
+COMPUTED_INDEX = 16  # work from which on an index is a computation rather than a view
+
+
 def cost(body: Expr) -> tuple[int, int]:
     """(arithmetic in additions, number of loads), each distinct node once; index sums are free."""
     return body.memo("cost", _cost)
@@ -118,7 +121,9 @@ def _cost(body: Expr) -> tuple[int, int]:
 
 def is_stored(t: Tensor) -> bool:
     """Whether reading an element is one plain load: storing it again would only copy."""
-    return t.body.op == "load" and len(t.body.src) == 1 and not loads(t.body.src[0])
+    if t.body.op != "load" or len(t.body.src) != 1 or loads(t.body.src[0]):
+        return False
+    return cost(t.body)[0] < COMPUTED_INDEX
 
 
 def reads_buffer(t: Tensor, buffer: str) -> bool:
