@@ -16,7 +16,7 @@ import torch
 
 from tilewright import config
 from tilewright.runtime import cxx
-from tilewright.target import Target
+from tilewright.target import Isa, Target
 
 CTYPE = {
     torch.bool: "bool",
@@ -521,6 +521,17 @@ def test_casts(source: torch.dtype) -> None:
             assert same.all(), row
 
 
+@pytest.mark.parametrize("small", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_to_16_bits_without_packing(small: torch.dtype) -> None:
+    row = Row(f"tw::rounded<{CTYPE[small]}>(x)", torch.float32, torch.float32, torch.float32)
+    x = cast_sample(torch.float32, small)
+    got, _ = run([row], row, x)
+    want = x.to(small).float()
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    number = ~want.isnan()
+    assert torch.equal(torch.signbit(got[number]), torch.signbit(want[number]))
+
+
 # ------------------------------------------------------------------------------------------ random
 
 I64, F32, F64 = torch.int64, torch.float32, torch.float64
@@ -690,7 +701,7 @@ VECTOR_LOOPS = {
 
 
 @functools.cache
-def assembly() -> dict[str, str]:
+def assembly(isa: Isa) -> dict[str, str]:
     functions = [
         f"""extern "C" void k_{name}(const {a}* __restrict pa, {o}* __restrict po, int64_t n,
                                      int* err) {{
@@ -702,7 +713,7 @@ def assembly() -> dict[str, str]:
         for name, (a, o, body, _) in VECTOR_LOOPS.items()
     ]
     flags = [flag for flag in cxx.FLAGS if flag != "-shared"]
-    command = [config.cpp.cxx, *flags, *Target("x86_64", isa="avx2").cxx_flags]
+    command = [config.cpp.cxx, *flags, *Target("x86_64", isa=isa).cxx_flags]
     command += ["-S", "-x", "c++", "-", f"-I{cxx.INCLUDE}", "-o", "-"]
     text = '#include "tw.h"\n' + "\n".join(functions)
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
@@ -712,9 +723,15 @@ def assembly() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", VECTOR_LOOPS)
 def test_loops_vectorise(name: str) -> None:
-    text = assembly()[f"k_{name}"]
+    text = assembly("avx2")[f"k_{name}"]
     wanted = VECTOR_LOOPS[name][3]
     assert any(wanted in line and ("ymm" in line or "call" in line) for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", VECTOR_LOOPS)
+def test_loops_use_the_widest_registers(name: str) -> None:
+    """For a processor this machine need not be: the code is looked at, not run."""
+    assert "zmm" in assembly("avx512")[f"k_{name}"]
 
 
 def test_scalar_code_is_right_too() -> None:

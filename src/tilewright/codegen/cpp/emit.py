@@ -101,7 +101,7 @@ class Writer:
             return ()
         if node.op in INDEX_OPS or node.op == "load":  # their operands become one index text
             return tuple(n for n in _atoms(node) if n.op not in ("var", "const", "sym"))
-        return node.src
+        return node.src[0].src if _only_rounds(node) else node.src
 
     def _define(self, node: Expr) -> None:
         if node.op == "const":
@@ -114,6 +114,9 @@ class Writer:
             self._temporary(node, index_op_text(node.op, *(self.index(s) for s in node.src)))
         elif node.op == "load":
             self._temporary(node, self._load(node, self))
+        elif _only_rounds(node):
+            kind = CTYPE[node.src[0].dtype]
+            self._temporary(node, f"tw::rounded<{kind}>({self.value(node.src[0].src[0])})")
         elif node.op in OPS:
             operands = [self.value(s) for s in node.src]
             self._temporary(node, OPS[node.op](node, *operands))
@@ -124,6 +127,15 @@ class Writer:
         name = self.fresh()
         self.line(f"const {CTYPE[node.dtype]} {name} = {text};")
         self.know(node, name)
+
+
+def _only_rounds(node: Expr) -> bool:
+    """Whether a float is made a 16-bit float and a float again."""
+    if node.op != "cast" or node.dtype != torch.float32:
+        return False
+    (small,) = node.src
+    narrow = small.op == "cast" and small.dtype in (torch.bfloat16, torch.float16)
+    return narrow and small.src[0].dtype == torch.float32
 
 
 def _atoms(node: Expr) -> Iterator[Expr]:

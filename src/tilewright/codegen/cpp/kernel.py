@@ -455,6 +455,8 @@ class Kernel:
             if self.tiled:
                 self._lane_fold(last, folds, segment, low, high)
             else:
+                if bounds is None and ix.bounds(last.src[0])[0] >= 1:
+                    self.hoist(segment.members, last)
                 self._chunked_fold(last, folds, segment, low, high)
 
     def _fold_point(self, segment: Segment, folds: list[Accumulator],

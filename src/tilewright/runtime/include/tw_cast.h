@@ -140,6 +140,25 @@ TW_INLINE f16 to_f16(float x) {
     return f16(r | sign);
 }
 
+// The float that a 16-bit float made of `x` stands for. Between two operations whose results eager
+// stores in 16 bits this saves packing the numbers and unpacking them again.
+template <class T>
+TW_INLINE float rounded(float x) {
+    uint32_t u = bit_cast<uint32_t>(x);
+    if constexpr (same<T, bf16>) {
+        uint32_t r = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+        return x != x ? x : bit_cast<float>(r);
+    } else {
+        uint32_t sign = u & 0x80000000u, a = u & 0x7fffffffu;
+        uint32_t normal = (a + 0xfffu + ((a >> 13) & 1u)) & 0xffffe000u;
+        uint32_t tiny = bit_cast<uint32_t>((bit_cast<float>(a) + 0.5f) - 0.5f);
+        uint32_t r = int32_t(a) < 0x38800000 ? tiny : normal;
+        r = int32_t(a) >= 0x477ff000 ? 0x7f800000u : r;
+        r = int32_t(a) > 0x7f800000 ? 0x7fc00000u : r;
+        return bit_cast<float>(r | sign);
+    }
+}
+
 // -------------------------------------------------------------------------- 8-bit floats <-> float
 // One description per format: mantissa bits, exponent bias, the codes of infinity (-1: none) and of
 // the first NaN, the largest finite code, and what becomes of larger numbers. `uz` formats have one
