@@ -260,7 +260,7 @@ def test_a_restored_backward_may_run_twice(first_keeps: bool) -> None:
             total = torch.compile(chain, backend="tilewright")(x, w).sum()
             for _ in range(2 if keeps else 1):
                 got = torch.autograd.grad(total, (x, w), retain_graph=keeps)
-                torch.testing.assert_close(got, wanted)
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
         assert traced_and_restored() == (0, 1)
 
 
