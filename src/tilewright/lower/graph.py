@@ -222,7 +222,7 @@ def _claim(ctx: Lowering, t: Tensor, fake: torch.Tensor) -> Tensor:
     return t
 
 
-SPREAD_WORK = 20  # what is worth computing once when it is spread over many elements
+SPREAD_WORK = 48  # two functions or more are worth computing once, if spread over many elements
 
 
 def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
