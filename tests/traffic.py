@@ -146,6 +146,33 @@ def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, weight, bias, training=True).relu()
 
 
+def ones_at(a: Tensor, i: Tensor) -> Tensor:
+    a = a.cos()
+    a[i] = 1
+    return a
+
+
+def put_back(put: Any) -> Callable[..., None]:
+    def program(a: Tensor, i: Tensor) -> None:
+        a.copy_(put(a, (i,), torch.tensor(1.0)))
+
+    return program
+
+
+def ones_in_columns(a: Tensor, i: Tensor) -> Tensor:
+    a[:, i] = 1
+    return a
+
+
+def add_rows(x: Tensor, y: Tensor, s: Tensor) -> None:
+    x.index_add_(0, torch.randperm(10)[:5], y * s)
+
+
+def opaque(x: Tensor) -> Tensor:
+    """An op with neither a decomposition nor a lowering."""
+    return aten._lazy_clone(x)
+
+
 # ---- the cases
 
 CASES = [
@@ -229,6 +256,26 @@ CASES = [
          floor=4194308, bound=4194308),
     Case("relu of batch norm", 56206528, batch_norm, "f32[32,64,56,56] f32[64] f32[64]",
          train=True),
+    # no-ops
+    Case("PF-47a", 20, lambda x: opaque(x.clone()), "f32[10]"),
+    Case("PF-47b", 40, lambda x: (b := x.clone(), opaque(b)), "f32[10]"),
+    Case("PF-48", 20, lambda x: opaque(aten.slice_scatter(x, x)), "f32[10]"),
+    Case("PF-49", 20, lambda x: opaque(torch.ops.prims.convert_element_type(x, torch.float32)),
+         "f32[10]"),
+    Case("PF-50", 20, lambda x: opaque(torch.ops.prims.device_put(x, x.device)), "f32[10]"),
+    Case("PF-51a", 20, lambda x: opaque(x.ceil()), "i32[10]"),
+    Case("PF-51b", 20, lambda x: opaque(x.floor()), "i32[10]"),
+    Case("PF-51c", 20, lambda x: opaque(x.round()), "i32[10]"),
+    Case("PF-51d", 20, lambda x: opaque(x.pow(1)), "i32[10]"),
+    Case("PF-52a", 20, lambda x: opaque(cat([x])), "f32[10]"),
+    Case("PF-52b", 20, lambda x: cat([cat([x])]), "f32[10]"),
+    # in place
+    Case("PF-27", 40, lambda into, a, b: into.copy_(cat([a, b])), "f32[20] f32[10] f32[10]"),
+    Case("PF-53a", 26, ones_at, "f32[10] i32[2]"),
+    Case("PF-53b", 6, put_back(aten.index_put), "f32[10] i32[2]"),
+    Case("PF-53c", 6, put_back(aten._unsafe_index_put), "f32[10] i32[2]"),
+    Case("PF-54", 42, ones_in_columns, "f32[10,10] i32[2]"),
+    Case("PF-68", 250, add_rows, "f32[10,10] f32[5,10] f32[10]", bound=200),
     # beyond the reference
     Case("PF-69", 210, lambda a: (a.sum(0), a.cos()), "f32[10,10]"),
     Case("PF-69 at 1024x1024", 2098176, lambda a: (a.sum(0), a.cos()), "f32[1024,1024]"),

@@ -49,14 +49,14 @@ def return_arguments(gm: torch.fx.GraphModule, boundary: Boundary) -> None:
 
 
 def final_values(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Value -> the argument that ends up holding it, laid out alike."""
+    """Value -> the `copy_` that makes it the contents of an argument, laid out alike."""
     found: dict[Node, Node] = {}
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         into, value = node.args[:2]
         if not isinstance(into, Node) or not isinstance(value, Node):
             continue
         if into.op == "placeholder" and value.op == "call_function" and _alike(into, value):
-            found[value] = into
+            found[value] = node
     return found
 
 

@@ -100,6 +100,8 @@ def _argument(value: Any) -> str:
             return repr(value)
         case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
             return str(value)
+        case torch._ops.OpOverload():
+            return str(value)
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
             return str(value.node.expr)
         case _:

@@ -19,6 +19,11 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._higher_order_ops.auto_functionalize import (
+    auto_functionalized,
+    auto_functionalized_v2,
+)
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
@@ -73,7 +78,7 @@ class Facts:
             elif node.op == "output":
                 for storage in map(_storage, node.all_input_nodes):
                     (self.shared if storage in self.returned else self.returned).add(storage)
-            elif _writes(node):
+            else:
                 self.written.update(_storage(n) for n in _written_args(node))
 
     def may_replace(self, node: Node, new: Node) -> bool:
@@ -370,7 +375,8 @@ NAMED_RULES: list[tuple[str, Rule, tuple[Any, ...]]] = [
                                aten.lift_fresh_copy.default)),
     ("identity permute", _identity_permute, (aten.permute.default,)),
     ("identity slice", _identity_slice, (aten.slice.Tensor,)),
-    ("identity copy", _same_as_input, (aten.clone.default, *_CONVERSIONS)),
+    ("identity copy", _same_as_input, (aten.clone.default, torch.ops.prims.device_put.default,
+                                       *_CONVERSIONS)),
     ("whole slice_scatter", _whole_slice_scatter, (aten.slice_scatter.default,)),
     ("single cat", _single_cat, (aten.cat.default,)),
     ("rounding an integer", _integer, (aten.ceil.default, aten.floor.default, aten.round.default,
@@ -404,11 +410,21 @@ def _writes(node: Node) -> bool:
 
 
 def _written_args(node: Node) -> Iterator[Node]:
-    target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = _argument(node, position, argument.name)
-            yield from (n for n in pytree.tree_leaves(given) if isinstance(n, Node))
+    """What a call changes. The functional forms of calls that mutate count as well: lowering gives
+    them the original memory where it can, and in eager no copy of it may be the same memory."""
+    given: Any = ()
+    schema = getattr(node.target, "_schema", None)
+    if node.target in _FUNCTIONAL:
+        given = (node.args, node.kwargs)
+    elif schema is not None and schema.is_mutable:
+        given = [_argument(node, k, argument.name) for k, argument in enumerate(schema.arguments)
+                 if argument.alias_info is not None and argument.alias_info.is_write]  # fmt: skip
+    yield from (n for n in pytree.tree_leaves(given) if isinstance(n, Node))
+
+
+_FUNCTIONAL: frozenset[Any] = frozenset((
+    auto_functionalized, auto_functionalized_v2, triton_kernel_wrapper_functional,
+))  # fmt: skip
 
 
 def _is_random(node: Node) -> bool:

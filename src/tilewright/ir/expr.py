@@ -192,26 +192,43 @@ def any_inside(root: Expr, mapping: Mapping[Expr, Expr]) -> bool:
 
 def free_vars(root: Expr) -> frozenset[Expr]:
     """The loop variables `root` depends on (not those inside a variable's own size)."""
-    return root.memo("vars", _free_vars)
+    return _gathered(root, "vars", _own_vars)
 
 
-def _free_vars(root: Expr) -> frozenset[Expr]:
-    stack = [root]  # not recursive: expressions can be deep
+def _own_vars(node: Expr) -> frozenset[Expr]:
+    return frozenset((node,)) if node.op == "var" else frozenset()
+
+
+def buffers(root: Expr) -> frozenset[str]:
+    """The buffers `root` reads."""
+    return _gathered(root, "buffers", _own_buffer)
+
+
+def _own_buffer(node: Expr) -> frozenset[str]:
+    return frozenset((node.arg,)) if node.op == "load" else frozenset()
+
+
+def _gathered(root: Expr, name: str, own: Callable[[Expr], frozenset[Any]]) -> frozenset[Any]:
+    """What `own` gives for the nodes under `root` together, remembered at each of them."""
+    stack = [] if root.knows(name) else [root]  # not recursive: expressions can be deep
     while stack:
         node = stack[-1]
-        waiting = [s for s in node.src if not s.knows("vars")] if node.op != "var" else []
+        below = () if node.op == "var" else node.src
+        waiting = [s for s in below if not s.knows(name)]
         if waiting:
             stack.extend(waiting)
             continue
         stack.pop()
-        node.memo("vars", _own_vars)
-    return root.memo("vars", _own_vars)
+        parts = [_known(s, name) for s in below]
+        found = own(node).union(*parts)
+        # most nodes read what one of their sources reads: share that set
+        shared = next((p for p in parts if len(p) == len(found)), found)
+        node.memo(name, lambda _, value=shared: value)
+    return _known(root, name)
 
 
-def _own_vars(node: Expr) -> frozenset[Expr]:
-    if node.op == "var":
-        return frozenset((node,))
-    return frozenset().union(*(free_vars(s) for s in node.src))
+def _known(node: Expr, name: str) -> frozenset[Any]:
+    return node.memo(name, lambda _: frozenset())
 
 
 def loads(*roots: Expr) -> list[Expr]:

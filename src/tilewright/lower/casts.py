@@ -60,12 +60,15 @@ def copy_into(ctx: Lowering, into: Tensor, source: Operand, non_blocking: bool =
     Everything that still reads the old contents is stored first; so is the source, if the element
     it computes for one place reads another place of the same memory.
     """
+    assert ctx.node is not None
+    place, given = ctx.node.args[:2]
+    into = ctx.places.get(place, into)
     if not is_stored(into):
         raise Unsupported("the destination is not a window on memory")
     target, where = into.body.arg, into.body.src[0]
-    assert ctx.node is not None
+    if isinstance(given, torch.fx.Node) and ctx.env[given] == into:
+        return into  # what computes it works in place
     ctx.flush_writes([target])
-    given = ctx.node.args[1]
     if isinstance(given, torch.fx.Node):
         source = ctx.env[given]
     value = expand(operand(ctx, source, into.dtype), into.size)

@@ -23,9 +23,9 @@ from tilewright.lower.tensor import (
     expand,
     is_stored,
     placeholders,
-    reads_buffer,
     view,
 )
+from tilewright.lower.values import Values
 
 UNROLLABLE = {"sum": "add", "prod": "mul", "min": "min", "max": "max", "any": "bit_or",
               "all": "bit_and"}  # fmt: skip
@@ -50,9 +50,13 @@ class Lowering:
         self.sizes = Sizes()
         self.defined: set[str] = set()  # the symbols that inputs and calls so far give
         self.node: torch.fx.Node | None = None
-        self.env: dict[torch.fx.Node, Any] = {}
+        self.env = Values()
+        self.places: dict[Any, Tensor] = {}  # where arguments lie, whatever becomes of their values
         self.shared: frozenset[int] = frozenset()  # storages several results are views of
         self.owners: dict[str, int] = {}  # buffer -> storage, of arguments and of shared results
+        self.detached: list[tuple[torch.fx.Node, Any]] = []  # with the values they had before
+        self.scratch: frozenset[str] = frozenset()  # arguments whose contents nobody needs again
+        self.exposed: set[str] = set()  # buffers whose memory a value we cannot see into may share
         self._counts: dict[str, int] = {}
 
     # ---- names and origins
@@ -238,23 +242,33 @@ class Lowering:
             Opaque(self.fresh("call"), target, args, kwargs, tuple(names), mutates, self.origin(),
                    binds, single, aliases)
         )  # fmt: skip
+        if aliases:
+            self.exposed |= self.program.nodes[-1].reads | self.program.nodes[-1].writes
         return made[0] if single else type(value)(made)
 
     # ---- mutation
 
     def flush_writes(self, buffers: Sequence[str]) -> None:
-        """Before the current node changes these buffers, store every tensor still to be used that
-        reads them. The node's own arguments are what it changes: they show the new contents."""
-        mine = () if self.node is None else self.node.args[:1]
+        """Before these buffers change, store every tensor still to be used that reads them."""
         for name in buffers:
-            for node, t in list(self.env.items()):
-                if node not in mine and isinstance(t, Tensor) and self._needed(node) and (
-                    reads_buffer(t, name)):  # fmt: skip
-                    self.env[node] = self.copy(t)
+            for node in self.env.readers(name):
+                if self.needed(node):
+                    self.detach(node)
 
-    def _needed(self, node: torch.fx.Node) -> bool:
-        """Whether a node after the current one uses this node's value."""
-        return any(user not in self.env and user is not self.node for user in node.users)
+    def detach(self, node: torch.fx.Node) -> None:
+        """Give a value memory of its own, before what it is computed from changes."""
+        self.detached.append((node, self.env[node]))
+        self.env[node] = self._detached(self.env[node])
+
+    def _detached(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._detached(item) for item in value]
+        return self.copy(value) if isinstance(value, Tensor) else value
+
+    def needed(self, node: torch.fx.Node) -> bool:
+        """Whether a node after the current one uses this node's value (not only its place)."""
+        return any(user not in self.env and user is not self.node and not _overwrites(user, node)
+                   for user in node.users)  # fmt: skip
 
     # ---- random numbers
 
@@ -267,6 +281,11 @@ class Lowering:
             Opaque(self.fresh("call"), draw_seed, (), {}, (), (), self.origin(), ((name, ()),))
         )
         return bound
+
+
+def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether `user` does nothing with `node` but replace its contents."""
+    return user.target is torch.ops.aten.copy_.default and node not in user.args[1:]
 
 
 def draw_seed() -> int:

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from tilewright import config, metrics
 from tilewright.errors import LoweringError, TilewrightError, at_node
-from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
 from tilewright.lower.context import Lowering, as_view, is_plain
-from tilewright.lower.sizes import shape_env, symbols_of, unbacked, undefined
+from tilewright.lower.opaque import fallback, opaque_arguments, same_layout, storage_of
+from tilewright.lower.sizes import symbols_of, unbacked, undefined
 from tilewright.lower.table import LOWERINGS, Unsupported
 from tilewright.lower.tensor import Tensor, cost, is_stored
+from tilewright.lower.wrappers import FUNCTIONS
 
 aten = torch.ops.aten
 
@@ -64,8 +64,8 @@ def _placeholder(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -
         buffer = Buffer(name, value.dtype, value.device, ctx.sizes.tuple(value.size()),
                         ctx.sizes.tuple(value.stride()), "input")  # fmt: skip
         ctx.program.buffers[name] = buffer
-        ctx.owners[name] = _storage(value)
-        ctx.env[node] = ctx.stored(buffer)
+        ctx.owners[name] = storage_of(value)
+        ctx.env[node] = ctx.places[node] = ctx.stored(buffer)
     elif isinstance(value, torch.SymInt):
         found = ctx.sizes.index(value)
         ctx.env[node] = found
@@ -82,6 +82,10 @@ def _get_attr(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> N
     value: Any = gm
     for part in str(node.target).split("."):
         value = getattr(value, part)
+    number = _literal(value)
+    if number is not None:
+        ctx.env[node] = Tensor((), number.dtype, value.device, number)
+        return
     name = f"constant_{node.name}"
     ctx.program.constants[name] = str(node.target)
     if isinstance(value, torch.Tensor) and is_plain(value) and type(value) in (
@@ -92,6 +96,17 @@ def _get_attr(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> N
         ctx.env[node] = ctx.stored(buffer)
     else:
         ctx.env[node] = Handle(name)
+
+
+def _literal(value: Any) -> Expr | None:
+    """The number in a tensor without dimensions."""
+    value = getattr(value, "constant", value)  # what a fake tensor was made from, if known
+    if type(value) is not torch.Tensor or value.dim() or not is_plain(value):
+        return None
+    return const(value.item(), value.dtype) if value.dtype in _LITERALS else None
+
+
+_LITERALS = frozenset((torch.float64, torch.float32, torch.int64, torch.int32, torch.bool))
 
 
 # ---- calls
@@ -108,19 +123,27 @@ def _call(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
         if not isinstance(ctx.env[source], Handle):
             ctx.env[node] = ctx.env[source][position]
             return
+    mark, ctx.detached = len(ctx.program.nodes), []
+    try:
+        ctx.env[node] = _lowered(ctx, node)
+    except Unsupported:
+        del ctx.program.nodes[mark:]
+        for changed, before in reversed(ctx.detached):
+            ctx.env[changed] = before
+        ctx.env[node] = fallback(ctx, node)
+
+
+def _lowered(ctx: Lowering, node: torch.fx.Node) -> Any:
+    """The node's value by a lowering of ours."""
+    if node.target in FUNCTIONS:
+        return FUNCTIONS[node.target](ctx, node)
     lowering = LOWERINGS.get(node.target)
-    if lowering is not None and _is_native(ctx, node):
-        mark = len(ctx.program.nodes)
-        try:
-            args, kwargs = _arguments(ctx, node)
-            result = lowering(ctx, *args, **kwargs)
-        except Unsupported:
-            del ctx.program.nodes[mark:]
-        else:
-            metrics.native_nodes += 1
-            ctx.env[node] = _settle(ctx, node, result)
-            return
-    ctx.env[node] = fallback(ctx, node)
+    if lowering is None or not _is_native(ctx, node):
+        raise Unsupported("no loops are made for it")
+    args, kwargs = _arguments(ctx, node)
+    result = lowering(ctx, *args, **kwargs)
+    metrics.native_nodes += 1
+    return _settle(ctx, node, result)
 
 
 def _arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -176,7 +199,7 @@ def _number(ctx: Lowering, node: torch.fx.Node, value: Any) -> Expr:
         binds.append((name, ()))
     ctx.program.symbols[name] = result
     ctx.defined |= {name for name, _ in binds}
-    args, kwargs = _opaque_arguments(ctx, node)
+    args, kwargs = opaque_arguments(ctx, node)
     ctx.program.nodes.append(
         Opaque(ctx.fresh("call"), node.target, args, kwargs, (), (), ctx.origin(), tuple(binds))
     )
@@ -206,7 +229,7 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
     if len(t.size) != fake.dim():
         raise LoweringError(f"{node.target} was lowered to rank {len(t.size)}, the graph says "
                             f"{fake.dim()}", site=at_node(node))  # fmt: skip
-    if _storage(fake) in ctx.shared:
+    if storage_of(fake) in ctx.shared:
         return _claim(ctx, t, fake)
     if holder is not None and should_store(holder, t):
         return ctx.realize(t, ctx.sizes.tuple(fake.stride()))
@@ -215,7 +238,7 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
 
 def _claim(ctx: Lowering, t: Tensor, fake: torch.Tensor) -> Tensor:
     """`t` in memory that no other storage's results use."""
-    storage = _storage(fake)
+    storage = storage_of(fake)
     if not is_stored(t) or ctx.owners.setdefault(t.body.arg, storage) != storage:
         t = ctx.copy(t, ctx.sizes.tuple(fake.stride()))
         ctx.owners[t.body.arg] = storage
@@ -255,105 +278,6 @@ def _elements(node: torch.fx.Node) -> int | None:
     return math.prod(value.size())
 
 
-# ---- ATen fallback
-
-
-# Products take any strides as they come; most other ops that AOTAutograd leaves in the graph were
-# written for the layout their callers prepared (a `contiguous()` just before is no accident).
-_ANY_LAYOUT = frozenset((aten.mm.default, aten.bmm.default, aten.addmm.default,
-                         aten.baddbmm.default))  # fmt: skip
-
-
-def _opaque_arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with every tensor as a view of memory, laid out as eager has it."""
-
-    def lookup(arg: torch.fx.Node) -> Any:
-        found = ctx.env[arg]
-        if not isinstance(found, Tensor):
-            return found
-        view = as_view(found)
-        stride = ctx.sizes.tuple(arg.meta["val"].stride())
-        if view is None or not (node.target in _ANY_LAYOUT or _same_layout(view, stride)):
-            found = ctx.env[arg] = ctx.copy(found, stride)
-            view = as_view(found)
-            assert view is not None
-        return view
-
-    args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), lookup)
-    return _plain(args), _plain(kwargs)
-
-
-def _plain(tree: Any) -> Any:
-    """FX's immutable containers as ordinary ones."""
-    if isinstance(tree, (list, tuple)):
-        items = [_plain(x) for x in tree]
-        return items if isinstance(tree, list) else tuple(items)
-    if isinstance(tree, dict):
-        return {k: _plain(v) for k, v in tree.items()}
-    return tree
-
-
-def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
-    """Let ATen (or the higher-order operator itself) compute this node."""
-    if not isinstance(node.target, (OpOverload, HigherOrderOperator)) and not callable(node.target):
-        raise LoweringError(f"cannot call {node.target}", site=at_node(node))
-    if node.target is not operator.getitem:
-        metrics.fallback_nodes += 1
-        metrics.fallback_ops[str(node.target)] += 1
-    args, kwargs = _opaque_arguments(ctx, node)
-    value = node.meta.get("val")
-    binds: list[tuple[str, Any]] = []
-    new = unbacked(value, node.meta)
-    for symbol, path in (new or undefined(value, ctx.defined)).items():
-        bound = ctx.sizes.symbol(symbol, shape_env(value))
-        assert bound is not None
-        ctx.program.symbols[symbol.name] = bound
-        ctx.defined.add(symbol.name)
-        binds.append((symbol.name, path))
-    result = ctx.call(node.target, args, kwargs, value, _mutated(node, args, kwargs), tuple(binds),
-                      _may_alias(node))  # fmt: skip
-    if isinstance(result, Tensor) and value is not None and _storage(value) in ctx.shared:
-        ctx.owners.setdefault(result.body.arg, _storage(value))
-    return _lift(ctx, result)
-
-
-def _may_alias(node: torch.fx.Node) -> bool:
-    """Whether a result can share memory with an operand, by the op's own word."""
-    if not isinstance(node.target, OpOverload):
-        return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
-
-
-def _lift(ctx: Lowering, result: Any) -> Any:
-    """Name the results that are not plain tensors, so that later calls can take them."""
-    call = ctx.program.nodes[-1]
-    assert isinstance(call, Opaque)
-    if call.single:
-        return result if isinstance(result, Tensor) else Handle(f"{call.name}_r0")
-    return [r if isinstance(r, Tensor) else _lift_item(ctx, call, k, r)
-            for k, r in enumerate(result)]  # fmt: skip
-
-
-def _lift_item(ctx: Lowering, call: Opaque, k: int, value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return ctx.sizes.index(value)
-    return value if value is None else Handle(f"{call.name}_r{k}")
-
-
-def _mutated(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The buffers an op writes, from its schema."""
-    if not isinstance(node.target, OpOverload):
-        return ()
-    found: list[str] = []
-    for k, arg in enumerate(node.target._schema.arguments):
-        if arg.alias_info is None or not arg.alias_info.is_write:
-            continue
-        given = args[k] if k < len(args) else kwargs.get(arg.name)
-        found += [v.buffer for v in pytree.tree_leaves(given, is_leaf=lambda x: isinstance(x, View))
-                  if isinstance(v, View)]  # fmt: skip
-    return tuple(found)
-
-
 # ---- outputs
 
 
@@ -375,21 +299,15 @@ def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str,
     fake = arg.meta["val"]
     stride = ctx.sizes.tuple(fake.stride())
     found = as_view(t)
-    storage = _storage(fake)
-    if found is None or owners.get(found.buffer, storage) != storage or not _same_layout(
+    storage = storage_of(fake)
+    if found is None or owners.get(found.buffer, storage) != storage or not same_layout(
         found, stride):  # fmt: skip
         with ctx.at(arg):
-            found = as_view(ctx.copy(t, stride))
+            ctx.env[arg] = ctx.copy(t, stride)
+        found = as_view(ctx.env[arg])
         assert found is not None
-        ctx.env[arg] = ctx.stored(ctx.program.buffers[found.buffer])
     owners[found.buffer] = storage
     return replace(found, stride=stride)  # eager's, also where a dimension has one element
-
-
-def _same_layout(view: View, stride: tuple[Expr, ...]) -> bool:
-    return all(
-        a is b or n is ix.ONE for a, b, n in zip(view.stride, stride, view.size, strict=True)
-    )
 
 
 def _shared_results(gm: torch.fx.GraphModule) -> frozenset[int]:
@@ -397,12 +315,8 @@ def _shared_results(gm: torch.fx.GraphModule) -> frozenset[int]:
     results = {arg for arg in gm.graph.output_node().args[0]  # type: ignore[union-attr]
                if isinstance(arg, torch.fx.Node)}  # fmt: skip
     fakes = [arg.meta.get("val") for arg in results]
-    counts = Counter(_storage(f) for f in fakes if isinstance(f, torch.Tensor) and is_plain(f))
+    counts = Counter(storage_of(f) for f in fakes if isinstance(f, torch.Tensor) and is_plain(f))
     return frozenset(storage for storage, count in counts.items() if count > 1)
-
-
-def _storage(fake: torch.Tensor) -> int:
-    return fake.untyped_storage()._cdata
 
 
 _STEPS: dict[str, Callable[[Lowering, torch.fx.GraphModule, torch.fx.Node], None]] = {

@@ -1,4 +1,4 @@
-"""Scatter: a copy of a tensor in which the elements at given positions are set or combined.
+"""Scatter: a tensor in which the elements at given positions are set or combined.
 
 What is combined in low precision is combined in float32 and rounded once.
 """
@@ -24,6 +24,7 @@ from tilewright.lower.indexing import (
     checked_wrapped,
     unchecked,
 )
+from tilewright.lower.mutation import take
 from tilewright.lower.promote import Operand, compute_type, operand
 from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Size, Tensor, expand, placeholders, pointwise
@@ -48,7 +49,7 @@ _BOOL_MODES: dict[StoreMode, StoreMode] = {"add": "max", "mul": "min"}  # true +
 
 
 class Target:
-    """A copy of a tensor that is being scattered into; `combines`: not only set."""
+    """A tensor that is being scattered into, or a copy of it; `combines`: not only set."""
 
     def __init__(self, ctx: Lowering, into: Tensor, combines: bool = True) -> None:
         self.ctx = ctx
@@ -58,17 +59,17 @@ class Target:
         assert ctx.node is not None
         fake = ctx.node.meta["val"]
         stride = ctx.sizes.tuple(fake.stride()) if fake.dim() == into.rank else None
-        self.stored = ctx.copy(into.to(self.work), stride)
-        self.buffer = ctx.program.buffers[self.stored.body.arg]
+        self.stored = take(ctx, into.to(self.work), stride)
+        self.buffer = self.stored.body.arg
 
     def scatter(self, points: Points, value: Callable[..., Expr], mode: StoreMode = "set") -> None:
         loops = placeholders(points.size)
         if self.dtype == torch.bool:
             mode = _BOOL_MODES.get(mode, mode)
-        index = ix.linearize(points.position(*loops), self.buffer.stride)
+        index = self.stored.at(points.position(*loops)).src[0]
         mask = None if points.mask is None else points.mask(*loops)
         new = build.cast(value(*loops), self.work)
-        self.ctx.nest(loops, (), [Store(self.buffer.name, index, new, mode, mask)])
+        self.ctx.nest(loops, (), [Store(self.buffer, index, new, mode, mask)])
 
     @property
     def result(self) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
+from tilewright.ir.expr import Expr, buffers, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 
 Size = tuple[Expr, ...]
@@ -127,7 +127,7 @@ def is_stored(t: Tensor) -> bool:
 
 
 def reads_buffer(t: Tensor, buffer: str) -> bool:
-    return any(node.arg == buffer for node in loads(t.body))
+    return buffer in buffers(t.body)
 
 
 __all__ = [

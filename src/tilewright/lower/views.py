@@ -6,7 +6,7 @@ replace is known from the index alone, so they are a choice between two expressi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, const, load
 from tilewright.ir.program import Store, View
 from tilewright.lower.context import Lowering, as_view
+from tilewright.lower.mutation import others, overwritable, put_window
 from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Size, Tensor, expand, from_indices, placeholders, view
 
@@ -282,15 +283,21 @@ def diagonal_start(offset: ix.IndexLike) -> tuple[Expr, Expr]:
 @lowers(aten.diagonal.default, aten.diagonal_copy.default)
 def _diagonal(ctx: Lowering, t: Tensor, offset: ix.IndexLike = 0, dim1: int = 0,
               dim2: int = 1) -> Tensor:  # fmt: skip
-    a, b = axis(dim1, t.rank), axis(dim2, t.rank)
+    return view(t, result_size(ctx), _along_diagonal(t.rank, offset, dim1, dim2))
+
+
+def _along_diagonal(rank: int, offset: ix.IndexLike, dim1: int,
+                    dim2: int) -> Callable[..., list[Expr]]:  # fmt: skip
+    """Where element `(..., k)` of a diagonal lies."""
+    a, b = axis(dim1, rank), axis(dim2, rank)
     row, column = diagonal_start(offset)
 
-    def reindex(*i: Expr) -> list[ix.IndexLike]:
+    def position(*i: Expr) -> list[Expr]:
         rest = iter(i[:-1])
         return [ix.add(i[-1], row) if k == a else ix.add(i[-1], column) if k == b else next(rest)
-                for k in range(t.rank)]  # fmt: skip
+                for k in range(rank)]  # fmt: skip
 
-    return view(t, result_size(ctx), reindex)
+    return position
 
 
 # ---- scattering twins of views: which elements change is known from the index
@@ -319,7 +326,11 @@ def _slice_scatter(ctx: Lowering, t: Tensor, src: Tensor, dim: int = 0,
     begin = slice_start(start, t.size[dim])
     if any(s is ix.ONE for s in src.size):
         src = expand(src, _slice_size(t, dim, begin, end, step))
-    return scatter_slice(t, src.to(t.dtype), dim, begin, step)
+    src = src.to(t.dtype)
+    placed = put_window(
+        ctx, t, src, lambda *i: replaced(i, dim, ix.add(begin, ix.mul(i[dim], step)))
+    )
+    return scatter_slice(t, src, dim, begin, step) if placed is None else placed
 
 
 def _slice_size(t: Tensor, dim: int, start: Expr, end: ix.IndexLike | None,
@@ -351,7 +362,11 @@ def _scatter_select(into: Tensor, src: Tensor, dim: int, index: ix.IndexLike) ->
 
 @lowers(aten.select_scatter.default)
 def _select_scatter(ctx: Lowering, t: Tensor, src: Tensor, dim: int, index: Any) -> Tensor:
-    return _scatter_select(t, src, dim, index)
+    d = axis(dim, t.rank)
+    at = wrapped(ix.as_index(index), t.size[d])
+    given = expand(src, (*t.size[:d], *t.size[d + 1 :])).to(t.dtype)
+    placed = put_window(ctx, t, given, lambda *i: [*i[:d], at, *i[d:]])
+    return _scatter_select(t, src, dim, index) if placed is None else placed
 
 
 @lowers(aten.select_backward.default)
@@ -376,7 +391,9 @@ def _scatter_diagonal(into: Tensor, src: Tensor, offset: Any, dim1: int, dim2: i
 @lowers(aten.diagonal_scatter.default)
 def _diagonal_scatter(ctx: Lowering, t: Tensor, src: Tensor, offset: Any = 0, dim1: int = 0,
                       dim2: int = 1) -> Tensor:  # fmt: skip
-    return _scatter_diagonal(t, src.to(t.dtype), offset, dim1, dim2)
+    src = src.to(t.dtype)
+    placed = put_window(ctx, t, src, _along_diagonal(t.rank, offset, dim1, dim2))
+    return _scatter_diagonal(t, src, offset, dim1, dim2) if placed is None else placed
 
 
 @lowers(aten.diagonal_backward.default)
@@ -481,7 +498,8 @@ def _as_strided_scatter(ctx: Lowering, t: Tensor, src: Tensor, size: Any,
     if not _is_dense(ctx, fake):
         raise Unsupported("as_strided_scatter into a storage with gaps")
     begin = ctx.sizes.index(fake.storage_offset() if offset is None else offset)
-    target = ctx.copy(t, ctx.sizes.tuple(fake.stride()))
+    in_place = _memory(ctx, t, _argument(ctx)) is not None and overwritable(ctx, t, others(ctx))
+    target = t if in_place else ctx.copy(t, ctx.sizes.tuple(fake.stride()))
     points = placeholders(src.size)
     value = src.to(t.dtype).at(points)
     index = ix.linearize(points, stride, begin)
