@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from tilewright.codegen.triton.configs import Config
-from tilewright.codegen.triton.kernel import TritonKernel, generate
+from tilewright.codegen.triton.kernel import TritonKernel, generate, limits
 from tilewright.graph import decompositions
 from tilewright.graph.simplify import simplify
 from tilewright.ir import index as ix
@@ -135,9 +135,11 @@ def prepare(fn: Callable[..., Any], args: list[Tensor]) -> tuple[list[Launch], l
     flag = torch.zeros(1, dtype=torch.int64, device="cuda")
     tensors = dict(zip(lowered.inputs, args, strict=True))
     launches: list[Launch] = []
-    for k, step in enumerate(schedule(lowered).steps):
+    card = Target.of("cuda")
+    plan = schedule(lowered, lambda group: limits(lowered, group, card))
+    for k, step in enumerate(plan.steps):
         assert step.group.call is None, f"{step.group.call} is not a kernel of ours"
-        kernel = generate(lowered, step.group, Target.of("cuda"), str(k))
+        kernel = generate(lowered, step.group, card, str(k))
         for name in sorted(step.group.writes - step.group.local - tensors.keys()):
             b = lowered.buffers[name]
             tensors[name] = torch.empty_strided([_number(s) for s in b.size],

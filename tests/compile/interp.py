@@ -53,26 +53,24 @@ def executable(program: Program, gm: torch.fx.GraphModule | None = None,
                ) -> Callable[[list[Any]], Any]:  # fmt: skip
     """Every stage after lowering; the kernels are appended to `made`."""
     verify(program)
-    plan = schedule(program)
+    plan = schedule(program, lambda group: limits(program, group, TARGET))
     calls: list[KernelCall | None] = []
     functions: dict[str, Callable[..., None]] = {}
     for k, step in enumerate(plan.steps):
         if step.group.call is not None:
             calls.append(None)
             continue
-        reason = limits(program, step.group, TARGET)
-        assert not reason, reason
         kernel = generate(program, step.group, TARGET, str(k))
         args = tuple((p.kind, p.name) for p in kernel.params)
         calls.append(KernelCall(kernel.name, args, kernel.checked))
-        functions[kernel.name] = _runner(kernel, config)
+        functions[kernel.name] = runner(kernel, config)
         if made is not None:
             made.append(kernel)
     gm = gm or torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
     return assemble(program, plan.steps, calls).load(functions, gm, locations(gm))
 
 
-def _runner(kernel: TritonKernel, which: int) -> Callable[..., None]:
+def runner(kernel: TritonKernel, which: int = 0) -> Callable[..., None]:
     config = kernel.configs[min(which, len(kernel.configs) - 1)]
     types = [t for _, t in kernel.arguments]
     run = Interpreted(kernel.text, kernel.name, types, config.kwargs)
@@ -81,7 +79,11 @@ def _runner(kernel: TritonKernel, which: int) -> Callable[..., None]:
     def call(*args: int | float) -> None:
         sizes = {n: a for n, a, p in zip(names, args, kernel.params, strict=False)
                  if p.kind == "int"}  # fmt: skip
-        run(kernel.programs(sizes, config), *args)  # type: ignore[arg-type]
+        try:
+            run(kernel.programs(sizes, config), *args)  # type: ignore[arg-type]
+        except Exception as error:
+            error.add_note(f"in {config}\n{kernel.text}")
+            raise
 
     return call
 

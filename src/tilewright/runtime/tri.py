@@ -144,6 +144,35 @@ def exp(x):
     return libdevice.exp(x)
 
 
+# In kernels whose results are all of sixteen bits or less, an error of a millionth does not show.
+
+
+@jit
+def fast_exp(x):
+    return tl.exp(x)
+
+
+@jit
+def fast_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@jit
+def fast_erf(x):
+    """A rational fit of our own on [-3.92, 3.92], off by 8e-7 at most."""
+    c = tl.clamp(x, -3.92, 3.92)
+    z = c * c
+    p = -1.680571585893631e-06 * z + 0.00029988359892740846
+    p = p * z + 0.011873009614646435
+    p = p * z + 0.07763772457838058
+    p = p * z + 0.4023369550704956
+    p = p * z + 1.128378987312317
+    q = 0.002806158736348152 * z + 0.03149774298071861
+    q = q * z + 0.19882404804229736
+    q = q * z + 0.6898851990699768
+    return tl.where(x == x, c * p / (q * z + 1.0), x)
+
+
 @jit
 def sigmoid(x):
     return 1.0 / (1.0 + exp(-x))

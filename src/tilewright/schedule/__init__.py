@@ -9,6 +9,7 @@
 - `limits.py`   what a processor asks of a group beyond being right
 - `group.py`    the fusion group, and the search for the grouping that moves the fewest bytes
 - `segments.py` inside a group: which members share a loop
+- `carve.py`    groups that one kernel cannot express, in pieces
 - `memory.py`   lifetimes: what is allocated, reused, written in place, freed
 - `traffic.py`  bytes moved, under the compatible counting contract and honestly
 - `plan.py`     `schedule(program)`: all of it in order

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tilewright import metrics
 from tilewright.ir.program import Nest, Program, View
+from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.group import Group, grouped
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
@@ -19,12 +20,16 @@ class Schedule:
     steps: list[Step]
 
 
-def schedule(program: Program) -> Schedule:
+def schedule(program: Program, limits: Limits | None = None) -> Schedule:
+    """`limits` says which groups its kernels' language cannot express; those are taken apart."""
     live = _live(program)
     groups = grouped(program, [split_divisions(node) if isinstance(node, Nest) else node
                                for node in program.nodes if node.name in live])  # fmt: skip
     program, groups = cut_groups(program, groups)
     _mark_local(program, groups)
+    if limits is not None:
+        groups = carved(groups, limits)
+        _mark_local(program, groups)
     _count(program, groups)
     return Schedule(program, plan(program, groups))
 

@@ -61,7 +61,7 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         x = shape.parallel[0]
         found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
     elif not shape.persistent:
-        found = _looped(shape)
+        found = _looped(shape, target)
     else:
         found = _columns(shape) if shape.across else _rows(shape, target)
     chosen = dict.fromkeys(found)
@@ -99,12 +99,13 @@ def _tiled(shape: Shape) -> Iterable[Config]:
 
 
 def _rows(shape: Shape, target: Target) -> Iterable[Config]:
-    """Whole rows, several of them where they are short."""
+    """Whole rows, several of them where they are short; 32 elements per thread are fastest (H200:
+    softmax of 8192 bfloat16 75 us, against 80 us with 16 and 107 us with 8)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
-    for tile, share in ((4096, 16), (2048, 16), (4096, 32), (2048, 8), (8192, 32)):
+    for tile, share in ((4096, 32), (2048, 16), (8192, 32), (4096, 16), (2048, 8)):
         block = clamp(1, tile // longest, power(enough))
         block = 1 if shape.serial else min(block, power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
@@ -122,14 +123,18 @@ def _columns(shape: Shape) -> Iterable[Config]:
         yield Config(((x.block, block), *rows), warps)
 
 
-def _looped(shape: Shape) -> Iterable[Config]:
-    """Along the rows where memory runs along them, else along the parallel axis."""
+def _looped(shape: Shape, target: Target) -> Iterable[Config]:
+    """Along the rows where memory runs along them, else along the parallel axis. With fewer rows
+    than the card runs programs, each gets more threads (H200: statistics of 256 channels 26 us with
+    16 warps, 72 us with 8)."""
     x = shape.parallel[0]
-    choices = (
-        ((64, 32, 8), (32, 64, 8), (128, 16, 8), (64, 64, 16), (32, 32, 4))
-        if (shape.across)
-        else ((1, 2048, 8), (1, 4096, 16), (1, 1024, 4), (4, 512, 8), (1, 8192, 16))
-    )
+    few = x.likely < 4 * target.sms
+    if shape.across:
+        choices = [(64, 64, 16), (32, 64, 8), (64, 32, 8), (32, 128, 16), (128, 32, 16)]
+    else:
+        choices = [(1, 2048, 8), (1, 4096, 16), (1, 1024, 4), (4, 512, 8), (1, 8192, 16)]
+    if few and not shape.across:
+        choices = [(1, 4096, 16), (1, 8192, 16), (1, 2048, 8), (1, 8192, 32)]
     for bx, br, warps in choices:
         block = min(bx, power(x.likely))
         rows = tuple((a.block, min(br, power(a.likely))) for a in shape.inner)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from tilewright.codegen.triton.shape import Axis
-from tilewright.codegen.triton.text import OPS, TYPE, cast, number
+from tilewright.codegen.triton.text import COARSE, OPS, TYPE, cast, number
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, loads, walk
@@ -35,7 +35,8 @@ class Writer:
         self.rank = rank
         self.index_type = index_type
         self.masked: set[Axis] = set()
-        self.serial: set[Expr] = set()  # folds over serial loops, which keep the rows' axis
+        self.coarse: frozenset[Expr] = frozenset()  # operations whose last bits will not be seen
+        self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
         self._depth = 1
         self._scopes: list[dict[Expr, str]] = [{}]
@@ -103,10 +104,15 @@ class Writer:
                 found = frozenset((self._axis[node],)) if node in self._axis else NOWHERE
             else:
                 found = NOWHERE.union(*(self._support[s] for s in node.src))
-            if node.op == "reduce" and node not in self.serial:
+            if node.op == "reduce" and not self._keep_rows:
                 found = frozenset(a for a in found if not a.name.startswith("r"))
             self._support[node] = found
         return NOWHERE.union(*(self._support[e] for e in exprs))
+
+    def folds_keep_rows(self, keep: bool) -> None:
+        """Whether folds from here on are over serial loops: one result per point of a row."""
+        self._keep_rows = keep
+        self._support.clear()
 
     def shape(self, support: Support) -> str:
         extents = ["1"] * self.rank
@@ -226,6 +232,8 @@ class Writer:
             source = node.src[0]
             text = f"({self.spread(self.index(source), self.support(source), NOWHERE)})"
             return cast(text, INDEX if node.dtype != INDEX else torch.int32, node.dtype)
+        if node in self.coarse:
+            return COARSE[node.op].format(*(self.operand(s) for s in node.src))
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
         for k, s in enumerate(node.src):

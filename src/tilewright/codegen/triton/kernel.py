@@ -16,7 +16,7 @@ from tilewright.codegen.triton.emit import Support, Writer
 from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters, shape_of
-from tilewright.codegen.triton.text import SIGNATURE, cast
+from tilewright.codegen.triton.text import COARSE, SIGNATURE, STEPS, cast
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, loads, substitute, syms, walk
@@ -104,9 +104,10 @@ class Kernel:
         self.assume = [] if index_type == "tl.int64" else self.assume
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self.w.masked = {a for a in shape.axes if not self._is_full(a)}
+        self.w.coarse = self._coarse()
         self.rewritten = _rewritten(shape.members)
-        self.written: set[str] = set()
-        self.accumulated: dict[Expr, Fold] = {}
+        self.written: set[str] = set()  # since the last barrier
+        self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
 
     # ---- facts
 
@@ -130,7 +131,20 @@ class Kernel:
     def _is_full(self, axis: Axis) -> bool:
         """Whether every block of every configuration is inside the axis."""
         size = axis.size
-        return size is not None and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
+        return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
+
+    def _coarse(self) -> frozenset[Expr]:
+        """Operations that need not be exact, as all results are rounded to sixteen bits or less."""
+        results = {self.buffers[b].dtype for m in self.shape.members for b in m.writes
+                   if b not in self.local}  # fmt: skip
+        if not all(d.is_floating_point and d.itemsize <= 2 for d in results):
+            return frozenset()
+        nodes = list(walk(*(e for m in self.shape.members for e in m.exprs)))
+        steps = [n for n in nodes if n.op in STEPS
+                 or (n.op == "cast" and not n.dtype.is_floating_point)]  # fmt: skip
+        exact = {s for n in steps for s in n.src}
+        return frozenset(n for n in nodes if n.op in COARSE and n.dtype == torch.float32
+                         and n not in exact)  # fmt: skip
 
     # ---- naming
 
@@ -216,9 +230,9 @@ class Kernel:
     # ---- segments
 
     def _segments(self) -> None:
-        for k, (segment, axis) in enumerate(self.shape.segments):
+        for segment, axis in self.shape.segments:
             if axis is not None and not self.shape.persistent:
-                self._looped(segment, axis, after=k > 0)
+                self._looped(segment, axis)
             else:
                 self._straight(segment, axis)
 
@@ -226,18 +240,22 @@ class Kernel:
         """The segments again and again, with accumulators around them."""
         w = self.w
         waiting = [m for m in self.shape.members if accumulates(m, self.shape.serial)]
-        w.serial = {n for m in waiting for n in walk(*m.exprs) if n.op == "reduce"}
-        self.accumulated = folds_of(waiting, None, w)
-        for fold in self.accumulated.values():
-            fold.begin()
+        axes = {m.name: axis for s, axis in self.shape.segments for m in s.members}
+        for m in waiting:
+            axis = axes[m.name] if m.name in self.shape.total else None
+            self.accumulated[m.name] = list(folds_of([m], axis, w).values())
+            for fold in self.accumulated[m.name]:
+                fold.begin()
         with ExitStack() as loops:
             for k, v in enumerate(self.shape.serial):
                 loops.enter_context(w.block(f"for s{k}offset in range(0, {w.index(v.src[0])})"))
                 w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
             self._segments()
-        for fold in self.accumulated.values():
-            fold.end()
-        self.stores(waiting)
+        for m in waiting:
+            w.folds_keep_rows(m.name not in self.shape.total)
+            for fold in self.accumulated[m.name]:
+                fold.end()
+            self.stores([m])
 
     def _straight(self, segment: Segment, axis: Axis | None) -> None:
         """A segment at once: no loops, or loops that fit in one block."""
@@ -246,10 +264,9 @@ class Kernel:
         folds = {} if axis is None else folds_of(reducing, axis, w)
         scans = [] if axis is None else scans_of(segment.members, axis, w)
         for m in segment.members:
-            if accumulates(m, self.shape.serial):
-                for node in walk(*m.exprs):
-                    if node in self.accumulated:
-                        self.accumulated[node].step()
+            if m.name in self.accumulated:
+                for fold in self.accumulated[m.name]:
+                    fold.step()
                 continue
             for node in walk(*m.exprs):
                 if node in folds:
@@ -259,10 +276,8 @@ class Kernel:
                     scan.step(carried=False)
             self.stores([m])
 
-    def _looped(self, segment: Segment, axis: Axis, after: bool) -> None:
+    def _looped(self, segment: Segment, axis: Axis) -> None:
         w = self.w
-        if after and self.written & {b for m in segment.members for b in m.reads}:
-            w.line("tl.debug_barrier()")  # what other threads of this program stored is read below
         folds = folds_of(segment.members, axis, w)
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
@@ -288,12 +303,15 @@ class Kernel:
 
     def load(self, node: Expr) -> str:
         w = self.w
-        maker = self._maker(node.arg) if node.arg in self.local else None
-        if maker is not None:  # a row computed in an earlier loop is computed again
+        if node.arg in self.local:  # a row made in an earlier loop is computed again
+            maker = self._maker(node)
             text = cast(w.operand(maker.value), maker.value.dtype, node.dtype)
             if len(node.src) == 1:
                 return text
             return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
+        if node.arg in self.written:  # perhaps by another thread of this program
+            w.line("tl.debug_barrier()")
+            self.written.clear()
         support = w.support(*node.src)
         place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
         conditions = [w.operand(s) for s in node.src[1:]]
@@ -309,8 +327,9 @@ class Kernel:
                    if axis is not None and any(node.arg in m.reads for m in s.members)]  # fmt: skip
         return ', eviction_policy="evict_last"' if len(readers) > 1 else ""
 
-    def _maker(self, buffer: str) -> Store:
-        return next(s for m in self.shape.members for s in m.stores if s.buffer == buffer)
+    def _maker(self, node: Expr) -> Store:
+        return next(s for m in self.shape.members for s in m.stores
+                    if s.buffer == node.arg and s.index is node.src[0])  # fmt: skip
 
     def stores(self, members: Sequence[Nest]) -> None:
         for m in members:
@@ -343,9 +362,9 @@ class Kernel:
             w.forget(store.buffer)
         for node in self._loads_of(store):
             w.know(node, value)
-        self.written.add(store.buffer)
         if store.buffer in self.local:
             return
+        self.written.add(store.buffer)
         place, support = self.place(store)
         mask = w.mask(support)
         w.line(f"tl.store({place}, {value}{', ' + mask if mask else ''})")

@@ -20,6 +20,7 @@ from tilewright.schedule.loops import is_fold, rename, substitute_nest
 from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
 
 MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive at once
+LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as fast in a loop
 NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
 SHORTEST_COLUMN = 64  # rows below which columns are folded at once
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
@@ -73,21 +74,19 @@ class Shape:
     persistent: bool = True
     across: bool = False  # memory runs along the parallel axis, not along the rows
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
+    total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     members: list[Nest] = field(default_factory=list[Nest])
 
     def flat(self) -> Shape:
         """The same over one loop per axis; an index that walks all loops of one is affine again."""
-        mapping = {v: e for axis in self.axes for v, e in axis.places().items() if v is not e}
-        if not mapping:
-            return self
-
-        def swap(m: Nest) -> Nest:
-            return substitute_nest(m, mapping, m.loops, m.reduce)
-
-        segments = [(replace(s, members=[swap(m) for m in s.members]), a)
-                    for s, a in self.segments]  # fmt: skip
-        return replace(self, segments=segments, members=[m for s, _ in segments
-                                                         for m in s.members])  # fmt: skip
+        segments: list[tuple[Segment, Axis | None]] = []
+        for segment, own in self.segments:
+            axes = [*self.parallel, *([] if own is None else [own])]
+            mapping = {v: e for a in axes for v, e in a.places().items() if v is not e}
+            members = [substitute_nest(m, mapping, m.loops, m.reduce) for m in segment.members]
+            segments.append((replace(segment, members=members), own))
+        return replace(self, segments=segments,
+                       members=[m for s, _ in segments for m in s.members])  # fmt: skip
 
     @property
     def inner(self) -> list[Axis]:
@@ -119,20 +118,25 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     members = [m for s, _ in placed for m in s.members]
     if not any(axis for _, axis in placed) and not group.serial:
         parallel = _tiles(program, members, outer)
-        return Shape(parallel, placed, max(1, len(parallel)), members=members)
-    shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, members=members)
+        shape = Shape(parallel, placed, max(1, len(parallel)), members=members)
+        return _cannot_hand_over(group, shape) or shape
+    total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
+                      and any(v not in group.serial for v in m.reduce))  # fmt: skip
+    shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
+                  members=members)  # fmt: skip
     shape.across = _runs_across(program, shape)
     shape.persistent = _fits(shape)
-    reason = "" if shape.persistent else _cannot_repeat(group, shape)
-    return reason or shape
+    if group.serial and not shape.persistent:
+        return "rows that do not fit in registers cannot share serial loops"
+    return _cannot_hand_over(group, shape) or shape
 
 
 def _inside(nest: Nest, serial: tuple[Expr, ...]) -> Nest:
-    """The nest at one iteration of the serial loops: what it folds over them, it accumulates."""
+    """The nest at one iteration of the serial loops: what it folds over them, it accumulates, for
+    each point of the loops inside."""
     if not any(v in nest.reduce for v in serial):
         return nest
-    rest = tuple(v for v in nest.reduce if v not in serial)
-    return replace(nest, loops=(*nest.loops, *serial), reduce=rest)
+    return replace(nest, loops=(*nest.loops, *nest.reduce), reduce=())
 
 
 def accumulates(nest: Nest, serial: tuple[Expr, ...]) -> bool:
@@ -258,7 +262,8 @@ def _fits(shape: Shape) -> bool:
         if axis.size is None:
             return False
         passes = [s for s, a in shape.segments if a is axis]
-        alive = 1 if len(passes) == 1 and not passes[0].scans else 2
+        once = len(passes) == 1 and not passes[0].scans
+        alive = MOST_KEPT // LONGEST_PASS if once else 2
         if shape.across:
             alive = NARROWEST_TILE if len(passes) > 1 else MOST_KEPT // SHORTEST_COLUMN
         if axis.size * alive > MOST_KEPT:
@@ -273,26 +278,27 @@ def _runs_across(program: Program, shape: Shape) -> bool:
     return across > max((along.get(v, 0) for axis in shape.inner for v in axis.loops), default=0)
 
 
-def _cannot_repeat(group: Group, shape: Shape) -> str:
-    """In a looped kernel a later segment computes local rows again: why it cannot."""
-    if shape.serial:
-        return "rows that do not fit in registers cannot share serial loops"
+def _cannot_hand_over(group: Group, shape: Shape) -> str:
+    """Local buffers have no memory: what reads one takes the value from the statement that makes
+    it, and in a looped kernel a later loop computes it again. Why that cannot be."""
     seen: set[str] = set()
     rewritten: set[str] = set()
     for m in shape.members:
         rewritten |= seen & m.writes
         seen |= m.reads | m.writes
-    axis_of = {m.name: axis for s, axis in shape.segments for m in s.members}
-    makers = {s.buffer: m for m in shape.members for s in m.stores}
-    for m in shape.members:
-        for buffer in m.reads & group.local:
-            maker = makers[buffer]
-            if axis_of[maker.name] is None or maker.reduce or maker is m:
+    flat = shape.flat()
+    axis_of = {m.name: axis for s, axis in flat.segments for m in s.members}
+    makers = {(s.buffer, s.index): m for m in flat.members for s in m.stores}
+    for m in flat.members:
+        for node in loads(*m.exprs):
+            if node.arg not in group.local:
                 continue
-            if axis_of[m.name] is not axis_of[maker.name]:
-                return f"{buffer} is needed in loops of another length"
-            if is_fold(maker, "scan") or maker.reads & rewritten:
-                return f"{buffer} cannot be computed twice"
+            maker = makers.get((node.arg, node.src[0]))
+            if maker is None:
+                return f"{node.arg} is read at other places than it is made"
+            again = not shape.persistent and axis_of[maker.name] is not None and not maker.reduce
+            if again and maker is not m and (is_fold(maker, "scan") or maker.reads & rewritten):
+                return f"{node.arg} cannot be computed twice"
     return ""
 
 

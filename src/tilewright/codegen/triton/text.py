@@ -265,3 +265,11 @@ COMBINE = {"sum": "tri.add", "prod": "tri.mul", "min": "tri.minimum", "max": "tr
 RUNNING = {"sum": "tri.add", "prod": "tri.mul", "logsumexp": "tri.logaddexp",
            "max": "tri.later_max", "min": "tri.later_min"}  # fmt: skip
 """The same of a scan."""
+
+COARSE = {"exp": "tri.fast_exp({0})", "sigmoid": "tri.fast_sigmoid({0})",
+          "erf": "tri.fast_erf({0})", "div": "({0} / {1})"}  # fmt: skip
+"""Float32 operations where only the first twenty bits will be seen."""
+
+STEPS = frozenset(("floor", "ceil", "trunc", "round", "eq", "ne", "lt", "le", "gt", "ge",
+                   "floordiv", "truncdiv", "mod", "fmod"))  # fmt: skip
+"""Operations that make a large difference of a small one."""

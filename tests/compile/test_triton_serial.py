@@ -1,0 +1,55 @@
+"""Groups with serial loops: rows run one after the other, and what folds over them accumulates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compile.interp import TARGET, runner
+from tests.fuzz.build import Build
+from tilewright.codegen.triton.kernel import generate
+from tilewright.ir import build
+from tilewright.ir.program import Store
+from tilewright.schedule.group import Group
+
+CHUNKS, ROWS, COLUMNS = 3, 4, 70
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "welford", "argmax"])
+def test_rows_and_columns_of_one_pass(kind: str) -> None:
+    """Each row is normalised by its sum, stored, and folded into its chunk's columns."""
+    b = Build()
+    c, r, j = b.loops(CHUNKS, ROWS, COLUMNS)
+    x = b.input(CHUNKS, ROWS, COLUMNS)
+    total = b.buffer((CHUNKS, ROWS))
+    scaled = b.buffer((CHUNKS, ROWS, COLUMNS))
+    columns = b.buffer((CHUNKS, COLUMNS), torch.int64 if kind == "argmax" else torch.float32)
+    everything = b.buffer((CHUNKS,))
+    row = b.nest([c, r], Store(total, b.index(total, c, r), build.reduce("sum", b.at(x, c, r, j))),
+                 reduce=[j])  # fmt: skip
+    value = build.op("mul", b.at(x, c, r, j), b.at(total, c, r))
+    point = b.nest([c, r, j], Store(scaled, b.index(scaled, c, r, j), value))
+    made = b.at(scaled, c, r, j)
+    fold = {"welford": lambda: build.part(build.reduce("welford", made), 1),
+            "argmax": lambda: build.reduce("argmax", made, r, dtype=torch.int64),
+            }.get(kind, lambda: build.reduce(kind, made))()  # fmt: skip
+    column = b.nest([c, j], Store(columns, b.index(columns, c, j), fold), reduce=[r])
+    both = b.nest([c], Store(everything, c, build.reduce("sum", made)), reduce=[r, j])
+    program = b.returns(total, scaled, columns, everything)
+    group = Group((row, point, column, both), (c,), (r,))
+    kernel = generate(program, group, TARGET)
+    assert kernel.text.count("tl.load") == 1 and "for s0offset" in kernel.text
+
+    given = torch.randn(CHUNKS, ROWS, COLUMNS)
+    tensors = {"arg0": given, total: torch.empty(CHUNKS, ROWS),
+               scaled: torch.empty(CHUNKS, ROWS, COLUMNS),
+               columns: torch.empty(CHUNKS, COLUMNS, dtype=program.buffers[columns].dtype),
+               everything: torch.empty(CHUNKS)}  # fmt: skip
+    runner(kernel)(*(tensors[p.name].data_ptr() for p in kernel.params))
+    want = given * given.sum(2, keepdim=True)
+    folded = {"sum": want.sum(1), "max": want.amax(1), "argmax": want.argmax(1),
+              "welford": want.var(1, correction=0) * ROWS}[kind]  # fmt: skip
+    torch.testing.assert_close(tensors[total], given.sum(2))
+    torch.testing.assert_close(tensors[scaled], want)
+    torch.testing.assert_close(tensors[columns], folded, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(tensors[everything], want.sum((1, 2)), rtol=1e-4, atol=1e-3)
