@@ -136,7 +136,7 @@ def prepare(fn: Callable[..., Any], args: list[Tensor]) -> tuple[list[Launch], l
     tensors = dict(zip(lowered.inputs, args, strict=True))
     launches: list[Launch] = []
     card = Target.of("cuda")
-    plan = schedule(lowered, lambda group: limits(lowered, group, card))
+    plan = schedule(lowered, lambda made, group: limits(made, group, card))
     for k, step in enumerate(plan.steps):
         assert step.group.call is None, f"{step.group.call} is not a kernel of ours"
         kernel = generate(lowered, step.group, card, str(k))

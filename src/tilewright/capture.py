@@ -35,6 +35,7 @@ from tilewright.graph.digest import Undigestible, digest_captured
 from tilewright.host import artifact
 from tilewright.pipeline import Compiled, Origin, load_graph
 from tilewright.runtime import store
+from tilewright.target import Target
 
 Inputs = Sequence[Any]
 Call = Callable[..., Any]
@@ -94,6 +95,7 @@ def _surroundings() -> str:
         torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled,
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(), functorch_config.get_hash().hex(),
+        Target.of("cuda").key if torch.cuda.is_initialized() else "",
     )  # fmt: skip
     return repr(facts)
 

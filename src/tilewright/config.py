@@ -102,7 +102,7 @@ allow_buffer_reuse: bool = option(
 
 max_autotune: bool = option(
     False,
-    "No effect yet. Measure candidates for products, convolutions and loop kernels.",
+    "Measure candidates: configurations of loop kernels, later also of products.",
     affects_code=True,
 )
 max_autotune_gemm: bool = option(
@@ -111,7 +111,7 @@ max_autotune_gemm: bool = option(
     affects_code=True,
 )
 max_autotune_pointwise: bool = option(
-    False, "No effect yet. Measure candidates for loop kernels only.", affects_code=True
+    False, "Measure configurations of loop kernels on the card.", affects_code=True
 )
 max_autotune_gemm_backends: str = option(
     "ATEN,TRITON,CPP",
@@ -120,7 +120,7 @@ max_autotune_gemm_backends: str = option(
 )
 coordinate_descent_tuning: bool = option(
     False,
-    "No effect yet. Refine the best measured configuration one parameter at a time.",
+    "Refine the best measured configuration one parameter at a time.",
     affects_code=True,
 )
 
@@ -129,7 +129,7 @@ class Triton(Group):
     """Triton kernels and how they are launched."""
 
     cudagraphs: bool = option(
-        False, "No effect yet. Record launches in a CUDA graph and replay it.", affects_code=True
+        False, "Record the launches of a program in a CUDA graph and replay it.", affects_code=True
     )
 
 
@@ -138,7 +138,7 @@ class Cuda(Group):
 
     arch: str | None = option(
         None,
-        "No effect yet. Generate for this architecture (`sm_90`); none: the card's own.",
+        "Generate for this architecture (`sm_90`); none: the card's own.",
         affects_code=True,
     )
 

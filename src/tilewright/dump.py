@@ -18,6 +18,7 @@ from typing import Any
 import torch.fx
 
 from tilewright import config, metrics
+from tilewright.host.artifact import Source
 from tilewright.ir.show import show
 from tilewright.runtime.cxx import CxxSource
 
@@ -33,16 +34,21 @@ def stage(name: str, value: Any) -> None:
         _write(name, value.print_readable(False) if graph else show(value))
 
 
-def code(host: str, kernels: Mapping[str, CxxSource]) -> None:
+def code(host: str, kernels: Mapping[str, Source]) -> None:
     """The generated code of a graph, for listeners and for the dump."""
     if config.debug < 3 and not metrics.on_code:
         return
-    sources = "\n".join(f"// {name}\n{source.text}" for name, source in kernels.items())
+    sources = "\n".join(f"{_comment(source)} {name}\n{source.text}"
+                        for name, source in kernels.items())  # fmt: skip
     for listener in metrics.on_code:
         listener(f"{host}\n{sources}")
     if config.debug >= 3:
         _write("host", host)
         _write("kernels", sources)
+
+
+def _comment(source: Source) -> str:
+    return "//" if isinstance(source, CxxSource) else "#"
 
 
 def summary(counted: metrics.Delta, seconds: float, cached: bool) -> None:

@@ -10,26 +10,25 @@ from typing import Any
 
 import torch.fx
 
-from tilewright import dump, metrics
-from tilewright.codegen.cpp.kernel import CppKernel, generate
-from tilewright.errors import stage
+from tilewright import config, dump, metrics
+from tilewright.codegen.cpp import kernel as cpp
+from tilewright.codegen.triton import kernel as triton
+from tilewright.errors import CodegenError, stage
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.simplify import simplify
-from tilewright.host import artifact
-from tilewright.host.artifact import Artifact
+from tilewright.host import artifact, cudagraphs, kernels
+from tilewright.host.artifact import Artifact, Source
 from tilewright.host.program import HostProgram, KernelCall, assemble
 from tilewright.ir.program import Program
 from tilewright.ir.verify import verify
 from tilewright.lower.graph import lower
-from tilewright.runtime.cxx import CxxSource, submit
 from tilewright.schedule.group import Group
 from tilewright.schedule.plan import Schedule, schedule
+from tilewright.target import Target
 
 Compiled = Callable[[list[Any]], Any]
 
-# Devices we write kernels for; and those whose programs can be decided (and counted) as well.
-GENERATED = frozenset({"cpu"})
-COUNTED = frozenset({"cpu", "cuda"})
+GENERATED = frozenset({"cpu", "cuda"})  # devices we write kernels for
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def _loaded(found: Artifact, origin: Origin, cached: bool, start: float) -> Comp
     with stage("build"):
         compiled = found.load(origin.constants, origin.locations)
     compiled.origin = origin  # type: ignore[attr-defined]
-    dump.code(found.host.located(origin.locations), found.kernels)
+    dump.code(found.text(origin.locations), found.kernels)
     seconds = time.perf_counter() - start
     metrics.compile_seconds += seconds
     dump.summary(found.counted, seconds, cached)
@@ -81,22 +80,28 @@ def _loaded(found: Artifact, origin: Origin, cached: bool, start: float) -> Comp
 
 def build(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> Artifact:
     """Every stage, from a graph to sources under construction."""
-    plan = decide(gm, boundary, GENERATED)
+    return write(decide(gm, boundary))
+
+
+def write(plan: Schedule) -> Artifact:
+    """The stages that write what was decided."""
     with stage("generate"):
-        kernels = [_generate(plan.program, step.group) for step in plan.steps]
-    calls = _calls(plan, kernels)
-    sources = {call.name: CxxSource(kernel.text, kernel.name, _kinds(kernel))
-               for call, kernel in zip(calls, kernels, strict=True)
-               if call is not None and kernel is not None}  # fmt: skip
-    submit(list(sources.values()))  # the compiler runs while the host program is written
+        groups = [step.group for step in plan.steps]
+        made = [_generate(plan.program, group, k) for k, group in enumerate(groups)]
+    sources = {call.name: source for call, source in filter(None, made)}
+    found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
+    found.build()  # compilers run while the host program is written
 
     with stage("assemble"):
-        host: HostProgram = assemble(plan.program, plan.steps, calls)
-    return Artifact(host, sources)
+        calls = [None if m is None else m[0] for m in made]
+        found.host = assemble(plan.program, plan.steps, calls)
+        if config.triton.cudagraphs:
+            found.replay = cudagraphs.facts(plan.program, plan.steps)
+    return found
 
 
 def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
-           devices: frozenset[str] = COUNTED) -> Schedule:  # fmt: skip
+           devices: frozenset[str] = GENERATED) -> Schedule:  # fmt: skip
     """The stages that decide what will run, without writing it: all traffic is known after them.
 
     The graph is simplified in place.
@@ -114,28 +119,31 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
     dump.stage("lowered", program)
 
     with stage("schedule"):
-        plan: Schedule = schedule(program)
+        plan: Schedule = schedule(program, _cannot)
     dump.stage("scheduled", plan)
     return plan
 
 
-def _generate(program: Program, group: Group) -> CppKernel | None:
-    return generate(program, group) if group.call is None else None
+def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Source] | None:
+    """The kernel of a group, for the device its buffers are on; None for an opaque call."""
+    if group.call is not None:
+        return None
+    nodes = dict.fromkeys(n for m in group.members for n in m.origin.nodes)
+    ops = "_".join(dict.fromkeys(re.sub(r"_\d+$", "", n) for n in nodes))[:60].strip("_")
+    device = program.buffers[min(group.writes)].device
+    if device.type == "cpu":
+        return kernels.cpp(cpp.generate(program, group), f"cpp_fused_{ops}_{k}")
+    target = Target.of(device)
+    try:
+        kernel = triton.generate(program, group, target, ops)
+        wide = triton.generate(program, group, target, ops, wide=True) if kernel.assume else None
+    except CodegenError as why:
+        metrics.counters["triton"][f"no kernel: {why}"] += 1
+        return kernels.spare(program, group, f"torch_{ops}_{k}")
+    return kernels.triton(program, kernel, wide, f"{kernel.name}_{k}", device)
 
 
-def _kinds(kernel: CppKernel) -> tuple[Any, ...]:
-    return (*(p.kind for p in kernel.params), *(("ptr",) if kernel.checked else ()))
-
-
-def _calls(plan: Schedule, kernels: list[CppKernel | None]) -> list[KernelCall | None]:
-    """What the host program calls each kernel, and with which arguments."""
-    calls: list[KernelCall | None] = []
-    for k, (step, kernel) in enumerate(zip(plan.steps, kernels, strict=True)):
-        if kernel is None:
-            calls.append(None)
-            continue
-        nodes = dict.fromkeys(n for m in step.group.members for n in m.origin.nodes)
-        ops = "_".join(dict.fromkeys(re.sub(r"_\d+$", "", n) for n in nodes))[:60].strip("_")
-        args = tuple((p.kind, p.name) for p in kernel.params)
-        calls.append(KernelCall(f"cpp_fused_{ops}_{k}", args, kernel.checked))
-    return calls
+def _cannot(program: Program, group: Group) -> str:
+    """Why the group's device cannot run it as one kernel."""
+    device = program.buffers[min(group.writes)].device
+    return "" if device.type == "cpu" else triton.limits(program, group, Target.of(device))

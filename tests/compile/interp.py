@@ -53,7 +53,7 @@ def executable(program: Program, gm: torch.fx.GraphModule | None = None,
                ) -> Callable[[list[Any]], Any]:  # fmt: skip
     """Every stage after lowering; the kernels are appended to `made`."""
     verify(program)
-    plan = schedule(program, lambda group: limits(program, group, TARGET))
+    plan = schedule(program, lambda made, group: limits(made, group, TARGET))
     calls: list[KernelCall | None] = []
     functions: dict[str, Callable[..., None]] = {}
     for k, step in enumerate(plan.steps):

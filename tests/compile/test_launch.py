@@ -6,16 +6,25 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.compile.fake_driver import FakeDriver, fake_driver
-from tilewright.runtime import launch
-from tilewright.runtime.triton_build import Binary
+from tilewright.runtime import launch, triton_build
+from tilewright.runtime.triton_build import Binary, Built, TritonConfig, TritonSource
 
 BINARY = Binary("key", b"\x7fELF...", "add", 2048, 4, 1, False, False, 0, 26, 0, (8, 8, 4, 8, 4))
-TYPES = ("*fp32", "*bf16", "i32", "i64", "fp32")
+SOURCE = TritonSource(
+    "text", "add",
+    (("a", "*fp32"), ("b", "*bf16"), ("n", "i32"), ("m", "i64"), ("s", "fp32")),
+    (TritonConfig(),), capability=90, shared_memory=227 * 1024,
+)  # fmt: skip
+
+
+def load(device: int = 0, source: TritonSource = SOURCE, **changes: Any) -> launch.Launcher:
+    return launch.load(source, Built(replace(BINARY, **changes), TritonConfig()), device)
 
 
 @pytest.fixture(params=["extension", "ctypes"])
@@ -29,7 +38,7 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_arguments_arrive_as_the_kernel_declares_them(driver: FakeDriver):
-    kernel = launch.load(BINARY, TYPES, 0)
+    kernel = load()
     x = torch.empty(3)
     kernel(77, 5, 6, 7, x, 4096, -3, 2**40, 1.5)
     (done,) = driver.launches
@@ -43,12 +52,12 @@ def test_arguments_arrive_as_the_kernel_declares_them(driver: FakeDriver):
 
 
 def test_an_empty_grid_launches_nothing(driver: FakeDriver):
-    launch.load(BINARY, TYPES, 0)(0, 0, 1, 1, 0, 0, 0, 0, 0.0)
+    load()(0, 0, 1, 1, 0, 0, 0, 0, 0.0)
     assert driver.launches == []
 
 
 def test_a_thread_without_a_context_gets_one(driver: FakeDriver):
-    kernel = launch.load(BINARY, TYPES, 0)
+    kernel = load()
     before = driver.contexts_set
     driver.fail_next(201)
     kernel(0, 1, 1, 1, 0, 0, 0, 0, 0.0)
@@ -56,43 +65,62 @@ def test_a_thread_without_a_context_gets_one(driver: FakeDriver):
 
 
 def test_an_error_of_the_driver_is_an_error(driver: FakeDriver):
-    kernel = launch.load(BINARY, TYPES, 0)
+    kernel = load()
     driver.fail_next(700)
     with pytest.raises(RuntimeError, match=r"700 .*add"):
         kernel(0, 1, 1, 1, 0, 0, 0, 0, 0.0)
 
 
 def test_wrong_arguments_are_refused(driver: FakeDriver):
-    kernel = launch.load(BINARY, TYPES, 0)
+    kernel = load()
     with pytest.raises(TypeError):
         kernel(0, 1, 1, 1, 0)
     with pytest.raises((TypeError, AttributeError)):
         kernel(0, 1, 1, 1, "x", 0, 0, 0, 0.0)
 
 
+def test_an_argument_that_is_not_aligned_goes_to_the_other_build(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[TritonSource] = []
+
+    def build(source: TritonSource) -> Built:
+        asked.append(source)
+        return Built(replace(BINARY, key="general", name="general"), source.configs[0])
+
+    monkeypatch.setattr(triton_build, "build", build)
+    kernel = load(source=replace(SOURCE, aligned=frozenset({"a", "m"})))
+    kernel(0, 1, 1, 1, 4096, 8, 3, 32, 0.0)
+    assert [d.name for d in driver.launches] == ["add"] and not asked
+    kernel(0, 1, 1, 1, 4096 + 4, 8, 3, 32, 0.0)
+    kernel(0, 1, 1, 1, 4096, 8, 3, 33, 0.0)
+    assert [d.name for d in driver.launches] == ["add", "general", "general"]
+    assert len(asked) == 1 and asked[0].aligned == frozenset()
+    assert driver.launches[2].words[3] == 33
+
+
 def test_a_module_is_loaded_once_per_device(driver: FakeDriver):
     before = driver.loads
-    first, second = launch.load(BINARY, TYPES, 0), launch.load(BINARY, TYPES, 0)
+    first, second = load(), load()
     assert first is second and driver.loads == before + 1
-    assert launch.load(BINARY, TYPES, 1) is not first and driver.loads == before + 2
+    assert load(1) is not first and driver.loads == before + 2
 
 
 def test_much_shared_memory_is_asked_for(driver: FakeDriver):
-    launch.load(replace(BINARY, key="big", shared=100_000), TYPES, 0)
+    load(key="big", shared=100_000)
     assert driver.shared_asked == 100_000
 
 
 def test_clusters_and_cooperative_grids_are_attributes():
     with fake_driver() as driver:
-        binary = replace(BINARY, key="special", num_ctas=2, cooperative=True)
-        launch.load(binary, TYPES, 0)(0, 3, 1, 1, 0, 0, 0, 0, 0.0)
+        load(key="special", num_ctas=2, cooperative=True)(0, 3, 1, 1, 0, 0, 0, 0, 0.0)
         (done,) = driver.launches
         assert done.attributes == 2 and done.grid == (6, 1, 1)
 
 
 def test_a_launch_costs_little():
     with fake_driver():
-        kernel = launch.load(BINARY, TYPES, 0)
+        kernel = load()
         x, y = torch.empty(3), torch.empty(3)
         best = 1.0
         for _ in range(20):

@@ -144,6 +144,6 @@ import runpy, sys
 sys.argv = ["worker", "1"]
 runpy.run_path({str(triton_build.WORKER)!r}, run_name="__main__")
 assert "triton" in sys.modules
-assert "torch" not in sys.modules and "tilewright" not in sys.modules
+assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-P", "-c", code], input=b"", check=True, timeout=120)

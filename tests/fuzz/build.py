@@ -9,13 +9,10 @@ import torch
 import torch.fx
 
 from tilewright import pipeline
-from tilewright.host.artifact import Artifact
-from tilewright.host.program import assemble
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, load, var
 from tilewright.ir.program import Buffer, BufferKind, Nest, Opaque, Origin, Program, Store, View
 from tilewright.ir.verify import verify
-from tilewright.runtime.cxx import CxxSource
 from tilewright.schedule.plan import Schedule, schedule
 
 CPU = torch.device("cpu")
@@ -26,15 +23,7 @@ def executable(program: Program, plan: Schedule | None = None) -> Callable[[list
     """Every stage after lowering: verified, scheduled, generated, built, loaded."""
     verify(program)
     plan = plan or schedule(program)
-    kernels = [pipeline._generate(program, step.group) for step in plan.steps]
-    calls = pipeline._calls(plan, kernels)
-    sources = {
-        c.name: CxxSource(k.text, k.name, pipeline._kinds(k))
-        for c, k in zip(calls, kernels, strict=True)
-        if c is not None and k is not None
-    }
-    artifact = Artifact(assemble(program, plan.steps, calls), sources)
-    return artifact.load({}, {})
+    return pipeline.write(plan).load({}, {})
 
 
 def size(*numbers: int | Expr) -> tuple[Expr, ...]:

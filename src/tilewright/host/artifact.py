@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx
+from torch.utils import _pytree as pytree
 
 from tilewright import config, metrics
-from tilewright.errors import at_node
+from tilewright.errors import BuildError, at_node
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
-from tilewright.host.program import HostProgram
-from tilewright.runtime import store
-from tilewright.runtime.cxx import CxxSource, Submitted, submit
+from tilewright.host import cudagraphs
+from tilewright.host.program import HostProgram, Kernel
+from tilewright.host.spare import Spare
+from tilewright.runtime import cxx, launch, store
+from tilewright.runtime.cxx import CxxSource, Submitted
+from tilewright.runtime.triton_build import TritonSource
 from tilewright.target import Target
+from tilewright.tune import kernels as tune
+from tilewright.tune.kernels import Waiting
+
+log = logging.getLogger("tilewright.build")
+
+Source = CxxSource | TritonSource | Spare
 
 
 @dataclass
@@ -28,11 +39,20 @@ class Artifact:
     """The host program, its kernels by name, and what compiling it added to the metrics."""
 
     host: HostProgram
-    kernels: dict[str, CxxSource] = field(default_factory=dict[str, CxxSource])
+    kernels: dict[str, Source] = field(default_factory=dict[str, Source])
+    spares: dict[str, tuple[Spare, tuple[int, ...]]] = field(
+        default_factory=dict[str, "tuple[Spare, tuple[int, ...]]"]
+    )  # for each Triton kernel: torch's own operations, and where its arguments are
     counted: metrics.Delta = field(default_factory=metrics.Delta)
+    replay: cudagraphs.Facts | None = None  # where it is to be recorded as a CUDA graph
 
-    def build(self) -> Submitted:
-        return submit(list(self.kernels.values()))
+    def build(self) -> Building:
+        """Start building what is missing, of every language, and return at once."""
+        found = self.kernels.values()
+        return Building(
+            cxx.submit([s for s in found if isinstance(s, CxxSource)]),
+            [tune.submit(s) for s in found if isinstance(s, TritonSource)],
+        )
 
     def constants(self, gm: torch.fx.GraphModule) -> dict[str, Any]:
         """What the program takes from the graph it was made from, by its own names."""
@@ -42,9 +62,56 @@ class Artifact:
     def load(self, constants: Mapping[str, Any],
              locations: Mapping[str, str]) -> Callable[[list[Any]], Any]:  # fmt: skip
         """A callable, given the graph's constants and where its nodes are in the user's files."""
-        built = self.build().result()
-        functions = {name: k.function for name, k in zip(self.kernels, built, strict=True)}
-        return self.host.load(functions, constants, locations)
+        building = self.build()
+        compiled, built = iter(building.cxx.result()), iter(building.triton)
+        functions: dict[str, Kernel] = {}
+        grids: dict[str, str] = {}
+        for name, source in self.kernels.items():
+            match source:
+                case CxxSource():
+                    functions[name] = next(compiled).function
+                case TritonSource():
+                    self._launcher(name, source, next(built), functions, grids)
+                case Spare():
+                    functions[name] = source
+        call = self.host.load(functions, constants, locations, grids)
+        return cudagraphs.replayed(call, self.replay)
+
+    def _launcher(self, name: str, source: TritonSource, waiting: Waiting,
+                  functions: dict[str, Kernel], grids: dict[str, str]) -> None:  # fmt: skip
+        try:
+            chosen = tune.chosen(source, waiting)
+        except BuildError as error:
+            functions[name] = functions[f"{name}_wide"] = self._replacement(name, error)
+            grids[name] = "1"
+            return
+        functions[name] = launch.load(source, chosen, source.device)
+        grids[name] = source.programs(chosen.config)
+        if source.wide is not None:
+            wide = replace(source.wide, configs=(chosen.config,))
+            functions[f"{name}_wide"] = launch.later(wide, source.device)
+
+    def _replacement(self, name: str, error: BuildError) -> Kernel:
+        """What runs where Triton did not compile a kernel, called as the kernel would be."""
+        metrics.counters["triton"]["kernels that did not compile"] += 1
+        log.warning("%s is replaced by torch's own operations: %s", name, error)
+        spare, order = self.spares[name]
+        return lambda stream, x, y, z, *args: spare(*(args[k] for k in order))
+
+    def text(self, locations: Mapping[str, str]) -> str:
+        """The host program for a reader, with the first configuration of every kernel."""
+        grids = {name: source.programs(source.configs[0])
+                 for name, source in self.kernels.items()
+                 if isinstance(source, TritonSource)}  # fmt: skip
+        return self.host.filled(locations, grids)
+
+
+@dataclass(frozen=True)
+class Building:
+    """Kernels under way."""
+
+    cxx: Submitted
+    triton: Sequence[Waiting]
 
 
 def locations(gm: torch.fx.GraphModule) -> dict[str, str]:
@@ -61,13 +128,20 @@ def key(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> str | None
     except Undigestible as why:
         metrics.counters["graph_cache"][f"not cached: {why}"] += 1
         return None
-    return named(text, repr(boundary))
+    return named(text, repr(boundary), *(Target.of(card).key for card in _cards(gm)))
 
 
 def named(*made_from: str) -> str:
     """The name of what this compiler, with these options, makes for this machine."""
     return store.key(*made_from, repr(config.code_key()), torch.__version__, _compiler_digest(),
                      Target.host().key)  # fmt: skip
+
+
+def _cards(gm: torch.fx.GraphModule) -> list[torch.device]:
+    """The cards the graph has tensors on."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
+    found = {t.device for t in values if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    return sorted(found, key=str)
 
 
 def find(name: str) -> Artifact | None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tilewright.errors import TilewrightError
 from tilewright.host import support
 from tilewright.host.text import argument, number, numbers, target_path, view
@@ -18,15 +20,19 @@ from tilewright.schedule.memory import Step
 
 Kernel = Callable[..., None]
 _SITE = re.compile(r"@(\w+)@")
+_GRID = re.compile(r"@grid (\w+)@")
 
 
 @dataclass(frozen=True)
 class KernelCall:
     """What the host program needs to know of a generated kernel."""
 
-    name: str  # as shown: cpp_fused_...
+    name: str  # as shown: cpp_fused_..., triton_poi_fused_...
     args: tuple[tuple[str, str], ...]  # (kind, buffer or symbol)
     checked: bool
+    device: int | None = None  # of a CUDA kernel
+    narrow: tuple[Expr, ...] = ()  # at most 2**31 - 1, or `{name}_wide` is to be called
+    plain: bool = False  # a Python function of tensors and numbers
 
 
 @dataclass
@@ -34,21 +40,28 @@ class HostProgram:
     """Text plus the objects it refers to by name; with those and its kernels it runs.
 
     `@node@` in the text stands for the source location of that node, which is filled in when the
-    program is loaded or shown.
+    program is loaded or shown; `@grid kernel@` for a kernel's number of programs, which is known
+    when its configuration is. `device` is the CUDA device that is current while it runs.
     """
 
     text: str
     constants: dict[str, Any] = field(default_factory=dict[str, Any])
     attributes: dict[str, str] = field(default_factory=dict[str, str])  # name -> path in the graph
+    device: int | None = None
 
-    def located(self, locations: Mapping[str, str]) -> str:
-        return _SITE.sub(lambda m: locations.get(m[1], ""), self.text)
+    def filled(self, locations: Mapping[str, str], grids: Mapping[str, str]) -> str:
+        text = _SITE.sub(lambda m: locations.get(m[1], ""), self.text)
+        return _GRID.sub(lambda m: grids[m[1]], text)
 
     def load(self, kernels: Mapping[str, Kernel], attributes: Mapping[str, Any],
-             locations: Mapping[str, str]) -> Callable[[list[Any]], Any]:  # fmt: skip
+             locations: Mapping[str, str], grids: Mapping[str, str] | None = None
+             ) -> Callable[[list[Any]], Any]:  # fmt: skip
         namespace: dict[str, Any] = {**self.constants, **kernels, **attributes}
-        exec(compile(self.located(locations), "<tilewright host program>", "exec"), namespace)
-        call = namespace["call"]
+        text = self.filled(locations, grids or {})
+        exec(compile(text, "<tilewright host program>", "exec"), namespace)
+        call: Any = namespace["call"]
+        if self.device is not None and (self.device != 0 or torch.cuda.device_count() > 1):
+            call = support.on_device(call, self.device)
         call._boxed_call = True
         return call
 
@@ -68,9 +81,12 @@ class _Assembly:
         self.constants: dict[str, Any] = {}
         self._targets: dict[Any, str] = {}
         self._bound: set[str] = set()
+        self._device: int | None = None
+        self._checked: dict[int, dict[str, str]] = {}  # device -> its checked kernels, their sites
 
     def assemble(self, steps: Sequence[Step], kernels: Sequence[KernelCall | None]) -> HostProgram:
         self._inputs()
+        self._devices(steps, kernels)
         for step, kernel in zip(steps, kernels, strict=True):
             self._allocate(step)
             if kernel is not None:
@@ -84,13 +100,14 @@ class _Assembly:
         text = [
             f"from tilewright.host.support import {', '.join(support.__all__)}",
             *self.head,
-            "flag = Flag()",
+            *self._flags(),
             "",
             "",
             "def call(args):",
             *("    " + line for line in self.lines),
         ]
-        return HostProgram("\n".join(text) + "\n", self.constants, dict(self.program.constants))
+        return HostProgram("\n".join(text) + "\n", self.constants, dict(self.program.constants),
+                           self._device)  # fmt: skip
 
     # ---- inputs and symbols
 
@@ -143,6 +160,26 @@ class _Assembly:
         if s not in syms(rest):
             self._bind(s.arg.name, f"({text} - {number(rest)}) // {number(slope)}")
 
+    # ---- devices
+
+    def _devices(self, steps: Sequence[Step], kernels: Sequence[KernelCall | None]) -> None:
+        """The program runs with its first CUDA device as the current one."""
+        used = dict.fromkeys(k.device for k in kernels if k is not None and k.device is not None)
+        made = (self.buffers[b].device for step in steps for b in step.allocate)
+        used |= dict.fromkeys(d.index or 0 for d in made if d.type == "cuda")
+        self._device = next(iter(used), None)
+        checked = [k for k in kernels if k is not None and k.checked and k.device is not None]
+        for device in dict.fromkeys(k.device for k in checked):
+            assert device is not None
+            self._checked[device] = {}
+            self.lines.append(f"flag{device}.check()")
+        launched = dict.fromkeys(k.device for k in kernels if k is not None)
+        self.lines += [f"stream{d} = raw_stream({d})" for d in launched if d is not None]
+
+    def _flags(self) -> list[str]:
+        return ["flag = Flag()", *(f"flag{device} = DeviceFlag({sites!r})"
+                                   for device, sites in self._checked.items())]  # fmt: skip
+
     # ---- memory
 
     def _allocate(self, step: Step) -> None:
@@ -151,6 +188,8 @@ class _Assembly:
             layout = f"{numbers(b.size)}, {numbers(b.stride)}, {b.dtype}"
             if b.device.type == "cpu":
                 self.lines.append(f"{name} = empty_cpu({layout})")
+            elif b.device.type == "cuda" and (b.device.index or 0) == self._device:
+                self.lines.append(f"{name} = empty_cuda({layout})")
             else:
                 self.lines.append(f"{name} = empty({layout}, {str(b.device)!r})")
         for new, old in step.reuse:
@@ -164,17 +203,39 @@ class _Assembly:
     # ---- calls
 
     def _kernel(self, kernel: KernelCall, group: Group) -> None:
-        args = [f"{name}.data_ptr()" if kind == "ptr" else name for kind, name in kernel.args]
-        if kernel.checked:
-            args.append("flag.address")
         places = {m.origin.location: m.origin.nodes[-1] for m in group.members if m.origin.location}
         origins = dict.fromkeys(n for m in group.members for n in m.origin.nodes)
         sites = "".join(f"  @{node}@" for node in places.values())
         self.lines.append(f"# {', '.join(origins)}{sites}")
+        site = next(iter(places.values()), "none")
+        if kernel.device is not None:
+            self._launch(kernel, kernel.device, site)
+            return
+        address = "" if kernel.plain else ".data_ptr()"
+        args = [f"{name}{address}" if kind == "ptr" else name for kind, name in kernel.args]
+        if kernel.checked:
+            args.append("flag.address")
         self.lines.append(f"{kernel.name}({', '.join(args)})")
         if kernel.checked:
-            site = next(iter(places.values()), "none")
             self.lines.append(f"flag.check({kernel.name!r}, '@{site}@')")
+
+    def _launch(self, kernel: KernelCall, device: int, site: str) -> None:
+        """Put a CUDA kernel on the current stream of its device."""
+        args = [f"stream{device}", f"@grid {kernel.name}@", "1", "1"]
+        args += [name for _, name in kernel.args]
+        if kernel.checked:
+            self._checked[device][kernel.name] = f"@{site}@"
+            args.append(f"flag{device}.addresses[{len(self._checked[device]) - 1}]")
+        called = kernel.name
+        if kernel.narrow:
+            small = " and ".join(f"{number(e)} < 2147483648" for e in kernel.narrow)
+            called = f"({kernel.name} if {small} else {kernel.name}_wide)"
+        away = device != self._device
+        if away:
+            self.lines.append(f"before = exchange_device({device})")
+        self.lines.append(f"{called}({', '.join(args)})")
+        if away:
+            self.lines.append("exchange_device(before)")
 
     def _call(self, call: Opaque) -> None:
         args = [self._argument(a) for a in call.args]

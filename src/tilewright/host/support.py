@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,27 @@ except ImportError:
 
     def empty_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)
+
+
+try:
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty_cuda  # type: ignore[import]
+except ImportError:
+
+    def empty_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def raw_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# the same without making a Python object of the stream; private, so it may go away
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", raw_stream)
+
+
+def exchange_device(device: int) -> int:
+    """Make a CUDA device the current one, and say which was."""
+    return torch.cuda._exchange_device(device)
 
 
 def empty(size: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -56,10 +78,56 @@ class Flag:
         if not code:
             return
         self.cell.value = 0
-        where = f" ({location})" if location else ""
-        if code & 1:
-            raise OutOfRangeError(f"index or value out of range in {kernel}{where}")
-        raise RuntimeError(f"ZeroDivisionError: integer division by zero in {kernel}{where}")
+        raise bad_data(code, kernel, location)
+
+
+class DeviceFlag:
+    """Cells that kernels of a card write to when they meet bad data, one per kernel.
+
+    They are in host memory the card can reach. The card runs behind the host, so what it met
+    is an error of the next call.
+    """
+
+    def __init__(self, kernels: dict[str, str]) -> None:
+        self.kernels = kernels  # name -> location in the user's program
+        self.cells = pinned(len(kernels))
+        start = self.cells.data_ptr()
+        self.seen = (ctypes.c_int64 * len(kernels)).from_address(start)
+        self.addresses = [start + 8 * k for k in range(len(kernels))]
+
+    def check(self) -> None:
+        if any(self.seen):
+            self._fail()
+
+    def _fail(self) -> None:
+        for k, (name, location) in enumerate(self.kernels.items()):
+            code, self.seen[k] = self.seen[k], 0
+            if code:
+                raise bad_data(code, name, location)
+
+
+def pinned(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64, pin_memory=True)
+
+
+def bad_data(code: int, kernel: str, location: str) -> Exception:
+    where = f" ({location})" if location else ""
+    if code & 1:
+        return OutOfRangeError(f"index or value out of range in {kernel}{where}")
+    return RuntimeError(f"ZeroDivisionError: integer division by zero in {kernel}{where}")
+
+
+def on_device(call: Callable[[list[Any]], Any], device: int) -> Callable[[list[Any]], Any]:
+    """The program with a CUDA device made the current one around it."""
+
+    def run(args: list[Any]) -> Any:
+        before = exchange_device(device)
+        try:
+            return call(args)
+        finally:
+            exchange_device(before)
+
+    return run
 
 
 def resolve(path: str) -> Any:
@@ -77,12 +145,16 @@ def resolve(path: str) -> Any:
 
 
 __all__ = [
+    "DeviceFlag",
     "Flag",
     "empty",
     "empty_cpu",
+    "empty_cuda",
+    "exchange_device",
     "key_get",
     "laid_out",
     "math",
+    "raw_stream",
     "resolve",
     "torch",
     "window",

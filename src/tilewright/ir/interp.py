@@ -92,6 +92,19 @@ def run_steps(program: Program, steps: Sequence[StepLike], args: Sequence[Any],
     return machine.outputs()
 
 
+def run_nests(program: Program, nests: Sequence[Nest], args: Sequence[Any],
+              local: Sequence[str]) -> None:  # fmt: skip
+    """Nests one after the other, into the tensors they are given; `local` buffers are made here."""
+    machine = _Machine(program, args, {})
+    device = next(t.device for t in machine.tensors.values())
+    for name in local:
+        b = program.buffers[name]
+        layout = machine.sizes(b.size), machine.sizes(b.stride)
+        machine.tensors[name] = torch.empty_strided(*layout, dtype=b.dtype, device=device)
+    for nest in nests:
+        machine.nest(nest, {})
+
+
 class _Machine:
     """The memory of one run: tensors by buffer name, numbers by symbol name, other values."""
 

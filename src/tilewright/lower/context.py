@@ -58,6 +58,7 @@ class Lowering:
         self.scratch: frozenset[str] = frozenset()  # arguments whose contents nobody needs again
         self.exposed: set[str] = set()  # buffers whose memory a value we cannot see into may share
         self._counts: dict[str, int] = {}
+        self._seeds: dict[torch.device, int] = {}  # random ops so far
 
     # ---- names and origins
 
@@ -272,8 +273,15 @@ class Lowering:
 
     # ---- random numbers
 
-    def seed(self) -> Expr:
+    def seed(self, device: torch.device) -> Expr:
         """A number drawn from torch's generator once per random op and call of the program."""
+        if device.type != "cpu":  # drawn where it is used: the host does not wait, graphs replay
+            count = self._seeds.get(device, 0)
+            self._seeds[device] = count + 1
+            seeds = f"seeds_{device.type}{device.index or 0}"
+            self.program.buffers[seeds] = Buffer(seeds, torch.int64, device,
+                                                 (ix.as_index(count + 1),), (ix.ONE,))  # fmt: skip
+            return load(seeds, torch.int64, ix.as_index(count))
         name = self.fresh("seed")
         bound = sym(name)
         self.program.symbols[name] = bound
@@ -281,6 +289,38 @@ class Lowering:
             Opaque(self.fresh("call"), draw_seed, (), {}, (), (), self.origin(), ((name, ()),))
         )
         return bound
+
+    def finish(self) -> None:
+        """Draw all seeds of a device by one call, before everything else."""
+        for device, count in self._seeds.items():
+            name = f"seeds_{device.type}{device.index or 0}"
+            self.program.nodes.insert(
+                0, Opaque(f"draw_{name}", draw_seeds, (count, device), {}, (name,), (), Origin(()))
+            )
+
+    # ---- numbers held in CPU tensors
+
+    def as_number(self, t: Tensor, device: torch.device) -> Tensor:
+        """A CPU tensor without dimensions as an operand on another device: the host reads it, and
+        a kernel gets it as an argument. An integer may have more bits than a size: it is copied."""
+        if not loads(t.body):
+            return Tensor(t.size, t.dtype, device, t.body)
+        view = as_view(self.realize(t))
+        assert view is not None
+        if not (t.dtype.is_floating_point or t.dtype == torch.bool):
+            made = self.buffer(t.size, t.dtype, device)
+            self.program.nodes.append(
+                Opaque(self.fresh("call"), torch.ops.aten._to_copy.default, (view,),
+                       {"device": device}, (made.name,), (), self.origin())
+            )  # fmt: skip
+            return self.stored(made)
+        name = self.fresh("number")
+        bound = self.program.symbols[name] = sym(name, torch.float64)
+        self.program.nodes.append(
+            Opaque(self.fresh("call"), read_number, (view,), {}, (), (), self.origin(),
+                   ((name, ()),))
+        )  # fmt: skip
+        return Tensor(t.size, t.dtype, device, build.cast(bound, t.dtype))
 
 
 def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
@@ -291,6 +331,20 @@ def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
 def draw_seed() -> int:
     """A fresh seed from the default generator: seeded runs repeat, calls differ."""
     return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64).item())
+
+
+def draw_seeds(count: int, device: torch.device) -> torch.Tensor:
+    """The same from the generator of a device, without waiting for it."""
+    return torch.randint(0, 2**63 - 1, (count,), dtype=torch.int64, device=device)
+
+
+def read_number(t: torch.Tensor) -> float:
+    return float(t.item())
+
+
+def is_number(t: torch.Tensor) -> bool:
+    """Whether eager takes `t` as a number beside tensors of another device."""
+    return t.device.type == "cpu" and t.dim() == 0
 
 
 def is_plain(t: torch.Tensor) -> bool:

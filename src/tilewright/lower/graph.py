@@ -19,7 +19,7 @@ from tilewright.errors import LoweringError, TilewrightError, at_node
 from tilewright.ir.expr import Expr, const, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
-from tilewright.lower.context import Lowering, as_view, is_plain
+from tilewright.lower.context import Lowering, as_view, is_number, is_plain
 from tilewright.lower.opaque import fallback, opaque_arguments, same_layout, storage_of
 from tilewright.lower.sizes import symbols_of, unbacked, undefined
 from tilewright.lower.table import LOWERINGS, Unsupported
@@ -46,6 +46,7 @@ def lower(gm: torch.fx.GraphModule, devices: frozenset[str] = frozenset({"cpu"})
             raise
         except Exception as error:
             raise LoweringError(f"{type(error).__name__}: {error}", site=at_node(node)) from error
+    ctx.finish()
     ctx.program.symbols.update(ctx.sizes.symbols)
     ctx.program.derived.update(ctx.sizes.derived)
     metrics.ir_nodes += len(ctx.program.nodes)
@@ -138,36 +139,51 @@ def _lowered(ctx: Lowering, node: torch.fx.Node) -> Any:
     if node.target in FUNCTIONS:
         return FUNCTIONS[node.target](ctx, node)
     lowering = LOWERINGS.get(node.target)
-    if lowering is None or not _is_native(ctx, node):
+    device = None if lowering is None else _native_device(ctx, node)
+    if lowering is None or device is None:
         raise Unsupported("no loops are made for it")
-    args, kwargs = _arguments(ctx, node)
+    args, kwargs = _arguments(ctx, node, device)
     result = lowering(ctx, *args, **kwargs)
     metrics.native_nodes += 1
     return _settle(ctx, node, result)
 
 
-def _arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(ctx: Lowering, node: torch.fx.Node, device: torch.device
+               ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     def lookup(arg: torch.fx.Node) -> Any:
         found = ctx.env[arg]
         if isinstance(found, Handle):
             raise Unsupported("operand is not a plain strided tensor")
+        if isinstance(found, Tensor) and found.device != device:
+            return ctx.as_number(found, device)
         return found
 
     return map_arg((tuple(node.args), dict(node.kwargs)), lookup)
 
 
-def _is_native(ctx: Lowering, node: torch.fx.Node) -> bool:
-    """Whether all tensors in and out are plain and on a device we generate loops for.
+def _native_device(ctx: Lowering, node: torch.fx.Node) -> torch.device | None:
+    """The one device all tensors in and out are on, if they are plain and we make loops for it.
 
-    Sizes that only the call can tell (a slice between unknown ends) are read off its result.
+    A CPU tensor without dimensions may be operand of another device's op, as in eager. Sizes that
+    only the call can tell (a slice between unknown ends) are read off its result.
     """
     if node.meta.get("unbacked_bindings") or (not node.all_input_nodes and _takes_tensor(node)):
-        return False
-    values: list[Any] = [node.meta.get("val")]
-    for arg in node.all_input_nodes:
-        values.append(arg.meta.get("val"))
-    tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
-    return all(is_plain(t) and t.device.type in ctx.devices for t in tensors)
+        return None
+    results = _tensors(node.meta.get("val"))
+    operands = _tensors([arg.meta.get("val") for arg in node.all_input_nodes])
+    if not all(is_plain(t) for t in (*results, *operands)):
+        return None
+    devices = {t.device for t in (*results, *operands)}
+    if len(devices) > 1:
+        devices = {t.device for t in results} | {t.device for t in operands if not is_number(t)}
+    if len(devices) != 1:
+        return torch.device("cpu") if not devices else None
+    (device,) = devices
+    return device if device.type in ctx.devices else None
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
 def _takes_tensor(node: torch.fx.Node) -> bool:

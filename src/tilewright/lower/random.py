@@ -50,7 +50,7 @@ def _drawn(ctx: Lowering, draw: Draw, generator: Any = None) -> Tensor:
     fake = _result(ctx)
     size = ctx.sizes.tuple(fake.size())
     offset = ix.linearize(placeholders(size), ix.contiguous_strides(size))
-    body = draw(ctx.seed(), offset)
+    body = draw(ctx.seed(fake.device), offset)
     return Tensor(size, body.dtype, fake.device, body)
 
 

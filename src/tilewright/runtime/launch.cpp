@@ -1,6 +1,7 @@
 // Launches kernels of the CUDA driver from Python: one call, no torch headers, no CUDA headers.
-// `Kernel(name, function, context, kinds, warps, shared, flags, clusters, launch, launch_ex,
-// set_context)` is called as `kernel(stream, x, y, z, *arguments)`.
+// `Kernel(name, otherwise, function, context, kinds, warps, shared, flags, clusters, launch,
+// launch_ex, set_context)` is called as `kernel(stream, x, y, z, *arguments)`. An argument whose
+// kind is a capital letter must be a multiple of 16; if it is not, `otherwise` is called instead.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -34,6 +35,7 @@ struct Kernel {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject* name;
+    PyObject* otherwise;
     void* function;
     void* context;
     char* kinds;
@@ -73,7 +75,7 @@ Result start(const Kernel* k, const unsigned grid[3], void* stream, void** param
 bool convert(char kind, PyObject* value, uint64_t* out) {
     *out = 0;
     switch (kind) {
-        case 'p': {
+        case 'p': case 'P': {
             PyObject* number = value;
             if (value == Py_None) return true;
             if (!PyLong_Check(value)) {
@@ -86,7 +88,7 @@ bool convert(char kind, PyObject* value, uint64_t* out) {
             Py_DECREF(number);
             break;
         }
-        case 'i': case 'l': {
+        case 'i': case 'l': case 'I': case 'L': {
             const long long number = PyLong_AsLongLong(value);
             memcpy(out, &number, 8);
             break;
@@ -117,6 +119,8 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flags, PyObject* na
     for (int d = 0; d < 3; ++d) grid[d] = (unsigned)PyLong_AsUnsignedLongLong(args[1 + d]);
     for (Py_ssize_t i = 0; i < k->count; ++i) {
         if (!convert(k->kinds[i], args[4 + i], &values[i])) return nullptr;
+        if (k->kinds[i] < 'a' && values[i] & 15)
+            return PyObject_Vectorcall(k->otherwise, args, given, nullptr);
         params[i] = &values[i];
     }
     if (PyErr_Occurred()) return nullptr;
@@ -136,22 +140,23 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flags, PyObject* na
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject* name;
+    PyObject *name, *otherwise;
     unsigned long long function, context, launch, launch_ex, set_context;
     const char* kinds;
     Py_ssize_t count;
     unsigned warps, shared, clusters;
     int flags;
-    if (!PyArg_ParseTuple(args, "UKKs#IIiIKKK", &name, &function, &context, &kinds, &count, &warps,
-                          &shared, &flags, &clusters, &launch, &launch_ex, &set_context))
+    if (!PyArg_ParseTuple(args, "UOKKs#IIiIKKK", &name, &otherwise, &function, &context, &kinds,
+                          &count, &warps, &shared, &flags, &clusters, &launch, &launch_ex,
+                          &set_context))
         return nullptr;
     Kernel* k = reinterpret_cast<Kernel*>(type->tp_alloc(type, 0));
     if (!k) return nullptr;
     k->kinds = static_cast<char*>(PyMem_Malloc(count + 1));
     if (!k->kinds) return PyErr_NoMemory();
     memcpy(k->kinds, kinds, count + 1);
-    Py_INCREF(name);
-    k->name = name, k->count = count, k->call = call;
+    Py_INCREF(name), Py_INCREF(otherwise);
+    k->name = name, k->otherwise = otherwise, k->count = count, k->call = call;
     k->function = reinterpret_cast<void*>(function), k->context = reinterpret_cast<void*>(context);
     k->threads = 32 * warps, k->shared = shared, k->flags = flags, k->clusters = clusters;
     k->launch = reinterpret_cast<Launch>(launch);
@@ -164,7 +169,7 @@ void drop(PyObject* self) {
     Kernel* k = reinterpret_cast<Kernel*>(self);
     PyTypeObject* type = Py_TYPE(self);
     PyMem_Free(k->kinds);
-    Py_XDECREF(k->name);
+    Py_XDECREF(k->name), Py_XDECREF(k->otherwise);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -180,7 +185,40 @@ PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
                        {0, nullptr}};
 PyType_Spec spec = {"tw_launch.Kernel", sizeof(Kernel), 0,
                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "tw_launch", nullptr, -1, nullptr,
+
+// pointers(arguments): the address of each tensor, 0 for what is none.
+PyObject* pointers(PyObject*, PyObject* list) {
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "pointers takes a list");
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    PyObject* found = PyTuple_New(count);
+    for (Py_ssize_t i = 0; found && i < count; ++i) {
+        PyObject* item = PyList_GET_ITEM(list, i);
+        PyObject* number = PyLong_Check(item) || PyFloat_Check(item) || item == Py_None
+                               ? PyLong_FromLong(0)
+                               : PyObject_CallMethodNoArgs(item, data_ptr_name);
+        if (!number) Py_CLEAR(found);
+        else PyTuple_SET_ITEM(found, i, number);
+    }
+    return found;
+}
+
+// copy(cuMemcpyDtoDAsync, to, from, bytes, stream)
+PyObject* copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    uint64_t words[5];
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "copy takes 5 numbers");
+    for (int i = 0; i < 5; ++i) words[i] = PyLong_AsUnsignedLongLong(args[i]);
+    if (PyErr_Occurred()) return nullptr;
+    using Copy = Result (*)(uint64_t, uint64_t, size_t, void*);
+    const Result result = reinterpret_cast<Copy>(words[0])(words[1], words[2], words[3],
+                                                           reinterpret_cast<void*>(words[4]));
+    if (result != 0) return PyErr_Format(PyExc_RuntimeError, "CUDA error %d when copying", result);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef functions[] = {{"pointers", pointers, METH_O, nullptr},
+                           {"copy", reinterpret_cast<PyCFunction>(copy), METH_FASTCALL, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "tw_launch", nullptr, -1, functions,
                       nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace

@@ -2,7 +2,10 @@
 
 `kernel(stream, x, y, z, *arguments)`: tensors (or addresses) and numbers in the order of the
 kernel's parameters. A small extension module does it in C; where it cannot be built (no compiler,
-no Python headers) the same is done through ctypes, in about three times the time.
+no Python headers) the same is done through ctypes, in several times the time.
+
+A kernel is built for arguments that are multiples of 16, which lets it move 16 bytes at once; a
+call with another argument goes to a second build, which is made when it is first needed.
 """
 
 from __future__ import annotations
@@ -13,15 +16,16 @@ import importlib.util
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
 
 from tilewright import caches, config, metrics
-from tilewright.runtime import store
+from tilewright.runtime import store, triton_build
 from tilewright.runtime.driver import Driver, driver
-from tilewright.runtime.triton_build import Binary
+from tilewright.runtime.triton_build import Built, TritonSource
 
 Launcher = Callable[..., None]
 
@@ -37,36 +41,78 @@ _CTYPES: dict[str, Any] = {"p": ctypes.c_uint64, "i": ctypes.c_int64, "l": ctype
                            "f": ctypes.c_float, "d": ctypes.c_double}  # fmt: skip
 
 
-def kinds_of(types: Sequence[str]) -> str:
-    """A letter per parameter."""
-    return "".join("p" if t.startswith("*") else _KINDS[t] for t in types)
+def kinds_of(source: TritonSource) -> str:
+    """A letter per parameter, a capital where it must be a multiple of 16."""
+    found = ["p" if kind.startswith("*") else _KINDS[kind] for kind in source.types]
+    return "".join(letter.upper() if name in source.aligned else letter
+                   for letter, (name, _) in zip(found, source.params, strict=True))  # fmt: skip
 
 
-def load(binary: Binary, types: Sequence[str], device: int) -> Launcher:
+def load(source: TritonSource, built: Built, device: int) -> Launcher:
     """A built kernel on a device, ready to be called."""
-    return _load(binary.key, binary, kinds_of(types), device)
-
-
-_loaded: dict[tuple[str, str, int], Launcher] = {}
-caches.register(_loaded.clear)
-
-
-def _load(key: str, binary: Binary, kinds: str, device: int) -> Launcher:
-    found = _loaded.get((key, kinds, device))
+    binary, kinds = built.binary, kinds_of(source)
+    found = _loaded.get((binary.key, kinds, device))
     if found is None:
         made = driver()
         function = made.load(binary.cubin, binary.name, binary.shared, device)
         flags = (1 if binary.cooperative else 0) | (2 if binary.pdl else 0)
         extension = _extension()
         build = extension.Kernel if extension is not None else _Slow
-        found = build(binary.name, function.address, function.context, kinds, binary.num_warps,
-                      binary.shared, flags, binary.num_ctas, *_addresses(made))  # fmt: skip
-        _loaded[key, kinds, device] = found
+        found = build(binary.name, _otherwise(source, built, device), function.address,
+                      function.context, kinds, binary.num_warps, binary.shared, flags,
+                      binary.num_ctas, *_addresses(made))  # fmt: skip
+        _loaded[binary.key, kinds, device] = found
     return found
 
 
-def _addresses(made: Driver) -> tuple[int, int, int]:
-    return tuple(map(made.address, ("cuLaunchKernel", "cuLaunchKernelEx", "cuCtxSetCurrent")))  # type: ignore[return-value]
+_loaded: dict[tuple[str, str, int], Launcher] = {}
+caches.register(_loaded.clear)
+
+
+def later(source: TritonSource, device: int) -> Launcher:
+    """A kernel that is built when it is first called."""
+    made: list[Launcher] = []
+
+    def call(*args: Any) -> None:
+        if not made:
+            made.append(load(source, triton_build.build(source), device))
+        made[0](*args)
+
+    return call
+
+
+def _otherwise(source: TritonSource, built: Built, device: int) -> Launcher | None:
+    """The same configuration (the grid depends on it) for arguments of any alignment."""
+    if not source.aligned:
+        return None
+    general = replace(source, aligned=frozenset(), configs=(built.config,))
+    return later(general, device)
+
+
+def _addresses(made: Driver) -> tuple[int, ...]:
+    names = ("cuLaunchKernel", "cuLaunchKernelEx", "cuCtxSetCurrent")
+    return tuple(made.address(name) for name in names)
+
+
+# ---- what replaying a recorded program needs
+
+
+def pointer_reader() -> Callable[[list[Any]], tuple[int, ...]]:
+    """A function of arguments: the address of each tensor, 0 for what is none."""
+    extension = _extension()
+    if extension is not None:
+        return extension.pointers
+    return lambda args: tuple(a.data_ptr() if hasattr(a, "data_ptr") else 0 for a in args)
+
+
+def copier() -> Callable[[int, int, int, int], None]:
+    """`copy(to, from, bytes, stream)`, from device memory to device memory."""
+    made, extension = driver(), _extension()
+    if extension is not None:
+        return functools.partial(extension.copy, made.address("cuMemcpyDtoDAsync_v2"))
+    copy = made.library.cuMemcpyDtoDAsync_v2
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    return lambda to, start, size, stream: made.check(copy(to, start, size, stream), "a copy")
 
 
 # ---- the extension module
@@ -102,12 +148,15 @@ def _extension() -> Any:
 class _Slow:
     """The same callable through ctypes."""
 
-    def __init__(self, name: str, function: int, context: int, kinds: str, *rest: int) -> None:
+    def __init__(self, name: str, otherwise: Launcher | None, function: int, context: int,
+                 kinds: str, *rest: int) -> None:  # fmt: skip
         warps, shared, flags, clusters, launch, _, set_context = rest
         if flags or clusters != 1:
             raise RuntimeError(f"{name} needs a launch that only the extension module can do")
         self.name = name
-        self._types = [_CTYPES[k] for k in kinds]
+        self._otherwise = otherwise
+        self._types = [_CTYPES[k.lower()] for k in kinds]
+        self._aligned = [i for i, k in enumerate(kinds) if k.isupper()]
         self._array = ctypes.c_void_p * (len(kinds) + HIDDEN)
         self._nothing = ctypes.c_uint64(0)
         self._hidden = [ctypes.addressof(self._nothing)] * HIDDEN
@@ -123,6 +172,9 @@ class _Slow:
         if len(args) != len(self._types):
             raise TypeError(f"{self.name} takes {len(self._types)} arguments")
         values = [t(_plain(a)) for t, a in zip(self._types, args, strict=True)]
+        if self._otherwise is not None and any(values[i].value & 15 for i in self._aligned):
+            self._otherwise(stream, x, y, z, *args)
+            return
         params = self._array(*map(ctypes.addressof, values), *self._hidden)
         if not (x and y and z):
             return

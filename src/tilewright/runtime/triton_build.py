@@ -37,7 +37,7 @@ _TIMEOUT = 300.0  # seconds for one kernel; a hanging compiler costs only that k
 class TritonConfig:
     """One way to compile a kernel: values of its `tl.constexpr` parameters, and its threads."""
 
-    constants: tuple[tuple[str, int | float | bool], ...] = ()
+    constants: tuple[tuple[str, int], ...] = ()
     num_warps: int = 4
     num_stages: int = 1
     maxnreg: int | None = None
@@ -54,7 +54,12 @@ class TritonConfig:
 @dataclass(frozen=True)
 class TritonSource:
     """A kernel to build. `params` are (name, Triton type) of what it is launched with, in order;
-    `aligned` names those that are multiples of 16. `options` hold for every configuration.
+    `aligned` names those taken for multiples of 16. `options` hold for every configuration.
+
+    Its grid is the product of each extent (Python text, in the host program's names) divided by its
+    block (a constant's name), rounded up. `wide` is the same kernel with 64-bit indices, for calls
+    with sizes that need them. `sample` are likely values of the parameters: a number, or the dtype
+    and elements of a buffer.
     """
 
     text: str
@@ -64,11 +69,23 @@ class TritonSource:
     capability: int  # 90 for sm_90
     shared_memory: int  # bytes a block may have
     aligned: frozenset[str] = frozenset()
+    grid: tuple[tuple[str, str], ...] = ()
+    wide: TritonSource | None = None
+    sample: tuple[Any, ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()  # likely values of what the grid depends on
+    device: int = 0  # where it will run; not part of what is built
     options: tuple[tuple[str, Any], ...] = (("enable_fp_fusion", False),)
 
     @property
     def types(self) -> tuple[str, ...]:
         return tuple(kind for _, kind in self.params)
+
+    def programs(self, chosen: TritonConfig) -> str:
+        """The number of programs, as text of the host program."""
+        blocks = dict(chosen.constants)
+        parts = [f"(({extent}) + {int(blocks[name]) - 1}) // {blocks[name]}"
+                 for extent, name in self.grid]  # fmt: skip
+        return " * ".join(f"({part})" for part in parts) or "1"
 
     def order(self, chosen: TritonConfig) -> dict[str, Any]:
         constants = dict(chosen.constants)
@@ -85,7 +102,8 @@ class TritonSource:
 
     def key(self, chosen: TritonConfig) -> str:
         order = self.order(chosen)
-        return store.key(*(f"{k}={order[k]!r}" for k in sorted(order)), _triton_version())
+        return store.key(*(f"{k}={order[k]!r}" for k in sorted(order)), _triton_version(),
+                         _helpers() if "tilewright.runtime" in self.text else "")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,12 @@ def submit(source: TritonSource) -> Future[Built]:
 
 def build(source: TritonSource) -> Built:
     return submit(source).result()
+
+
+def start_all(source: TritonSource) -> None:
+    """Start building every configuration; `compile_all` waits for them."""
+    for chosen in source.configs:
+        _workshop.binary(source, chosen)
 
 
 def compile_all(source: TritonSource) -> list[Built]:
@@ -236,6 +260,12 @@ def _keep(key: str, made: dict[str, Any]) -> Binary:
     )  # fmt: skip
     store.put_atomic(store.path(key, ".cubin"), pickle.dumps(binary))
     return binary
+
+
+@functools.cache
+def _helpers() -> str:
+    """What kernels import of ours is part of them."""
+    return store.key(*(f.read_bytes() for f in sorted(Path(__file__).parent.glob("tri*.py"))))
 
 
 @functools.cache

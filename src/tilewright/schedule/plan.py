@@ -28,7 +28,7 @@ def schedule(program: Program, limits: Limits | None = None) -> Schedule:
     program, groups = cut_groups(program, groups)
     _mark_local(program, groups)
     if limits is not None:
-        groups = carved(groups, limits)
+        groups = carved(program, groups, limits)
         _mark_local(program, groups)
     _count(program, groups)
     return Schedule(program, plan(program, groups))

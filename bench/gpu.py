@@ -1,0 +1,393 @@
+"""`python -m bench.gpu`: everything that is measured on a card, in one call, with a short table.
+
+Sections: `numbers` (programs against eager), `calls` (host time per call), `memory` (memory-bound
+programs: eager, the reference and tilewright, device time by replay of a CUDA graph), `compile` (a
+12-layer GPT, forward and backward, cold and warm). Each has a part of the time; what does not fit
+is named. Only torch and this repository are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.gpu_programs import PROGRAMS, GpuProgram
+from bench.measure import clone, compile_with, difference, geomean, leaves
+
+BACKENDS = ("eager", "inductor", "tilewright")
+Lines = list[str]
+
+
+class Clock:
+    """What is left of a section's time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.perf_counter() + seconds
+
+    def over(self) -> bool:
+        return time.perf_counter() > self.end
+
+
+# ---- device time
+
+
+def device_time(call: Callable[[], Any], runs: int = 10) -> float:
+    """Median microseconds of a call on the device, by replay of a CUDA graph of it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            kept = call()
+        for _ in range(3):
+            graph.replay()
+        times: list[float] = []
+        for _ in range(runs):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000)
+    del kept
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per microsecond of a large device-to-device copy, read and written."""
+    a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / device_time(lambda: b.copy_(a))
+
+
+# ---- memory-bound programs
+
+
+def run_program(program: GpuProgram, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if not program.backward:
+        return fn(*args)
+    out = leaves(fn(*args))
+    wanted = [a for a in leaves(args) if a.requires_grad]
+    return out, torch.autograd.grad(out, wanted, [torch.ones_like(o) for o in out])
+
+
+def fewest_bytes(program: GpuProgram, args: tuple[Any, ...], result: Any) -> int:
+    moved = sum(t.nbytes for t in leaves(args)) + sum(t.nbytes for t in leaves(result))
+    if program.name.startswith("embedding"):  # rows that are read, not the whole table
+        moved += leaves(result)[0].nbytes - args[1].nbytes
+    if program.backward:  # the gradients that come in, and what both passes need once more
+        moved += sum(t.nbytes for t in leaves(result[0]))
+        moved += max(t.nbytes for t in leaves(args))
+    return moved
+
+
+def memory(clock: Clock, raw: dict[str, Any]) -> Lines:
+    bandwidth = copy_bandwidth()
+    lines = [f"copy bandwidth {bandwidth / 1e6:.2f} TB/s",
+             "| program | eager us | reference | tilewright | x eager | x reference | of copy |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    ratios: list[tuple[float, float, float]] = []
+    for program in PROGRAMS:
+        if clock.over():
+            lines.append(f"| {program.name} | out of time | | | | | |")
+            continue
+        row = _memory_row(program, bandwidth)
+        raw[program.name] = row
+        lines.append(_memory_line(program.name, row))
+        if all(isinstance(row[b], float) for b in BACKENDS):
+            e, r, t = (row[b] for b in BACKENDS)
+            ratios.append((e / t, r / t, row["of copy"]))
+        print(lines[-1], flush=True)
+    if ratios:
+        means = [geomean(r[k] for r in ratios) for k in range(3)]
+        least = [min(r[k] for r in ratios) for k in range(3)]
+        lines.append(f"| geomean ({len(ratios)}) | | | | {means[0]:.2f} | {means[1]:.2f} | "
+                     f"{means[2]:.0%} |")  # fmt: skip
+        lines.append(f"| worst | | | | {least[0]:.2f} | {least[1]:.2f} | {least[2]:.0%} |")
+    return lines
+
+
+def _memory_row(program: GpuProgram, bandwidth: float) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    args = program.inputs()
+    expected = run_program(program, program.fn, clone(args))
+    row: dict[str, Any] = {"bytes": fewest_bytes(program, args, expected)}
+    for backend in BACKENDS:
+        try:
+            fn = compile_with(program.fn, backend)
+            actual = run_program(program, fn, args)
+            wrong = difference(expected, actual)
+            del actual
+            row[backend] = wrong or device_time(functools.partial(run_program, program, fn, args))
+        except Exception as error:
+            traceback.print_exc()
+            row[backend] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        torch.cuda.synchronize()
+    if isinstance(row["tilewright"], float):
+        row["of copy"] = row["bytes"] / bandwidth / row["tilewright"]
+    del expected, args
+    torch.cuda.empty_cache()
+    return row
+
+
+def _memory_line(name: str, row: dict[str, Any]) -> str:
+    times = [f"{row[b]:.1f}" if isinstance(row[b], float) else str(row[b])[:60] for b in BACKENDS]
+    ours = row["tilewright"]
+    if not isinstance(ours, float):
+        return f"| {name} | {' | '.join(times)} | | | |"
+    over = [f"{row[b] / ours:.2f}" if isinstance(row[b], float) else "" for b in BACKENDS[:2]]
+    return f"| {name} | {' | '.join(times)} | {' | '.join(over)} | {row['of copy']:.0%} |"
+
+
+# ---- host time per call
+
+
+def host_time(call: Callable[[], Any], count: int = 200, rounds: int = 9) -> float:
+    """Least median microseconds per call from Python, the device never waited for inside."""
+    for _ in range(20):
+        call()
+    times: list[float] = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - start) / count * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def _chain(steps: int) -> Callable[[Tensor], Tensor]:
+    """Kernels that cannot be one: each needs all of what the one before gave."""
+
+    def f(x: Tensor) -> Tensor:
+        for _ in range(steps):
+            x = x - x.amax(0)
+        return x
+
+    return f
+
+
+def calls(clock: Clock, raw: dict[str, Any]) -> Lines:
+    from tilewright import metrics
+
+    lines = ["| graph | kernels | eager us | reference us | tilewright us | with CUDA graphs us |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    found: dict[int, tuple[int, float]] = {}
+    for steps in (0, 1, 10, 100):
+        fn = _chain(steps) if steps else (lambda x: x * 2 + 1)
+        x = torch.randn(64, 64, device="cuda")
+        times: dict[str, Any] = {}
+        kernels = 0
+        for backend in (*BACKENDS, "replayed"):
+            if clock.over():
+                times[backend] = math.nan
+                continue
+            torch._dynamo.reset()
+            metrics.reset()
+            call = _with_mode(fn, backend)
+            with torch.no_grad():
+                torch.testing.assert_close(call(x), fn(x))
+                count = 200 if steps < 50 else 30
+                times[backend] = host_time(functools.partial(call, x), count)
+            if backend == "tilewright":
+                kernels = metrics.generated_kernel_count
+        found[steps] = kernels, times["tilewright"]
+        raw[f"{steps} steps"] = {"kernels": kernels, **times}
+        name = f"{steps} steps" if steps else "one kernel"
+        lines.append(f"| {name} | {kernels} | " + " | ".join(f"{t:.1f}" for t in times.values())
+                     + " |")  # fmt: skip
+        print(lines[-1], flush=True)
+    (k1, t1), (k2, t2) = found[1], found[100]
+    if k2 > k1:
+        lines.append(f"per further kernel: {(t2 - t1) / (k2 - k1):.2f} us")
+    return lines
+
+
+def _with_mode(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    if backend == "replayed":
+        return torch.compile(fn, backend="tilewright", mode="reduce-overhead")
+    return fn if backend == "eager" else torch.compile(fn, backend=backend)
+
+
+# ---- compile time
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        parts = self.qkv(self.first(x)).view(b, t, 3, self.heads, c // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int = 12, width: int = 768, vocabulary: int = 50304) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(1024, width)
+        self.blocks = nn.ModuleList(Block(width, 12) for _ in range(layers))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.last(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def compile_worker(backend: str) -> None:
+    """In a process of its own: seconds of the first training step, and what was compiled."""
+    torch.manual_seed(0)
+    model = GPT().cuda().to(torch.bfloat16)
+    ids = torch.randint(0, 50304, (4, 512), device="cuda")
+    call = model if backend == "eager" else torch.compile(model, backend=backend)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    loss = call(ids, ids)
+    loss.backward()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+
+    def step() -> None:
+        call(ids, ids).backward()
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        step()
+    torch.cuda.synchronize()
+    from tilewright import metrics
+
+    print(json.dumps({
+        "seconds": seconds, "step_ms": (time.perf_counter() - start) * 100, "loss": float(loss),
+        "compiled": metrics.kernels_compiled, "found": metrics.kernels_found,
+        "kernels": metrics.generated_kernel_count, "hits": metrics.cache_hits,
+        "misses": metrics.cache_misses, "fallbacks": metrics.fallback_ops.most_common(8),
+        "tilewright_seconds": metrics.compile_seconds,
+    }))  # fmt: skip
+
+
+def compile_times(clock: Clock, raw: dict[str, Any]) -> Lines:
+    lines = ["| 12-layer GPT, training | cold s | warm s | kernels compiled | ms per step | loss |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for backend in BACKENDS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = [_in_process(backend, folder, clock) for _ in range(2)]
+        raw[backend] = found
+        cold, warm = found
+        if "error" in cold or "error" in warm:
+            lines.append(f"| {backend} | {cold.get('error') or warm.get('error')} | | | | |")
+            continue
+        lines.append(f"| {backend} | {cold['seconds']:.1f} | {warm['seconds']:.1f} | "
+                     f"{cold['compiled']}, {warm['compiled']} | {warm['step_ms']:.1f} | "
+                     f"{warm['loss']:.4f} |")  # fmt: skip
+        print(lines[-1], cold.get("fallbacks"), flush=True)
+    return lines
+
+
+def _in_process(backend: str, folder: str, clock: Clock) -> dict[str, Any]:
+    if clock.over():
+        return {"error": "out of time"}
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TILEWRIGHT_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {**os.environ, **{name: f"{folder}/{name}" for name in names}}
+    done = subprocess.run([sys.executable, "-m", "bench.gpu", "--worker", backend],
+                          env=environment, capture_output=True, text=True, check=False)  # fmt: skip
+    if done.returncode != 0:
+        print(done.stderr[-3000:], flush=True)
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:160]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+# ---- numbers
+
+
+def numbers(clock: Clock, raw: dict[str, Any]) -> Lines:
+    """The tests for a card, in a process of their own."""
+    limit = max(10.0, clock.end - time.perf_counter())
+    command = [sys.executable, "-u", "-m", "tests.gpu"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              timeout=limit, check=False)  # fmt: skip
+        text = done.stdout
+    except subprocess.TimeoutExpired as late:
+        text = f"{(late.stdout or b'').decode()}\nout of time"
+    raw["output"] = text
+    lines = [line for line in text.splitlines() if ": FAILED" in line]
+    return [*lines[: len(lines) // 2 or None], text.strip().splitlines()[-1]]
+
+
+SECTIONS: dict[str, tuple[Callable[[Clock, dict[str, Any]], Lines], float]] = {
+    "numbers": (numbers, 150),
+    "calls": (calls, 60),
+    "memory": (memory, 200),
+    "compile": (compile_times, 170),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma list, in order")
+    parser.add_argument("--scale", type=float, default=1.0, help="of every section's time")
+    parser.add_argument("--out", type=Path, help="folder for report.md and report.json")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        compile_worker(options.worker)
+        return
+    import triton
+
+    head = (f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+            f"triton {triton.__version__}, {time.strftime('%Y-%m-%d')}")  # fmt: skip
+    lines, raw = [head], {"machine": head}
+    for name in options.sections.split(","):
+        section, seconds = SECTIONS[name]
+        raw[name] = {}
+        print(f"== {name}", flush=True)
+        start = time.perf_counter()
+        try:
+            made = section(Clock(seconds * options.scale), raw[name])
+        except Exception as error:
+            traceback.print_exc()
+            made = [f"{name} failed: {type(error).__name__}: {error}"]
+        lines += ["", f"## {name} ({time.perf_counter() - start:.0f} s)", "", *made]
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "report.md").write_text("\n".join(lines) + "\n")
+            (options.out / "report.json").write_text(json.dumps(raw, indent=1, default=str))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Programs recorded as CUDA graphs and replayed: one launch instead of hundreds.
+
+The first call with given sizes runs plainly, the second is recorded. What arrives at the same
+address in both (parameters, what another recording saved) is read in place; everything else is
+copied into memory of the recording. A recording's results live in its own memory: while a caller
+still holds some of them, another recording takes its turn, and past a few of those (or of sizes)
+the program runs plainly. All recordings of a device and stream share one pool of memory for what
+lives only while they run. `why_not` says which programs cannot be recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from tilewright import caches, metrics
+from tilewright.ir.program import Opaque, Program
+from tilewright.runtime import launch
+from tilewright.schedule.memory import Step
+
+MOST_SIZES = 16  # sizes of one program that are recorded
+MOST_TURNS = 3  # recordings of one size: one is written while results of the others are held
+SMALL = 1 << 16  # bytes of a result that is rather copied out than kept by a recording
+
+Call = Callable[[list[Any]], Any]
+log = logging.getLogger("tilewright.cudagraphs")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What replaying a program depends on. Arguments are given by their positions."""
+
+    device: int
+    mutated: tuple[int, ...]  # arguments it writes to
+    numbers: tuple[int, ...] = ()  # arguments that are no tensors
+    dynamic: bool = False  # whether tensors come in different sizes
+    reason: str = ""  # why it cannot be recorded
+
+
+# ---- which programs can be recorded
+
+
+def facts(program: Program, steps: Sequence[Step]) -> Facts:
+    devices = {b.device for step in steps for n in step.group.nodes
+               for b in (program.buffers[name] for name in n.reads | n.writes)}  # fmt: skip
+    written = {name for step in steps for name in step.group.writes}
+    mutated = tuple(k for k, name in enumerate(program.inputs) if name in written)
+    numbers = tuple(k for k, name in enumerate(program.inputs) if name not in program.buffers)
+    cards = sorted(d.index or 0 for d in devices if d.type == "cuda")
+    calls = [step.group.call for step in steps if step.group.call is not None]
+    return Facts(cards[0] if cards else 0, mutated, numbers, bool(program.symbols),
+                 _why_not(devices, calls))  # fmt: skip
+
+
+def _why_not(devices: Iterable[torch.device], calls: Sequence[Opaque]) -> str:
+    found = set(devices)
+    other = sorted(str(d) for d in found if d.type != "cuda")
+    if not found or other:
+        return f"it works on {', '.join(other) or 'no device'}"
+    if len(found) > 1:
+        return "it uses several devices"
+    return next((reason for reason in map(_unsafe, calls) if reason), "")
+
+
+def _unsafe(call: Opaque) -> str:
+    if call.binds:
+        return f"{_name(call.target)} gives the host a number"
+    if not isinstance(call.target, OpOverload):
+        known = getattr(call.target, "__name__", "") == "draw_seeds"
+        return "" if known else f"{_name(call.target)} is code we know nothing of"
+    tags = call.target.tags
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    if torch.Tag.dynamic_output_shape in tags or unsafe in tags:
+        return f"{_name(call.target)} cannot be recorded"
+    return ""
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", target))
+
+
+# ---- recording and replaying
+
+
+class Card(Protocol):
+    """What a device does; tests have one that is not there."""
+
+    def stream(self) -> int: ...
+    def recording(self) -> bool: ...
+    @property
+    def pointers(self) -> Callable[[list[Any]], tuple[int, ...]]: ...
+    @property
+    def copy(self) -> Callable[[int, int, int, int], None]: ...  # (to, from, bytes, stream)
+    def record(self, call: Call, args: list[Any]) -> tuple[Any, Any]: ...
+
+
+@dataclass
+class Recording:
+    """A graph, the addresses it reads in place, what is copied in, and its results."""
+
+    replay: Callable[[], None]
+    fixed: tuple[int, ...]  # arguments
+    addresses: Any  # theirs, as `where` finds them among all
+    where: Callable[[Sequence[int]], Any]
+    copies: tuple[tuple[int, torch.Tensor, int], ...]  # (argument, memory, bytes)
+    results: list[Any]
+    back: tuple[tuple[int, torch.Tensor, int], ...]  # copies to return: the program writes to them
+    idle: list[int] = field(default_factory=list[int])  # uses of each result's memory when unused
+    copied_out: frozenset[int] = frozenset()
+
+    def fits(self, addresses: Sequence[int]) -> bool:
+        return self.where(addresses) == self.addresses
+
+    def held(self) -> list[int]:
+        """The results somebody still has, of those that are handed out as they are."""
+        return [k for k, uses in enumerate(self.idle)
+                if uses and k not in self.copied_out and _uses(self.results[k]) > uses]  # fmt: skip
+
+
+@dataclass
+class _Size:
+    """The calls with one set of sizes."""
+
+    before: tuple[int, ...]  # addresses at the call before
+    recordings: list[Recording] = field(default_factory=list[Recording])
+    moving: set[int] = field(default_factory=set[int])  # arguments that have been seen to move
+    copied_out: set[int] = field(default_factory=set[int])  # small results that callers keep
+
+
+class Replayed:
+    """A program that is recorded at its second call with the same sizes."""
+
+    def __init__(self, call: Call, found: Facts, card: Card) -> None:
+        self.call = call
+        self.facts = found
+        self.card = card
+        self.sizes: dict[Any, _Size] = {}
+        self.stopped = ""
+        self._boxed_call = True
+
+    def __call__(self, args: list[Any]) -> Any:
+        card = self.card
+        if self.stopped or card.recording():
+            return self.call(args)
+        stream = card.stream()
+        key = self._key(stream, args)
+        addresses = card.pointers(args)
+        size = self.sizes.get(key)
+        if size is None:
+            return self._first(key, addresses, args)
+        for recording in size.recordings:
+            if recording.fits(addresses) and not recording.held():
+                return self._replay(recording, args, addresses, stream)
+        return self._record(size, args, addresses, stream)
+
+    def _key(self, stream: int, args: list[Any]) -> Any:
+        found = self.facts
+        if found.dynamic:
+            return (stream, *(_shape(a) for a in args))
+        return (stream, *(args[k] for k in found.numbers)) if found.numbers else stream
+
+    def _first(self, key: Any, addresses: tuple[int, ...], args: list[Any]) -> Any:
+        if len(self.sizes) < MOST_SIZES:
+            self.sizes[key] = _Size(addresses)
+        else:
+            _count("more sizes than are recorded")
+        return self.call(args)
+
+    # ---- replay
+
+    def _replay(self, recording: Recording, args: list[Any], addresses: Sequence[int],
+                stream: int) -> Any:  # fmt: skip
+        card = self.card
+        for k, memory, count in recording.copies:
+            card.copy(memory.data_ptr(), addresses[k], count, stream)
+        recording.replay()
+        for k, memory, count in recording.back:
+            card.copy(addresses[k], memory.data_ptr(), count, stream)
+        args.clear()
+        return tuple(_handed_out(r, k in recording.copied_out)
+                     for k, r in enumerate(recording.results))  # fmt: skip
+
+    # ---- record
+
+    def _record(self, size: _Size, args: list[Any], addresses: tuple[int, ...], stream: int) -> Any:
+        self._copy_small_ones_out(size, addresses)
+        size.moving |= {k for k, (a, b) in enumerate(zip(size.before, addresses, strict=True))
+                        if a != b}  # fmt: skip
+        size.before = addresses
+        if len(size.recordings) >= MOST_TURNS:
+            stale = [r for r in size.recordings if any(k in size.moving for k in r.fixed)]
+            if not stale:
+                _count("results of all recordings are held")
+                return self.call(args)
+            size.recordings.remove(stale[0])  # its fixed arguments move after all
+        try:
+            recording = self._recorded(args, addresses, size, stream)
+        except RuntimeError as error:  # an operation the driver does not let us record
+            self.stop(f"recording failed: {str(error).splitlines()[0]}")
+            return self.call(args)
+        if isinstance(recording, str):
+            self.stop(recording)
+            return self.call(args)
+        size.recordings.append(recording)
+        return self._replay(recording, args, addresses, stream)
+
+    def _copy_small_ones_out(self, size: _Size, addresses: tuple[int, ...]) -> None:
+        """Small results that callers keep (a loss) are copied out of the next recording, which
+        takes the place of this one: two would cost memory for all that the backward pass needs."""
+        for recording in list(size.recordings):
+            held = recording.held() if recording.fits(addresses) else []
+            if held and all(recording.results[k].nbytes <= SMALL for k in held):
+                size.copied_out.update(held)
+                size.recordings.remove(recording)
+
+    def _recorded(self, args: list[Any], addresses: tuple[int, ...], size: _Size, stream: int
+                  ) -> Recording | str:  # fmt: skip
+        given = list(args)
+        copies: list[tuple[int, torch.Tensor, int]] = []
+        fixed: list[int] = []
+        for k, arg in enumerate(args):
+            if not isinstance(arg, torch.Tensor):
+                continue
+            if k not in size.moving:
+                fixed.append(k)
+                continue
+            span = _span(arg)
+            memory = torch.empty_strided((span,), (1,), dtype=arg.dtype, device=arg.device)
+            given[k] = torch.as_strided(memory, arg.size(), arg.stride())
+            copies.append((k, memory, span * arg.element_size()))
+        own = {m.untyped_storage().data_ptr() for _, m, _ in copies}
+        for k, memory, count in copies:
+            self.card.copy(memory.data_ptr(), addresses[k], count, stream)
+        replay, results = self.card.record(self.call, given)
+        kept = list(results)
+        if any(isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in own for r in kept):
+            return "it returns an argument"
+        back = tuple(c for c in copies if c[0] in self.facts.mutated)
+        where = operator.itemgetter(*fixed) if fixed else _nowhere
+        recording = Recording(replay, tuple(fixed), where(addresses), where, tuple(copies), kept,
+                              back)  # fmt: skip
+        mine = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        recording.copied_out = frozenset(size.copied_out)
+        recording.idle = [_idle_uses(r, mine) for r in kept]
+        _count("recorded")
+        return recording
+
+    def stop(self, reason: str) -> None:
+        self.stopped = reason
+        self.sizes.clear()
+        _skipped(reason)
+
+
+def _nowhere(addresses: Sequence[int]) -> None:
+    return None
+
+
+def _count(what: str) -> None:
+    metrics.counters["cudagraphs"][what] += 1
+
+
+def _skipped(reason: str) -> None:
+    _count(f"skipped: {reason}")
+    log.info("a program is not recorded as a CUDA graph: %s", reason)
+
+
+def _shape(arg: Any) -> Any:
+    """What a recording depends on: a number itself, or a tensor's layout."""
+    return (arg.size(), arg.stride()) if isinstance(arg, torch.Tensor) else arg
+
+
+def _span(t: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))
+
+
+def _uses(t: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+
+
+def _idle_uses(result: Any, arguments: set[int]) -> int:
+    """Uses of a result's memory while no caller has it; 0 for what need not be watched."""
+    if not isinstance(result, torch.Tensor) or result.numel() == 0:
+        return 0
+    return 0 if result.untyped_storage().data_ptr() in arguments else _uses(result)
+
+
+def _handed_out(result: Any, copied: bool) -> Any:
+    """A tensor of its own over the recording's memory, or over a copy."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.clone() if copied else result.detach()
+
+
+# ---- the card itself
+
+
+class Cuda:
+    """A real card."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.pointers = launch.pointer_reader()
+        self.copy = launch.copier()
+        self._stream = torch._C._cuda_getCurrentRawStream
+
+    def stream(self) -> int:
+        return self._stream(self.device)
+
+    def recording(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        main = torch.cuda.current_stream(self.device)
+        side = _side_stream(self.device)
+        side.wait_stream(main)
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(side):
+            graph.capture_begin(_pool(self.device, main.cuda_stream), "thread_local")
+            try:
+                results = call(args)
+            finally:
+                graph.capture_end()
+        main.wait_stream(side)
+        return graph.replay, results
+
+
+_pools: dict[tuple[int, int], Any] = {}
+_streams: dict[int, torch.cuda.Stream] = {}
+caches.register(_pools.clear)
+
+
+def _pool(device: int, stream: int) -> Any:
+    """Memory shared by all recordings that run one after the other."""
+    if (device, stream) not in _pools:
+        _pools[device, stream] = torch.cuda.graph_pool_handle()
+    return _pools[device, stream]
+
+
+def _side_stream(device: int) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def replayed(call: Call, found: Facts | None) -> Call:
+    """The program, recorded and replayed where that can be done."""
+    if found is None:
+        return call
+    if found.reason:
+        _skipped(found.reason)
+        return call
+    return Replayed(call, found, Cuda(found.device))

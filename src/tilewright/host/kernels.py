@@ -1,0 +1,98 @@
+"""Generated kernels as the host program calls them, and as they are built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tilewright.codegen.cpp.kernel import CppKernel
+from tilewright.codegen.triton.kernel import Param, TritonKernel
+from tilewright.host.program import KernelCall
+from tilewright.host.spare import Spare
+from tilewright.host.text import number
+from tilewright.ir import index as ix
+from tilewright.ir.expr import syms
+from tilewright.ir.program import Buffer, Program
+from tilewright.runtime.cxx import ArgKind, CxxSource
+from tilewright.runtime.triton_build import TritonConfig, TritonSource
+from tilewright.schedule.group import Group
+from tilewright.target import Target
+
+
+def cpp(kernel: CppKernel, name: str) -> tuple[KernelCall, CxxSource]:
+    kinds: list[ArgKind] = [p.kind for p in kernel.params]
+    if kernel.checked:
+        kinds.append("ptr")
+    args = tuple((p.kind, p.name) for p in kernel.params)
+    return KernelCall(name, args, kernel.checked), CxxSource(kernel.text, kernel.name, tuple(kinds))
+
+
+def triton(program: Program, kernel: TritonKernel, wide: TritonKernel | None, name: str,
+           device: torch.device) -> tuple[KernelCall, TritonSource]:  # fmt: skip
+    """`wide` is the kernel with 64-bit indices, where the other may be too narrow."""
+    args = tuple((p.kind, p.name) for p in kernel.params)
+    index = device.index or 0
+    source = _source(program, kernel, Target.of(device), index)
+    if wide is not None:
+        source = replace(source, wide=_source(program, wide, Target.of(device), index))
+    return KernelCall(name, args, kernel.checked, index, kernel.assume), source
+
+
+def spare(program: Program, group: Group, name: str) -> tuple[KernelCall, Spare]:
+    """Torch's own operations in place of a kernel."""
+    made = Spare.of(program, group)
+    args = tuple(("ptr" if n in program.buffers else "int", n) for n in made.names)
+    return KernelCall(name, args, checked=False, plain=True), made
+
+
+def _source(program: Program, kernel: TritonKernel, target: Target, device: int) -> TritonSource:
+    major, minor = target.capability
+    sample = [_sample(program, p) for p in kernel.params]
+    extents = [extent for extent, _ in kernel.grid]
+    return TritonSource(
+        kernel.text,
+        kernel.name,
+        kernel.arguments,
+        tuple(TritonConfig(c.blocks, c.num_warps, c.num_stages) for c in kernel.configs),
+        capability=10 * major + minor,
+        shared_memory=target.shared_memory,
+        aligned=frozenset(p.argument for p in kernel.params if _is_aligned(p)),
+        grid=tuple((number(extent), block) for extent, block in kernel.grid),
+        sample=(*sample, *([(torch.int64, 1)] if kernel.checked else [])),
+        sizes=tuple(sorted((s.arg.name, ix.likely(s)) for s in syms(*extents))),
+        device=device,
+    )
+
+
+def _is_aligned(p: Param) -> bool:
+    """Whether an argument is likely a multiple of 16: memory is, unless a view starts inside."""
+    return p.kind == "ptr" or (p.kind == "int" and p.hint is not None and p.hint % 16 == 0)
+
+
+def _sample(program: Program, p: Param) -> tuple[torch.dtype, int] | int | float:
+    if p.kind == "ptr":
+        return program.buffers[p.name].dtype, _elements(program.buffers[p.name])
+    return 1.0 if p.kind == "float" else (16 if p.hint is None else p.hint)
+
+
+def _elements(buffer: Buffer) -> int:
+    """Likely elements from the first to the last in memory."""
+    last = [(ix.likely(n) - 1) * ix.likely(s) for n, s in zip(buffer.size, buffer.stride,
+                                                               strict=True)]  # fmt: skip
+    return max(1, 1 + sum(last))
+
+
+def spares(program: Program, groups: Sequence[Group],
+           made: Sequence[tuple[KernelCall, object] | None]
+           ) -> dict[str, tuple[Spare, tuple[int, ...]]]:  # fmt: skip
+    """For each Triton kernel its last resort, and which of its arguments that takes."""
+    found: dict[str, tuple[Spare, tuple[int, ...]]] = {}
+    for group, item in zip(groups, made, strict=True):
+        if item is not None and isinstance(item[1], TritonSource):
+            made_for = Spare.of(program, group)
+            given = [name for _, name in item[0].args]
+            if set(made_for.names) <= set(given):
+                found[item[0].name] = made_for, tuple(given.index(n) for n in made_for.names)
+    return found

@@ -1,0 +1,238 @@
+"""Recording and replaying programs, on a card that is the CPU: replaying runs the program again,
+with the very arguments it was recorded with, into the very results."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright import metrics
+from tilewright.host import cudagraphs
+from tilewright.host.cudagraphs import Facts, Replayed
+
+Call = Callable[[list[Any]], Any]
+
+
+class FakeCard:
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+        self.copied = 0
+        self.fails = ""
+        self.busy = False
+        self.current = 1
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def stream(self) -> int:
+        return self.current
+
+    def recording(self) -> bool:
+        return self.busy
+
+    def pointers(self, args: list[Any]) -> tuple[int, ...]:
+        return tuple(a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args)
+
+    def copy(self, to: int, start: int, size: int, stream: int) -> None:
+        import ctypes
+
+        ctypes.memmove(to, start, size)
+        self.copied += size
+
+    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[], None], Any]:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self.recorded += 1
+        given = list(args)
+        before = [a.clone() if isinstance(a, torch.Tensor) else a for a in given]
+        results = [torch.full_like(r, 99) if not _is_one_of(r, given) else r
+                   for r in call(list(given))]  # fmt: skip
+
+        for a, b in zip(given, before, strict=True):  # recording runs nothing
+            if isinstance(a, torch.Tensor):
+                a.copy_(b)
+
+        def replay() -> None:
+            self.replayed += 1
+            for kept, made in zip(results, call(list(given)), strict=True):
+                kept.copy_(made)
+
+        return replay, tuple(results)
+
+
+def _is_one_of(result: torch.Tensor, args: list[Any]) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.data_ptr() == result.data_ptr() for a in args)
+
+
+@pytest.fixture
+def card() -> FakeCard:
+    metrics.reset()
+    return FakeCard()
+
+
+def linear(args: list[Any]) -> Any:
+    weight, x = args
+    args.clear()
+    return (x @ weight, x + 1)
+
+
+def replayed(card: FakeCard, call: Call = linear, **known: Any) -> Replayed:
+    return Replayed(call, Facts(0, known.pop("mutated", ()), **known), card)
+
+
+def check(program: Replayed, weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    expected = linear([weight, x])
+    args = [weight, x]
+    results = program(args)
+    assert args == []
+    torch.testing.assert_close(results, expected)
+    return results
+
+
+def test_the_second_call_is_recorded_and_the_third_only_replayed(card: FakeCard):
+    program, weight = replayed(card), torch.randn(4, 4)
+    for _ in range(5):
+        check(program, weight, torch.randn(3, 4))
+    assert card.recorded == 1 and card.replayed == 4
+
+
+def test_what_does_not_move_is_not_copied(card: FakeCard):
+    program, weight, keep = replayed(card), torch.randn(4, 4), []
+    for _ in range(4):
+        keep.append(torch.randn(3, 4))
+        check(program, weight, keep[-1])
+    assert card.copied == 4 * (3 * 4) * 4  # once when recording, and three replays
+    weight += 1  # in place, as an optimiser does
+    check(program, weight, keep[-1])
+    assert card.recorded == 1
+
+
+def test_a_parameter_that_moves_is_recorded_again_and_then_copied(card: FakeCard):
+    program, x, keep = replayed(card), torch.randn(3, 4), []
+    for _ in range(3):
+        check(program, x.t() @ x, x)
+        keep.append(torch.empty(4, 4))
+    for _ in range(6):
+        keep.append(torch.randn(4, 4))
+        check(program, keep[-1], x)
+    assert card.recorded <= cudagraphs.MOST_TURNS + 1
+    before = card.recorded
+    keep.append(torch.randn(4, 4))
+    check(program, keep[-1], x)
+    assert card.recorded == before
+
+
+def test_results_that_are_held_are_not_overwritten(card: FakeCard):
+    program, weight = replayed(card), torch.randn(256, 256)
+    held = []
+    for _ in range(8):
+        x = torch.randn(256, 256)
+        held.append((check(program, weight, x), linear([weight, x])))
+        for results, expected in held:
+            torch.testing.assert_close(results, expected)
+    assert card.recorded == cudagraphs.MOST_TURNS
+    held.clear()
+    gc.collect()
+    before = card.replayed
+    check(program, weight, torch.randn(256, 256))
+    assert card.replayed == before + 1
+
+
+def test_a_view_of_a_result_holds_it(card: FakeCard):
+    program, weight = replayed(card), torch.randn(256, 256)
+    for _ in range(2):
+        check(program, weight, torch.randn(256, 256))
+    part = check(program, weight, torch.randn(256, 256))[0][3]
+    before = part.clone()
+    check(program, weight, torch.randn(256, 256))
+    torch.testing.assert_close(part, before)
+
+
+def test_small_results_that_are_held_are_copied_out(card: FakeCard):
+    program, weight, held = replayed(card), torch.randn(4, 4), []
+    for _ in range(8):
+        x = torch.randn(3, 4)
+        held.append((check(program, weight, x), linear([weight, x])))
+    for results, expected in held:
+        torch.testing.assert_close(results, expected)
+    assert card.recorded == 2 and card.replayed == 7
+
+
+def test_every_size_has_a_recording_up_to_a_limit(card: FakeCard, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cudagraphs, "MOST_SIZES", 3)
+    program, weight = replayed(card, dynamic=True), torch.randn(4, 4)
+    for _ in range(3):
+        for n in (3, 5, 7, 9, 11):
+            check(program, weight, torch.randn(n, 4))
+    assert card.recorded == 3
+    assert metrics.counters["cudagraphs"]["more sizes than are recorded"] > 0
+
+
+def test_numbers_are_part_of_a_recording(card: FakeCard):
+    def scale(args: list[Any]) -> Any:
+        x, by = args
+        args.clear()
+        return (x * by,)
+
+    program = replayed(card, scale, numbers=(1,))
+    for by in (2, 3, 2, 3, 2, 3):
+        x = torch.randn(5)
+        torch.testing.assert_close(program([x, by])[0], x * by)
+    assert card.recorded == 2
+
+
+def test_arguments_that_are_written_to_come_back(card: FakeCard):
+    def bump(args: list[Any]) -> Any:
+        x, y = args
+        args.clear()
+        x += y
+        return (x * 2,)
+
+    program, keep = replayed(card, bump, mutated=(0,)), []
+    for _ in range(5):
+        x, y = torch.randn(6), torch.randn(6)
+        keep += [x, y]
+        expected = x + y
+        (result,) = program([x, y])
+        torch.testing.assert_close(x, expected)
+        torch.testing.assert_close(result, 2 * expected)
+    assert card.recorded == 2  # the second copies its result out, which `result` still is
+
+
+def test_arguments_with_any_strides_are_copied(card: FakeCard):
+    program, weight, keep = replayed(card), torch.randn(4, 4), []
+    for _ in range(4):
+        keep.append(torch.randn(4, 6).t()[::2])
+        check(program, weight, keep[-1])
+    assert card.recorded == 1
+    program, keep = replayed(card), []
+    for _ in range(4):
+        keep.append(torch.randn(4, 1).expand(4, 4).t()[:3])
+        check(program, weight, keep[-1])
+
+
+def test_what_cannot_be_recorded_runs_plainly(card: FakeCard):
+    card.fails = "operation not permitted when stream is capturing"
+    program, weight = replayed(card), torch.randn(4, 4)
+    for _ in range(4):
+        check(program, weight, torch.randn(3, 4))
+    assert card.replayed == 0 and "not permitted" in program.stopped
+    assert any("not permitted" in reason for reason in metrics.counters["cudagraphs"])
+
+
+def test_inside_another_recording_it_runs_plainly(card: FakeCard):
+    program, weight = replayed(card), torch.randn(4, 4)
+    card.busy = True
+    for _ in range(3):
+        check(program, weight, torch.randn(3, 4))
+    assert card.recorded == 0
+
+
+def test_streams_do_not_share_recordings(card: FakeCard):
+    program, weight = replayed(card), torch.randn(4, 4)
+    for stream in (1, 2, 1, 2, 1, 2):
+        card.current = stream
+        check(program, weight, torch.randn(3, 4))
+    assert card.recorded == 2
