@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch._higher_order_ops import auto_functionalize as af
-from torch._library.utils import is_out
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
@@ -45,6 +44,9 @@ UNINITIALISED = frozenset((
 # ---- memory to write to
 
 
+_OUT = getattr(torch.Tag, "out", None)  # operators have it from torch 2.13 on
+
+
 def own(ctx: Lowering, given: Node, others: Sequence[Node]) -> Tensor:
     """The value of `given`, laid out as eager has it, in memory that the current node may write.
 
@@ -73,7 +75,7 @@ def own(ctx: Lowering, given: Node, others: Sequence[Node]) -> Tensor:
 def functionalized(ctx: Lowering, node: Node) -> list[Any]:
     """`auto_functionalized_v2(op, ..., _all_bases=[...])` gives op's results and the new bases."""
     op, given, bases = _parts(node)
-    if is_out(op):
+    if _OUT in op.tags:
         raise Unsupported("an operator that makes its outputs")
     names, types = af.get_mutable_args(op)
     made: Any = bases  # only their number matters
