@@ -118,3 +118,22 @@ def test_statistics_of_far_away_values() -> None:
     ours = compiled(lambda t: F.layer_norm(t, (1000,)))(x)
     exact = F.layer_norm(x.double(), (1000,))
     assert (ours - exact).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 3, 7), (2, 3, 4, 4)])
+def test_batch_norm_rounds_its_statistics_where_eager_does(shape: tuple[int, ...]) -> None:
+    """To the bit, up to the order of float32 sums: even the count is rounded."""
+    x, grad = (torch.randn(shape).bfloat16() for _ in range(2))
+    weight, bias = (torch.rand(shape[1]).bfloat16() for _ in range(2))
+
+    def both(x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        found = torch.ops.aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+        back = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, None, None, found[1], found[2], True, 1e-5, [True, True, True]
+        )
+        return [*found, *back]
+
+    args = (x, grad, weight, bias)
+    for a, e in zip(compiled(both)(*args), both(*args), strict=True):
+        apart = (a != e).double().mean().item()
+        assert apart < 0.005, f"{apart:.1%} of the elements differ"

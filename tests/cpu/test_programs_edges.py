@@ -98,6 +98,13 @@ def test_interpolation_of_nothing() -> None:
     check(lambda x: F.interpolate(x, scale_factor=2), torch.zeros(0, 3, 4, 4), fallbacks=True)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_padding_that_takes_away_keeps_the_layout(dynamic: bool) -> None:
+    x = torch.randn(5, 7, 10).transpose(1, 2)
+    check(lambda x: F.pad(x, (0, 0, 0, 6 - x.size(1))), x, dynamic=dynamic)
+    check(lambda x: F.pad(x, (-1, -2)), x, dynamic=dynamic)
+
+
 # ---- g++ 12 mixes up the lanes of masked loads that are neighbours
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 aten = torch.ops.aten
 
@@ -76,7 +77,23 @@ def _loss_of_one_sample(op: Any, reduction_at: int) -> Callable[..., Any]:
     return traced
 
 
+def _cropped(x: torch.Tensor, pad: list[Any], value: Any = 0) -> Any:
+    """Padding that only takes away is a copy of a slice in eager, laid out like its input. The
+    shape function for symbolic sizes says contiguous: so the sign of the sizes is made a fact."""
+    if not all(_is_crop(p) for p in pad):
+        return NotImplemented
+    for k in range(len(pad) // 2):
+        dim = x.dim() - 1 - k
+        x = x.narrow(dim, -pad[2 * k], x.size(dim) + pad[2 * k] + pad[2 * k + 1])
+    return x.clone()
+
+
+def _is_crop(pad: Any) -> bool:
+    return not free_unbacked_symbols(pad) and bool(pad <= 0)
+
+
 OWN: dict[Any, Callable[..., Any]] = {
+    aten.constant_pad_nd.default: _cropped,
     aten.multi_margin_loss.default: _loss_of_one_sample(aten.multi_margin_loss.default, 3),
     aten.multilabel_margin_loss_forward.default: _loss_of_one_sample(
         aten.multilabel_margin_loss_forward.default, 0

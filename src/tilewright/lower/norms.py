@@ -35,7 +35,7 @@ from tilewright.lower.fold import (
     sub,
     total,
 )
-from tilewright.lower.promote import LOW_PRECISION, compute_type
+from tilewright.lower.promote import compute_type
 from tilewright.lower.reductions import vector_norm
 from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Size, Tensor, pointwise, view
@@ -294,15 +294,25 @@ def _batch_norm_training(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: 
                          eps: float) -> _BatchNorm:  # fmt: skip
     dims = _channel_dims(x)
     values, weight, bias = _in(x.dtype, keep(ctx, x), _channel(weight, x), _channel(bias, x))
+    dtype, saved = values.dtype, dtype_of(ctx, 1)
+
+    def held(e: Expr) -> Expr:
+        """Eager keeps every statistic, and even the count, in the type of the saved ones."""
+        return build.cast(build.cast(e, saved), dtype)
+
+    def variance(freedom: Expr) -> FromMoments:
+        return lambda mean, squares: held(div(held(squares), held(number(freedom, dtype))))
+
+    def inverse_root(mean: Expr, squares: Expr) -> Expr:
+        biased = variance(count)(mean, squares)
+        return build.op("rsqrt", add(biased, number(eps, dtype)))
+
     count = count_of(x, dims)
-    freedom = number(ix.sub(count, 1), values.dtype)
-    mean, inverse, variance = moments(
-        ctx, values, dims, False, (values.dtype, _mean),
-        (values.dtype, _inverse_root(count, eps)),
-        (values.dtype, lambda mean, squares: div(squares, freedom)),
-    )  # fmt: skip
-    normal = _normalized(values, along(mean, [1], x.size), along(inverse, [1], x.size))
-    return _BatchNorm(_affine(normal, weight, bias), mean, inverse, variance)
+    statistics = moments(ctx, values, dims, False, (saved, _mean), (saved, inverse_root),
+                         (saved, variance(ix.sub(count, 1))))  # fmt: skip
+    mean, inverse = (along(t, [1], x.size).to(dtype) for t in statistics[:2])
+    normal = _normalized(values, mean, inverse)
+    return _BatchNorm(_affine(normal, weight, bias), *statistics)
 
 
 def _batch_norm_inference(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: Tensor | None,
@@ -321,7 +331,7 @@ def _inverse(variance: Tensor, eps: float) -> Tensor:
 
 
 def _updated(running: Tensor, fresh: Tensor, momentum: float, result: torch.dtype) -> Tensor:
-    dtype = compute_type(running.dtype)
+    dtype = torch.float64  # as eager's momentum
     share, rest = number(momentum, dtype), number(1 - momentum, dtype)
     mixed = pointwise(lambda old, new: add(mul(share, new), mul(rest, old)),
                       running.to(dtype), fresh.to(dtype))  # fmt: skip
@@ -343,7 +353,8 @@ def _batch_norm(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: Tensor | 
         if mean is None or variance is None:
             raise Unsupported("inference without running statistics")
         out = _batch_norm_inference(ctx, x, weight, bias, mean, variance, eps)
-        return [out.to(dtype_of(ctx, 0)), _unused(ctx, 1), _unused(ctx, 2), mean, variance]
+        kept = [mean.to(dtype_of(ctx, -2)), variance.to(dtype_of(ctx, -1))]
+        return [out.to(dtype_of(ctx, 0)), _unused(ctx, 1), _unused(ctx, 2), *kept]
     found = _batch_norm_training(ctx, x, weight, bias, eps)
     results = [found.out.to(dtype_of(ctx, 0)), found.mean.to(dtype_of(ctx, 1)),
                found.inverse.to(dtype_of(ctx, 2))]  # fmt: skip
@@ -409,10 +420,6 @@ def _batch_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, weight: Tensor 
     if mean is None or inverse is None:
         raise Unsupported("inference without running statistics")
     dims = _channel_dims(x)
-    if training and mean.dtype in LOW_PRECISION:
-        # rounded statistics no longer cancel: taking them again costs a pass, and saves the result
-        fresh = _statistics(ctx, x.to(compute_type(x.dtype)), dims, eps)
-        mean, inverse = (squeeze(t, dims) for t in fresh)
     wanted = _wanted(ctx, mask)
     grad, values, centre, spread, weight = _in(
         x.dtype, keep(ctx, grad), keep(ctx, x), _channel(mean, x), _channel(inverse, x),

@@ -20,6 +20,7 @@ from tilewright.lower import formula as f
 from tilewright.lower.context import Lowering
 from tilewright.lower.promote import (
     KIND,
+    LOW_PRECISION,
     Operand,
     compute_type,
     elementwise,
@@ -109,7 +110,7 @@ _FLOAT_ROWS = (
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf", "erfc",
     "erfinv", "exp", "exp2", "expm1", "i0", "lgamma", "log", "log10", "log1p", "log2", "rsqrt",
     "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh", "special_airy_ai", "special_bessel_j0",
-    "special_bessel_j1", "special_bessel_y0", "special_bessel_y1", "special_erfcx", "special_i0e",
+    "special_bessel_j1", "special_bessel_y0", "special_bessel_y1", "special_erfcx",
     "special_i1", "special_i1e", "special_log_ndtr", "special_modified_bessel_i0",
     "special_modified_bessel_i1", "special_modified_bessel_k0", "special_modified_bessel_k1",
     "special_ndtri", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1",
@@ -120,6 +121,14 @@ _FLOAT_ROWS = (
 for _name in _FLOAT_ROWS:
     _row = f.unary(_name.removeprefix("special_"))
     lowers(getattr(aten, _name).default)(_one(_row, KIND.INT_TO_FLOAT))
+
+
+@lowers(aten.special_i0e.default)
+def _i0e(ctx: Lowering, x: Tensor) -> Tensor:
+    if x.dtype in LOW_PRECISION:
+        raise Unsupported("eager computes it in float32 by vectors, and the rest in its own type")
+    return _one(f.unary("i0e"), KIND.INT_TO_FLOAT)(ctx, x)
+
 
 _ONE: list[tuple[Any, Callable[[Expr], Expr], KIND]] = [
     (aten.reciprocal, f.reciprocal, KIND.INT_TO_FLOAT),

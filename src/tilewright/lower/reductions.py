@@ -344,10 +344,16 @@ def _finite_or_zero(x: Expr) -> Expr:
 def _logsumexp(ctx: Lowering, t: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     result = dtype_of(ctx)
     dims = dims_of(t, dim)
-    values = keep(ctx, t.to(compute_type(result)))
+    wide = compute_type(result)
+    values = keep(ctx, t.to(wide))
+
+    def held(e: Expr) -> Expr:
+        """Eager stores every step of it in the result's type."""
+        return build.cast(build.cast(e, result), wide)
+
     # an infinite greatest element is not subtracted: inf - inf would be NaN
     top = fold(ctx, "max", values, dims, True, finish=_finite_or_zero)
-    powers = apply(lambda x, m: build.op("exp", sub(x, m)), values, top)
-    logs = fold(ctx, "sum", powers, dims, True, finish=lambda s: build.op("log", s))
+    powers = apply(lambda x, m: held(build.op("exp", held(sub(x, m)))), values, top)
+    logs = fold(ctx, "sum", powers, dims, True, finish=lambda s: held(build.op("log", held(s))))
     out = apply(lambda s, m: build.op("add", s, m), logs, top).to(result)
     return out if keepdim else squeeze(out, dims)
