@@ -17,7 +17,7 @@ demo: check-cxx $(STAMP) ## compile and run two small models, checked against ea
 	@$(PY) examples/demo.py
 
 test: check-cxx lint ## lint, then every test that needs no GPU (what CI runs)
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n auto --maxprocesses 8
 
 test-all: test ## the tests, then PyTorch's whole operator sample set
 	@$(PY) -m tests.sweep --all
