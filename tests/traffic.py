@@ -109,6 +109,32 @@ def squares(a: Tensor, b: Tensor) -> Tensor:
     return ((a - b) ** 2).sum(-1).amax(1)
 
 
+def copy_cat(target: Tensor, a: Tensor, b: Tensor) -> None:
+    target.copy_(cat([a, b]))
+
+
+def choice1(a: Tensor) -> Tensor:
+    c = a.cos()
+    return c @ c + c.cos()
+
+
+def choice2(a: Tensor) -> Tensor:
+    c = a.cos()
+    return c @ c + c.sum(1)
+
+
+def choice3(a: Tensor) -> tuple[Tensor, Tensor]:
+    c = a.cos()
+    e = c + a
+    return c @ c + e, e
+
+
+def choice4(a: Tensor, b: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    c = a + b
+    e = c + b + more
+    return c @ c + e + more, e
+
+
 def unremat(x: Tensor) -> Tensor:
     return (x @ torch.ones_like(x)).tanh().tanh()
 
@@ -193,20 +219,27 @@ CASES = [
     Case("PF-04a", 40, lambda a, b: cat([a.sin(), b.sin()]), "f32[10] f32[10]"),
     Case("PF-04b", 40, lambda a, b: cat([a, b]), "f32[10] f32[10]"),
     Case("PF-04c", 40, lambda a, b: cat([a.cos(), b]), "f32[10] f32[10]"),
+    Case("PF-04d", 30, lambda a: cat([a.cos(), a.sin()]), "f32[10]"),
+    Case("PF-04e", 400, lambda a, b: cat([a @ a, b.sin()]), "f32[10,10]" * 2),
     Case("PF-04f", 600, lambda *x: cat([t + k for k, t in enumerate(x)]) + 10, "f32[10,10]" * 3),
     Case("PF-04g", 1000, lambda *x: cat([t + k for k, t in enumerate(x)]) + 10, "f32[10,10]" * 5),
     Case("PF-04h", 2600, lambda a, b: cat([a.sum(0), b.sum(0)]) + 10, "f32[10,10,10]" * 2,
-         floor=2200),
+         floor=2200, bound=2200),
     Case("PF-05a", 400, lambda a, b: cat([softmax(a, 1), softmax(b, 1)]), "f32[10,10]" * 2),
+    Case("PF-05b", 680, lambda a, b: cat([softmax(a, 1), softmax(b, 1)]).cos(), "f32[10,10]" * 2,
+         floor=400, bound=400),
     Case("PF-05c", 600, lambda a, b: cat([a.cos(), b @ b]).cos(), "f32[10,10]" * 2),
     Case("PF-05d", 800, lambda a, b: cat([a @ a, b @ b]).cos(), "f32[10,10]" * 2),
     Case("PF-05e", 400, lambda a, b: cat([a, b]).cos(), "f32[10,10]" * 2),
     Case("PF-05f", 400, lambda a, b: cat([a, b.cos()]), "f32[10,10]" * 2),
     Case("PF-05g", 680, lambda a, b: F.pad(cat([a @ a, b]), (2, 2), value=0.5), "f32[10,10]" * 2,
-         floor=480),
-    Case("PF-06", 6400, lambda *x: cat([F.gelu(t) for t in x]) + 10, "f32[10,10]" * 16, floor=3200),
-    Case("PF-07", 9600, lambda *x: cat([F.relu(t) for t in x]) + 10, "f32[10,10]" * 16, floor=3200),
-    Case("PF-08", 400, lambda a, b: cat([a + 1, b + 2]) + 3, "f32[10,10]" * 2),
+         floor=480, bound=480),
+    Case("PF-06", 6400, lambda *x: cat([F.gelu(t) for t in x]) + 10, "f32[10,10]" * 16, floor=3200,
+         bound=3200),
+    Case("PF-07", 9600, lambda *x: cat([F.relu(t) for t in x]) + 10, "f32[10,10]" * 16, floor=3200,
+         bound=3200),
+    Case("PF-08", 400, lambda a, b: cat([a + 1, b + 2]) + 3, "f32[10,10]" * 2,
+         options={"max_pointwise_cat_inputs": 0}),
     Case("PF-09", 30, lambda a, i: a[i], "f32[10] i32[10]"),
     Case("PF-10", 6144, shared_mask, "f32[32,32]" * 3),
     # one kernel
@@ -227,7 +260,11 @@ CASES = [
     Case("PF-24", 320, lambda a, i: a[i].cos(), "f32[10,10] i32[20]"),
     Case("PF-25", 140, lambda a, i: a[i].cos().sum(1), "f32[10,10] i32[20]"),
     Case("PF-26", 500, add_into_both, "f32[10,10]" * 3),
+    Case("PF-27", 40, copy_cat, "f32[20] f32[10] f32[10]"),
     # grouping when not everything fits; every op is a buffer of its own
+    Case("PF-31", 700, choice1, "f32[10,10]", floor=600, bound=600, options=EVERY_OP),
+    Case("PF-32", 620, choice2, "f32[10,10]", floor=420, bound=420, options=EVERY_OP),
+    Case("PF-33", 800, choice3, "f32[10,10]", floor=600, bound=600, options=EVERY_OP),
     Case("PF-34a", 1331, lambda x, w: x * w + 1, "f32[2,3,10,11] f32[11]", options=EVERY_OP),
     Case("PF-34b", 1342, lambda x, v, w: x * v + x * w, "f32[2,3,10,11] f32[11] f32[11]",
          options=EVERY_OP),
@@ -241,7 +278,8 @@ CASES = [
     Case("PF-38", 90, lambda *x: sum(x).cos().cos(), "f32[10]" * 4, train=True),
     Case("PF-39", 450, lambda x: (x < 0) * x, "f32[100]", train=True),
     Case("PF-40", 1300, unremat, "f32[10,10]", train=True, floor=1200, bound=1200),
-    Case("PF-41", 2600, two_kept, "f32[10,10]", train=True, floor=2200),
+    Case("PF-41", 2600, two_kept, "f32[10,10]", train=True, floor=2200, bound=2200,
+         options={"pattern_matcher": False}),
     Case("PF-43", 70, lambda a, b: cat([a.tanh(), b]), "f32[10] f32[10]", train=True),
     Case("PF-44", 72, lambda x: x.relu(), "f32[16]", train=True),
     Case("PF-45", 900, ThroughView.apply, "f32[100]", train=True),
@@ -281,6 +319,7 @@ CASES = [
     Case("PF-69 at 1024x1024", 2098176, lambda a: (a.sum(0), a.cos()), "f32[1024,1024]"),
     Case("PF-70", 200, lambda a: softmax(a, 0), "f32[10,10]"),
     Case("PF-70 at 1024x1024", 2097152, lambda a: softmax(a, 0), "f32[1024,1024]"),
+    Case("PF-71", 1000, choice4, "f32[10,10] f16[10,10] f32[10,10]", floor=850, options=EVERY_OP),
     Case("PF-72", 170, squares, "f32[10,1,8] f32[1,10,8]"),
 ]  # fmt: skip
 

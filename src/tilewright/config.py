@@ -91,6 +91,18 @@ max_pointwise_cat_inputs: int = option(
 # Scheduling --------------------------------------------------------------------------------
 
 max_fusion_size: int = option(64, "Most loop nests in one fused kernel.", affects_code=True)
+combo_kernels: bool = option(
+    False, "Let kernels that need nothing of each other share a launch.", affects_code=True
+)
+combo_kernels_pointwise_only: bool = option(
+    False, "Leave reductions out of shared launches.", affects_code=True
+)
+combo_kernel_max_num_nodes: int = option(
+    8, "Most kernels in one shared launch.", affects_code=True, check=lambda n: n > 0
+)
+combo_kernel_max_num_args: int = option(
+    250, "Most buffers of one shared launch.", affects_code=True, check=lambda n: n > 0
+)
 inplace_buffers: bool = option(
     True, "Let a kernel write over an input that nobody reads again.", affects_code=True
 )

@@ -128,7 +128,7 @@ def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Sourc
     """The kernel of a group, for the device its buffers are on; None for an opaque call."""
     if group.call is not None:
         return None
-    nodes = dict.fromkeys(n for m in group.members for n in m.origin.nodes)
+    nodes = dict.fromkeys(n for m in group.nodes for n in m.origin.nodes)
     ops = "_".join(dict.fromkeys(re.sub(r"_\d+$", "", n) for n in nodes))[:60].strip("_")
     device = program.buffers[min(group.writes)].device
     if device.type == "cpu":

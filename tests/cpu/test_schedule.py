@@ -222,7 +222,7 @@ def test_fusion_never_makes_a_cycle() -> None:
     at = b.index(x, i, j)
     b.nest([i, j], Store(a, at, plus(b.at(x, i, j), 1)))
     b.call(torch.ops.aten.mm.default, (b.view(a), b.view(x)), m)
-    b.nest([i, j], Store(c, at, build.op("add", b.at(a, i, j), b.at(m, i, j))))
+    b.nest([i, j], Store(c, at, build.op("mul", b.at(a, i, j), b.at(m, i, j))))
     plan = check(b, c, inputs=[torch.randn(16, 16)])
     assert [s.group.call is not None for s in plan.steps] == [False, True, False]
 

@@ -203,8 +203,8 @@ class _Assembly:
     # ---- calls
 
     def _kernel(self, kernel: KernelCall, group: Group) -> None:
-        places = {m.origin.location: m.origin.nodes[-1] for m in group.members if m.origin.location}
-        origins = dict.fromkeys(n for m in group.members for n in m.origin.nodes)
+        places = {m.origin.location: m.origin.nodes[-1] for m in group.nodes if m.origin.location}
+        origins = dict.fromkeys(n for m in group.nodes for n in m.origin.nodes)
         sites = "".join(f"  @{node}@" for node in places.values())
         self.lines.append(f"# {', '.join(origins)}{sites}")
         site = next(iter(places.values()), "none")
@@ -240,6 +240,8 @@ class _Assembly:
     def _call(self, call: Opaque) -> None:
         args = [self._argument(a) for a in call.args]
         args += [f"{k}={self._argument(v)}" for k, v in call.kwargs.items()]
+        if call.out is not None:
+            args.append(f"out={self._argument(call.out)}")
         result = f"{call.name}_r0" if call.single else call.name
         if call.origin.location:
             self.lines.append(f"# {call.origin.nodes[-1]}  @{call.origin.nodes[-1]}@")

@@ -11,7 +11,7 @@ import torch
 
 from tilewright import config
 from tilewright.ir.expr import INDEX, REBUILD, Expr, Reduce, Scan, const, load, make, rewrite
-from tilewright.ir.index import bounds, known_lt, known_nonneg
+from tilewright.ir.index import bounds, known_le, known_lt, known_nonneg
 from tilewright.ir.ops import INDEX_OPS, TABLE
 
 TRUE, FALSE = const(True, torch.bool), const(False, torch.bool)
@@ -89,7 +89,7 @@ def _is_index(e: Expr) -> bool:
 def _index_lt(a: Expr, b: Expr) -> Expr | None:
     if known_lt(a, b):
         return TRUE
-    return FALSE if bounds(a)[0] >= bounds(b)[1] else None
+    return FALSE if bounds(a)[0] >= bounds(b)[1] or known_le(b, a) else None
 
 
 def _widens(a: torch.dtype, b: torch.dtype, c: torch.dtype) -> bool:

@@ -46,6 +46,9 @@ class GroupLike(Protocol):
     @property
     def nodes(self) -> tuple[Node, ...]: ...
 
+    @property
+    def parts(self) -> Sequence[GroupLike]: ...
+
 
 class StepLike(Protocol):
     """What is needed of a scheduled step; `schedule.memory.Step` is one."""
@@ -206,6 +209,8 @@ class _Machine:
     def fused(self, group: GroupLike) -> None:
         """All members at one point of the outer loops, then at another: any order must do. The
         serial loops run in order inside; what folds over them is stored after the last round."""
+        for part in reversed(group.parts):  # they share a launch, not an order
+            self.fused(part)
         scanned = {n.arg.axis for m in group.members for n in walk(*m.exprs) if n.op == "scan"}
         outer = [v for v in group.outer if v.arg not in scanned]  # a scan runs along its loop
         carried = [m for m in group.members if set(m.reduce) & set(group.serial)]
@@ -266,6 +271,8 @@ class _Machine:
     def call(self, call: Opaque) -> None:
         args = [self._argument(a) for a in call.args]
         kwargs = {k: self._argument(v) for k, v in call.kwargs.items()}
+        if call.out is not None:
+            kwargs["out"] = self.window(call.out)
         result = call.target(*args, **kwargs)
         for name, path in call.binds:
             keys = cast(tuple[KeyEntry, ...], path)

@@ -141,6 +141,7 @@ class Opaque:
     binds: tuple[tuple[str, Any], ...] = ()  # (symbol, path into the result) for unbacked sizes
     single: bool = True  # the result is one tensor, not a tuple
     aliases: bool = False  # a result may share memory with an operand
+    out: View | None = None  # where the only result is written, by a target that takes `out=`
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -149,12 +150,13 @@ class Opaque:
 
     @cached_property
     def writes(self) -> frozenset[str]:
-        return frozenset((*(r for r in self.results if r is not None), *self.mutates))
+        out = () if self.out is None else (self.out.buffer,)
+        return frozenset((*(r for r in self.results if r is not None), *self.mutates, *out))
 
     @property
     def symbols(self) -> set[Expr]:
         found: list[Expr] = []
-        for leaf in leaves((self.args, self.kwargs)):
+        for leaf in leaves((self.args, self.kwargs, self.out)):
             if isinstance(leaf, Expr):
                 found.append(leaf)
             elif isinstance(leaf, View):

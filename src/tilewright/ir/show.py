@@ -72,6 +72,8 @@ def show_nest(nest: Nest) -> str:
 
 def show_call(call: Opaque) -> str:
     results = ", ".join(r or "_" for r in call.results)
+    if call.out is not None:
+        results = _output(call.out)
     return f"{call.name}: {results} = {call.target}({', '.join(sorted(call.reads))})"
 
 

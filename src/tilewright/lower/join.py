@@ -25,6 +25,7 @@ from tilewright.lower.views import axis, inside, permute, replaced, reshape, res
 
 aten = torch.ops.aten
 
+MOST_PARTS = 48  # inputs of a concatenation that is computed where it is used
 MAX_POINTWISE_CAT_WORK = 24
 """Every input's arithmetic is done at every element of the result: above this, store each input
 into its place instead."""
@@ -60,14 +61,34 @@ def _cat(ctx: Lowering, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _join_in_one_loop(ctx: Lowering, inputs: Sequence[Tensor]) -> bool:
-    """Whether to choose an input per element, so that users fuse; pays if there are such users."""
+    """Whether to choose an input per element, so that users fuse; pays if there are such users.
+
+    Where only pointwise ops follow, what they store is cut into the inputs' parts again.
+    """
     assert ctx.node is not None
+    if len(inputs) <= MOST_PARTS and _feeds_pointwise(ctx.node):
+        return True
     work = sum(cost(t.body)[0] for t in inputs)
     return (
         len(inputs) <= config.max_pointwise_cat_inputs
         and work <= MAX_POINTWISE_CAT_WORK
         and any(user.target in LOWERINGS for user in ctx.node.users)
     )
+
+
+def _feeds_pointwise(node: torch.fx.Node, depth: int = 8) -> bool:
+    """Whether there are users, all pointwise, and so on until a result, a product or the like."""
+    if not node.users or depth == 0:
+        return False
+    return all(
+        torch.Tag.pointwise in getattr(user.target, "tags", ())
+        and (_is_stored(user) or _feeds_pointwise(user, depth - 1))
+        for user in node.users
+    )
+
+
+def _is_stored(node: torch.fx.Node) -> bool:
+    return all(user.op == "output" or user.target not in LOWERINGS for user in node.users)
 
 
 def _choose(inputs: Sequence[Tensor], starts: Sequence[Expr], dim: int, size: Size) -> Tensor:

@@ -103,20 +103,26 @@ COMPUTED_INDEX = 16  # work from which on an index is a computation rather than 
 
 
 def cost(body: Expr) -> tuple[int, int]:
-    """(arithmetic in additions, number of loads), each distinct node once; index sums are free."""
+    """(arithmetic in additions, number of loads), each distinct node once; index sums are free.
+
+    Where a position decides which of several operands is used, one of them is: the average.
+    """
     return body.memo("cost", _cost)
 
 
 def _cost(body: Expr) -> tuple[int, int]:
     work, reads = 0, 0
+    masks: set[Expr] = set()
     for node in walk(body):
         if node.op == "load":
             reads += 1
+            masks.update(node.src[1:])
         elif node.op in TABLE:
             work += TABLE[node.op].cost
         elif node.op in INDEX_OPS and node.op not in ("iadd", "imul"):
             work += 2
-    return work, reads
+    choices = max(len(masks), 1)
+    return work // choices, -(-reads // choices)
 
 
 def is_stored(t: Tensor) -> bool:

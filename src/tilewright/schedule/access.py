@@ -25,7 +25,7 @@ def touched(node: Node, buffer: str) -> list[Expr]:
     """The indices at which a node touches a buffer; none where it is not known."""
     if isinstance(node, Nest):
         return list(accesses(node, buffer))
-    found = [v for v in leaves((node.args, node.kwargs)) if isinstance(v, View)]
+    found = [v for v in leaves((node.args, node.kwargs, node.out)) if isinstance(v, View)]
     return [window(v) for v in found if v.buffer == buffer]
 
 
@@ -104,6 +104,29 @@ def _range(steps: Steps) -> tuple[Expr, Expr] | None:
             low = ix.add(low, reach)
         else:
             return None
+    return low, high
+
+
+def within(v: Expr, mask: Expr | None) -> tuple[Expr, Expr]:
+    """The least and the greatest value a loop has where the mask holds, as far as it tells."""
+    low, high = ix.ZERO, ix.sub(v.src[0], 1)
+    conditions = [] if mask is None else [mask]
+    while conditions:
+        c = conditions.pop()
+        if c.op == "bit_and":
+            conditions += c.src
+            continue
+        if c.op not in ("lt", "ge") or c.src[0].dtype != v.dtype:
+            continue
+        p = ix.poly(ix.sub(*c.src))
+        slope = p.get((v,), 0)
+        rest = ix.from_poly({m: k for m, k in p.items() if m != (v,)})
+        if abs(slope) != 1 or free_vars(rest) or loads(rest):
+            continue
+        if (c.op == "lt") == (slope == 1):  # v < -rest, or v <= rest
+            high = ix.minimum(high, ix.sub(ix.neg(rest), 1) if slope == 1 else rest)
+        else:  # v >= -rest, or v > rest
+            low = ix.maximum(low, ix.neg(rest) if slope == 1 else ix.add(rest, 1))
     return low, high
 
 

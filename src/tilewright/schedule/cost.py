@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Buffer, Nest, Node
-from tilewright.schedule.access import Signature, signature, touched
+from tilewright.schedule.access import Signature, signature, touched, window
 from tilewright.schedule.sizes import hint_product
 
 Parts = dict[Signature, int]  # what is touched -> elements
@@ -54,7 +54,9 @@ def _read_indices(node: Node, buffer: str) -> list[Expr]:
 
 
 def _written_indices(node: Node, buffer: str) -> list[Expr]:
-    return [s.index for s in node.stores if s.buffer == buffer] if isinstance(node, Nest) else []
+    if isinstance(node, Nest):
+        return [s.index for s in node.stores if s.buffer == buffer]
+    return [] if node.out is None or node.out.buffer != buffer else [window(node.out)]
 
 
 def _parts(indices: list[Expr], buffer: Buffer) -> Parts:

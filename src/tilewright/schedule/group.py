@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from tilewright.ir.program import Nest, Node, Opaque, Program, View
 from tilewright.schedule.cost import Footprint, Prices, footprint
 from tilewright.schedule.depend import dependences
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
-from tilewright.schedule.limits import unsuited
+from tilewright.schedule.limits import combo_kind, unsuited
 from tilewright.schedule.mixed import fit_in_order, wasteful
 from tilewright.schedule.order import Gap, Order
 from tilewright.schedule.segments import segments_of
@@ -30,6 +30,7 @@ from tilewright.target import Target
 
 NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either side
 MOST_TRIES = 3  # of one pair of groups
+MOST_OPEN = 4  # launches that a group is tried with
 LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
 
@@ -38,6 +39,7 @@ class Group:
     """Nests that become one kernel, or one opaque call.
 
     `outer` are the loops all members share; `local` the buffers that never leave the kernel.
+    `parts`, instead of members, are groups that need nothing of each other and share a launch.
     `serial` are loops all members share too, run one after the other inside `outer`: a member
     that folds over a serial loop stores after its last iteration.
     """
@@ -46,12 +48,20 @@ class Group:
     outer: tuple[Expr, ...] = ()
     serial: tuple[Expr, ...] = ()
     call: Opaque | None = None
+    parts: tuple[Group, ...] = ()
     local: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
 
     @property
     def nodes(self) -> tuple[Node, ...]:
+        if self.parts:
+            return tuple(node for part in self.parts for node in part.nodes)
         return self.members if self.call is None else (self.call,)
+
+    @property
+    def kernels(self) -> tuple[Group, ...]:
+        """The parts that share a launch, or the group itself."""
+        return self.parts or (self,)
 
     @property
     def reads(self) -> set[str]:
@@ -66,13 +76,18 @@ def grouped(program: Program, nodes: Sequence[Node]) -> list[Group]:
     """The nodes as fusion groups, in an order that respects their dependences."""
     search = Search(program, nodes)
     search.run()
+    search.combine()
     return search.groups()
 
 
 class Search:
-    """Groups by number; a joined group keeps the number of one of its two parts."""
+    """Groups by number; a joined group keeps the number of one of its two parts.
 
-    def __init__(self, program: Program, nodes: Sequence[Node]) -> None:
+    `total` counts the users of each buffer where there are others than `nodes`.
+    """
+
+    def __init__(self, program: Program, nodes: Sequence[Node],
+                 total: Counter[str] | None = None) -> None:  # fmt: skip
         self.nodes = nodes
         self.position = {node.name: k for k, node in enumerate(nodes)}
         self.order = Order(dependences(nodes))
@@ -81,7 +96,8 @@ class Search:
         self.touch: list[Footprint] = [footprint(n, k, program.buffers)
                                        for k, n in enumerate(nodes)]  # fmt: skip
         visible = {o.buffer for o in program.outputs if isinstance(o, View)}
-        total = Counter(b for touch in self.touch for b in touch)
+        if total is None:
+            total = Counter(b for touch in self.touch for b in touch)
         self.prices = Prices(program.buffers, visible, total)
         self.device = [_device(program, node) for node in nodes]
         self.targets: dict[torch.device, Target] = {}
@@ -91,6 +107,7 @@ class Search:
         self.tries: Counter[tuple[int, int]] = Counter()
         self.refused: dict[tuple[int, int], str] = {}
         self.heap: list[tuple[int, int, int, int, int, int]] = []
+        self.launch: dict[int, list[int]] = {}  # a group -> all that share its launch
 
     # ---- pairs
 
@@ -204,7 +221,62 @@ class Search:
         for other in sorted(self.near[a]):
             self._weigh(a, other)
 
+    # ---- launches
+
+    def combine(self) -> None:
+        """Let groups that need nothing of each other share a launch: those that fill parts of one
+        buffer, and all that are alike where `combo_kernels` asks for it."""
+        writers: dict[str, list[int]] = {}
+        for k in sorted(self.shape, key=self.order.rank.__getitem__):
+            if not self._target(k).is_gpu or config.combo_kernels:
+                for b, touch in self.touch[k].items():
+                    if touch.writes:
+                        writers.setdefault(b, []).append(k)
+        for ks in writers.values():
+            self._share_launches(ks, 1 << 30)
+        if config.combo_kernels:
+            kinds: dict[tuple[torch.device, bool, int], list[int]] = {}
+            for k in sorted(self.shape, key=self.order.rank.__getitem__):
+                kind = combo_kind(self.shape[k])
+                if kind is not None and k not in self.launch:
+                    kinds.setdefault((self.device[k], *kind), []).append(k)
+            for ks in kinds.values():
+                self._share_launches(ks, config.combo_kernel_max_num_nodes)
+
+    def _share_launches(self, ks: Sequence[int], most: int) -> None:
+        open_: list[int] = []
+        for k in ks:
+            if k in self.launch:
+                continue
+            into = next((a for a in open_[-MOST_OPEN:] if self._launch_with(a, k, most)), None)
+            if into is None:
+                open_.append(k)
+
+    def _launch_with(self, a: int, k: int, most: int) -> bool:
+        together = [*self.launch.get(a, [a]), k]
+        buffers = {b for g in together for b in self.touch[g]}
+        if len(together) > most or len(buffers) > config.combo_kernel_max_num_args:
+            return False
+        if k in self.order.feeds[a] or k in self.order.needs[a]:
+            return False
+        gap = self.order.between(a, k)
+        if isinstance(gap, str):
+            return False
+        self.order.join(a, k, gap)
+        for g in together:
+            self.launch[g] = together
+        return True
+
     # ---- the result
+
+    def bytes(self) -> int:
+        return sum(self.prices.bytes(self.touch[k]) for k in self.parts)
+
+    def is_apart(self, name: str, others: Collection[str]) -> bool:
+        """Whether a node has joined none but `others`."""
+        k = self.position.get(name)
+        parts = next((p for p in self.parts.values() if k in p), ())
+        return bool(parts) and all(self.nodes[p].name in others for p in parts)
 
     def groups(self) -> list[Group]:
         made: dict[int, Group] = {}
@@ -217,6 +289,12 @@ class Search:
                 made[k] = (Group((node,), node.loops) if isinstance(node, Nest)
                            else Group(call=node))  # fmt: skip
         home = {part: k for k, parts in self.parts.items() for part in parts}
+        for k, together in self.launch.items():
+            if k == together[0]:
+                made[k] = Group(parts=tuple(made[g] for g in together))
+            else:
+                home.update(dict.fromkeys(self.parts[k], together[0]))
+        made = {k: g for k, g in made.items() if self.launch.get(k, [k])[0] == k}
         for (a, b), reason in self.refused.items():
             one, other = made[home[a]], made[home[b]]
             if one is not other:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads, var
 from tilewright.ir.program import Nest
-from tilewright.schedule.access import Terms, accesses, all_loops, disjoint, signature, terms
+from tilewright.schedule.access import (
+    Terms,
+    accesses,
+    all_loops,
+    disjoint,
+    signature,
+    terms,
+    within,
+)
 from tilewright.schedule.loops import is_fold, rename, split
 
 MOST_GUIDES = 6  # common buffers tried, until one brings the loops together
@@ -124,8 +132,9 @@ def _fit(left: Fit, right: Fit, shared: tuple[Expr, ...],
     hazards = list(_hazards(left, right, position))
     problem = next((p for h in hazards if (p := _conflict(h, shared))), "")
     if problem:
-        fewer = _agreed(hazards, shared)
-        if not fewer or fewer == shared or any(_conflict(h, fewer) for h in hazards):
+        fewer = next((outer for outer in _fewer(hazards, shared)
+                      if not any(_conflict(h, outer) for h in hazards)), ())  # fmt: skip
+        if not fewer:
             return Misfit(problem)
         shared = fewer
     members = sorted((*left.members, *right.members), key=lambda m: position[m.name])
@@ -236,10 +245,12 @@ def _conflict(hazard: Hazard, outer: Sequence[Expr]) -> str:
     earlier, later = hazard.earlier, hazard.later
     for a in accesses(earlier, hazard.buffer):
         for b in accesses(later, hazard.buffer):
-            if a is not b and not _same_block(a, b, earlier, later, outer) and not disjoint(a, b):
+            if a is b:
+                if any(v not in earlier.loops for v in outer):
+                    return f"{hazard.buffer} is complete only after the loop over the group"
+            elif not (_same_block(a, b, earlier, later, outer) or disjoint(a, b)
+                      or _near_by(hazard, a, b, outer)):  # fmt: skip
                 return f"{hazard.buffer} is needed at other points of the shared loops"
-            if a is b and any(v not in earlier.loops for v in outer):
-                return f"{hazard.buffer} is complete only after the loop over the group"
     return ""
 
 
@@ -248,6 +259,15 @@ def conflict(earlier: Nest, later: Nest, outer: Sequence[Expr]) -> str:
     hazards = (earlier.writes & (later.reads | later.writes)) | (later.writes & earlier.reads)
     found = (_conflict(Hazard(b, earlier, later), outer) for b in sorted(hazards))
     return next((problem for problem in found if problem), "")
+
+
+def _fewer(hazards: Sequence[Hazard], outer: tuple[Expr, ...]) -> Iterator[tuple[Expr, ...]]:
+    """Fewer shared loops, under which accesses that meet may do so within one iteration."""
+    agreed = _agreed(hazards, outer)
+    if agreed != outer:
+        yield agreed
+    for count in range(len(outer) - 1, 0, -1):
+        yield outer[:count]
 
 
 def _agreed(hazards: Sequence[Hazard], outer: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -284,6 +304,41 @@ def _same_block(a: Expr, b: Expr, earlier: Nest, later: Nest, outer: Sequence[Ex
         return True
     steps = [(ta[0][v], v.src[0]) for v in outer if v in ta[0]]
     return all(ix.separate(steps, _reach(t, outer)) for t in (ta[0], tb[0]))
+
+
+def _near_by(hazard: Hazard, a: Expr, b: Expr, outer: Sequence[Expr]) -> bool:
+    """Whether both stay, at each point of the outer loops, in a block that no other point's
+    accesses reach into."""
+    one = _block(hazard.earlier, hazard.buffer, a, outer)
+    other = _block(hazard.later, hazard.buffer, b, outer)
+    if one is None or other is None or one[0] != other[0]:
+        return False
+    if any(v not in one[0] for v in outer if v.src[0] is not ix.ONE):
+        return False
+    low, high = ix.minimum(one[1], other[1]), ix.maximum(one[2], other[2])
+    return ix.separate([(s, v.src[0]) for v, s in one[0].items()], ix.sub(high, low))
+
+
+def _block(nest: Nest, buffer: str, index: Expr, outer: Sequence[Expr]
+           ) -> tuple[Terms, Expr, Expr] | None:  # fmt: skip
+    """Strides along the outer loops, and the range inside them, of an access."""
+    found = terms(index, all_loops(nest))
+    if found is None or loads(found[1]):
+        return None
+    masks = [n.src[1] if len(n.src) > 1 else None for n in loads(*nest.exprs)
+             if n.arg == buffer and n.src[0] is index]  # fmt: skip
+    stored = any(s.buffer == buffer and s.index is index for s in nest.stores)
+    mask = masks[0] if len(set(masks)) == 1 and not stored else None
+    low = high = found[1]
+    for v, stride in found[0].items():
+        if v in outer:
+            continue
+        first, last = within(v, mask)
+        ends = ix.mul(stride, first), ix.mul(stride, last)
+        if not ix.known_nonneg(stride):
+            ends = ends[::-1]
+        low, high = ix.add(low, ends[0]), ix.add(high, ends[1])
+    return {v: s for v, s in found[0].items() if v in outer}, low, high
 
 
 def _meets_nobody(index: Expr, strides: Terms, nest: Nest) -> bool:

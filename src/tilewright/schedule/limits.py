@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from tilewright import config
+from tilewright.ir import index as ix
 from tilewright.ir.program import Nest
+from tilewright.schedule.access import all_loops
 from tilewright.schedule.legality import Fit
 from tilewright.schedule.sizes import hint_product, work
 from tilewright.target import Target
@@ -20,6 +23,17 @@ def unsuited(group: Fit, target: Target) -> str:
     if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
         return "the loops left to the members are too long to keep their values near"
     return _more_than_rows(group) if target.is_gpu else ""
+
+
+def combo_kind(group: Fit) -> tuple[bool, int] | None:
+    """What groups have in common that may share a launch: whether they fold, and how many loops
+    their memory is contiguous along. None: this one never does."""
+    folds = any(m.reduce for m in group.members)
+    if folds and config.combo_kernels_pointwise_only:
+        return None
+    walks = {v for m in group.members for indices in m.indices.values() for i in indices
+             for v in all_loops(m) if ix.coefficient(i, v) is ix.ONE}  # fmt: skip
+    return folds, max(len(walks), 1)
 
 
 def _is_long(nest: Nest) -> bool:

@@ -169,6 +169,27 @@ def unroll(nest: Nest, v: Expr) -> Nest:
     return replace(copies[0], stores=tuple(s for copy in copies for s in copy.stores))
 
 
+def cut_points(nest: Nest, v: Expr) -> list[Expr]:
+    """Where along `v` a comparison of it changes, in order; none where the order is not known."""
+    found: list[Expr] = []
+    for node in walk(*nest.exprs):
+        if node.op not in ("lt", "ge") or node.src[0].dtype != v.dtype:
+            continue
+        p = ix.poly(ix.sub(*node.src))
+        slope = p.get((v,), 0)
+        rest = ix.from_poly({m: c for m, c in p.items() if m != (v,)})
+        if abs(slope) != 1 or free_vars(rest) or loads(rest):
+            continue
+        point = ix.neg(rest) if slope == 1 else ix.add(rest, 1)
+        if point in found or not (ix.known_lt(0, point) and ix.known_lt(point, v.src[0])):
+            continue
+        after = next((k for k, other in enumerate(found) if ix.known_lt(point, other)), len(found))
+        if not all(ix.known_lt(other, point) for other in found[:after]):
+            return []
+        found.insert(after, point)
+    return found
+
+
 def cuts(nests: Sequence[Nest], v: Expr) -> list[int]:
     """Where along `v` a comparison of it with a literal changes, in order."""
     extent = ix.value_of(v.src[0])

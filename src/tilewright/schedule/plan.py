@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright import metrics
 from tilewright.ir.program import Nest, Program, View
 from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.group import Group, grouped
+from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
 from tilewright.schedule.split import cut_groups
@@ -23,8 +24,10 @@ class Schedule:
 def schedule(program: Program, limits: Limits | None = None) -> Schedule:
     """`limits` says which groups its kernels' language cannot express; those are taken apart."""
     live = _live(program)
-    groups = grouped(program, [split_divisions(node) if isinstance(node, Nest) else node
+    program = replace(program, buffers=dict(program.buffers))
+    nodes = improved(program, [split_divisions(node) if isinstance(node, Nest) else node
                                for node in program.nodes if node.name in live])  # fmt: skip
+    groups = grouped(program, nodes)
     program, groups = cut_groups(program, groups)
     _mark_local(program, groups)
     if limits is not None:
@@ -54,12 +57,13 @@ def _mark_local(program: Program, groups: list[Group]) -> None:
         for b in group.reads | group.writes:
             users.setdefault(b, set()).add(k)
     for k, group in enumerate(groups):
-        if group.call is None:
-            group.local = frozenset(
-                b for b in group.writes
+        for part in group.kernels:
+            part.local = frozenset(
+                b for b in part.writes
                 if users[b] == {k} and b not in visible
-                and program.buffers[b].kind == "temporary" and len(group.members) > 1
+                and program.buffers[b].kind == "temporary" and len(part.members) > 1
             )  # fmt: skip
+        group.local = frozenset().union(*(part.local for part in group.kernels))
 
 
 def _count(program: Program, groups: list[Group]) -> None:

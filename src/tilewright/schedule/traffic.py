@@ -8,7 +8,7 @@ charges what can be touched.
 from __future__ import annotations
 
 from tilewright.ir.expr import Expr, free_vars, loads
-from tilewright.ir.program import Nest, Program, Store
+from tilewright.ir.program import Nest, Opaque, Program, Store
 from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint_bytes, hint_product, work
 
@@ -16,6 +16,8 @@ from tilewright.schedule.sizes import hint_bytes, hint_product, work
 def accessed(program: Program, group: Group) -> int:
     """The compatible count: targets of scatters are read too, a buffer that an opaque call
     mutates counts twice, a kernel of one nest is charged at most its iterations."""
+    if group.parts:
+        return sum(accessed(program, part) for part in group.parts)
     total = 0
     for b in group.reads | group.writes:
         if b in group.local or b not in program.buffers:
@@ -23,6 +25,8 @@ def accessed(program: Program, group: Group) -> int:
         whole = hint_product(program.buffers[b].size)
         if group.call is not None:
             count = whole * (2 if b in group.call.mutates and b in group.reads else 1)
+            if group.call.out is not None and b == group.call.out.buffer:
+                count = hint_product(group.call.out.size)
         else:
             count = _written(group, b, whole)
             if _needed(group, b) or _scattered(group, b):
@@ -33,8 +37,10 @@ def accessed(program: Program, group: Group) -> int:
 
 def moved(program: Program, group: Group) -> int:
     """The honest count: slices and gathers by extent, write-only targets not read."""
+    if group.parts:
+        return sum(moved(program, part) for part in group.parts)
     if group.call is not None:
-        return sum(hint_bytes(program.buffers[b]) for b in group.reads | group.writes
+        return sum(_of_call(program, group.call, b) for b in group.reads | group.writes
                    if b in program.buffers)  # fmt: skip
     total = 0
     for b in group.reads | group.writes:
@@ -46,6 +52,12 @@ def moved(program: Program, group: Group) -> int:
             count += min(whole, sum(_points(i) for m in group.members for i in _patterns(m, b)))
         total += count * program.buffers[b].dtype.itemsize
     return total
+
+
+def _of_call(program: Program, call: Opaque, buffer: str) -> int:
+    if call.out is not None and buffer == call.out.buffer:
+        return hint_product(call.out.size) * call.out.dtype.itemsize
+    return hint_bytes(program.buffers[buffer])
 
 
 def _needed(group: Group, buffer: str) -> bool:

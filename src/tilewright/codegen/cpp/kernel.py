@@ -62,16 +62,44 @@ class CppKernel:
 
 
 @dataclass(frozen=True)
+class Function:
+    """One part of a kernel."""
+
+    text: str
+    params: tuple[Param, ...]
+    types: tuple[str, ...]
+    checked: bool
+    headers: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Row:
-    """Where a local buffer lives: strides of the group's buffer -> strides of the scratch row."""
+    """Where a local buffer lives: a window of it from element `low` on, every `unit`-th element;
+    or, where that would be mostly gaps, its strides as strides of the scratch row."""
 
     name: str
-    strides: dict[Expr, Expr]
     length: Expr
+    low: Expr = ix.ZERO
+    unit: Expr = ix.ONE
+    strides: dict[Expr, Expr] | None = None
 
 
 def generate(program: Program, group: Group) -> CppKernel:
-    return Kernel(program, group).generate()
+    """One function per part of the group, and one that calls them all."""
+    parts = [Kernel(program, part).function(k) for k, part in enumerate(group.kernels)]
+    params = dict.fromkeys(p for part in parts for p in part.params)
+    types = {p: t for part in parts for p, t in zip(part.params, part.types, strict=True)}
+    names = {p: f"a{k}" for k, p in enumerate(params)}
+    checked = any(part.checked for part in parts)
+    head = [f"{types[p]} {names[p]}" for p in params] + ["int64_t* tw_err"] * checked
+    headers = sorted({h for part in parts for h in part.headers})
+    text = PRELUDE + "".join(f'#include "{h}"\n' for h in headers)
+    text += "".join(part.text for part in parts)
+    text += f'extern "C" void kernel({", ".join(head)}) {{\n'
+    for k, part in enumerate(parts):
+        args = [names[p] for p in part.params] + ["tw_err"] * part.checked
+        text += f"    part{k}({', '.join(args)});\n"
+    return CppKernel(text + "}\n", tuple(params), checked)
 
 
 class Kernel:
@@ -145,13 +173,18 @@ class Kernel:
         for v in inner:
             stride = ix.coefficient(index, v)
             assert stride is not None
-            total = ix.add(total, ix.mul(v, row.strides.get(stride, stride)))
+            stride = stride if row.strides is None else row.strides.get(stride, stride)
+            total = ix.add(total, ix.mul(v, stride))
+        if row.strides is None:
+            start = ix.without(index, tuple(free_vars(index)))
+            total = ix.floordiv(ix.add(total, ix.sub(start, row.low)), row.unit)
         text = self.w.index(total)
         return f"({text})*{self.lanes} + lane" if self.tiled else text
 
     # ---- the whole kernel
 
-    def generate(self) -> CppKernel:
+    def function(self, number: int) -> Function:
+        """The whole group as a function of its own."""
         self._place_locals()
         body = self.w
         if self.shape.serial:
@@ -170,49 +203,51 @@ class Kernel:
         if self.flag:
             body.line("if (tw_bad) *tw_err |= tw_bad;")
         params = [Param("ptr", b) for b in self.pointers]
-        head = [f"{memory_type(self.buffers[b].dtype)}* {p}" for b, p in self.pointers.items()]
-        for e, name in self.numbers.items():
+        types = [f"{memory_type(self.buffers[b].dtype)}*" for b in self.pointers]
+        for e in self.numbers:
             params.append(Param("float" if e.dtype == torch.float64 else "int", e.arg.name))
-            ctype = "double" if e.dtype == torch.float64 else "int64_t"
-            head.append(f"{ctype} {name}")
+            types.append("double" if e.dtype == torch.float64 else "int64_t")
+        names = (*self.pointers.values(), *self.numbers.values())
+        head = [f"{t} {name}" for t, name in zip(types, names, strict=True)]
         if self.flag:
             head.append("int64_t* tw_err")
-        lines = [f'extern "C" void kernel({", ".join(head)}) {{']
+        lines = [f"static void part{number}({', '.join(head)}) {{"]
         if self.flag:
             lines.append("    int tw_bad = 0;")
-        text = PRELUDE + "".join(f'#include "{h}"\n' for h in sorted(self.headers))
-        text += "\n".join([*lines, *self.w.lines, "}"]) + "\n"
-        return CppKernel(text, tuple(params), self.flag)
+        text = "\n".join([*lines, *self.w.lines, "}"]) + "\n"
+        return Function(text, tuple(params), tuple(types), self.flag, frozenset(self.headers))
 
     def _place_locals(self) -> None:
         """A local buffer is a variable per outer point, or a row of scratch memory."""
+        stores: dict[str, list[tuple[Store, Nest, Segment]]] = {}
         for segment in self.shape.segments:
             for m in segment.members:
                 for store in m.stores:
                     if store.buffer in self.local:
-                        self._place_local(store, m, segment)
+                        stores.setdefault(store.buffer, []).append((store, m, segment))
+        for buffer, found in stores.items():
+            if not self._is_handed_over(buffer, found):
+                self._place_local(buffer, [(store, m) for store, m, _ in found])
 
-    def _place_local(self, store: Store, nest: Nest, segment: Segment) -> None:
-        inner = [v for v in free_vars(store.index) if v not in self.outer]
-        readers = [(s, m) for s in self.shape.segments for m in s.members
-                   if store.buffer in m.reads]  # fmt: skip
+    def _is_handed_over(self, buffer: str, stores: Sequence[tuple[Store, Nest, Segment]]) -> bool:
+        """Whether each element goes from statement to statement and needs no memory."""
+        _, nest, segment = stores[0]
+        readers = [s for s in self.shape.segments for m in s.members if buffer in m.reads]
         stable = not nest.reads & self.rewritten  # or computing it again would give another value
-        if not nest.reduce and stable and all(s is segment for s, _ in readers):
-            return  # handed over from statement to statement
+        return (len(stores) == 1 and not nest.reduce and stable
+                and all(s is segment for s in readers))  # fmt: skip
+
+    def _place_local(self, buffer: str, stores: Sequence[tuple[Store, Nest]]) -> None:
         name = f"l{len(self.scalars) + len(self.rows)}"
-        if not inner:
-            self.scalars[store.buffer] = name
+        indices = {store.index for store, _ in stores}
+        if len(indices) == 1 and not free_vars(stores[0][0].index) - set(self.outer):
+            self.scalars[buffer] = name
             return
-        found = terms(store.index, all_loops(nest))
-        assert found is not None
-        steps = sorted(((s, v.src[0]) for v, s in found[0].items() if v in inner),
-                       key=lambda p: (hint_product([p[0]]), p[0].key))  # fmt: skip
-        length: Expr = ix.ONE
-        strides: dict[Expr, Expr] = {}
-        for stride, size in steps:
-            strides[stride] = length
-            length = ix.mul(length, size)
-        self.rows[store.buffer] = Row(name, strides, length)
+        found = [terms(store.index, all_loops(nest)) for store, nest in stores]
+        blocks = [(sorted(((s, v.src[0]) for v, s in t[0].items() if v not in self.outer),
+                          key=lambda p: (hint_product([p[0]]), p[0].key)), t[1])
+                  for t in found if t is not None]  # fmt: skip
+        self.rows[buffer] = _row(name, blocks)
 
     # ---- parallel loops
 
@@ -554,6 +589,26 @@ def _in_step(index: Expr) -> bool:
 def _whole(size: Expr) -> Expr:
     """The size of a loop, or that of the first chunk of one that is shorter in the last."""
     return substitute(size, dict.fromkeys(free_vars(size), ix.ZERO))
+
+
+def _row(name: str, blocks: Sequence[tuple[list[tuple[Expr, Expr]], Expr]]) -> Row:
+    """Memory for blocks of elements: each the (stride, size) of its loops, ascending, and where
+    it starts."""
+    steps, low = blocks[0]
+    length: Expr = ix.ONE
+    strides: dict[Expr, Expr] = {}
+    for stride, size in steps:
+        strides[stride] = length
+        length = ix.mul(length, size)
+    unit = steps[0][0] if steps else ix.ONE
+    dense = all(stride is ix.mul(unit, within) for stride, within in strides.items())
+    if len(blocks) == 1:
+        return Row(name, length, low, unit) if dense else Row(name, length, strides=strides)
+    ends = [ix.add(start, *(ix.mul(s, ix.sub(n, 1)) for s, n in steps)) for steps, start in blocks]
+    high = ends[0]
+    for end, (_, start) in zip(ends[1:], blocks[1:], strict=True):
+        low, high = ix.minimum(low, start), ix.maximum(high, end)
+    return Row(name, ix.add(ix.sub(high, low), 1), low)
 
 
 def _rewritten(members: Sequence[Nest]) -> set[str]:
