@@ -7,6 +7,7 @@
 - `cost.py`     the bytes a group moves, and what joining two saves
 - `legality.py` pure: may these two groups be one kernel? yes with the joint group, or a reason
 - `limits.py`   what a processor asks of a group beyond being right
+- `improve.py`  changes of the program that save bytes: cuts, accumulating products, placed results
 - `group.py`    the fusion group, and the search for the grouping that moves the fewest bytes
 - `segments.py` inside a group: which members share a loop
 - `carve.py`    groups that one kernel cannot express, in pieces

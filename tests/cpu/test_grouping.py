@@ -1,0 +1,348 @@
+"""Grouping by bytes: what is joined, cut, written in place or launched together, and that all of it
+computes what eager does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.fuzz.build import Build
+from tests.programs import compiled
+from tilewright import config, metrics
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.expr import var
+from tilewright.ir.program import Program, Store
+from tilewright.schedule.access import disjoint
+from tilewright.schedule.group import Search
+from tilewright.schedule.order import Order
+
+cat = torch.cat
+
+
+def counted(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[int, int]:
+    """(elements, generated kernels) of a program whose result, and whose inputs afterwards, are
+    checked against eager's."""
+    torch._dynamo.reset()
+    metrics.reset()
+    mine, theirs = [x.clone() for x in inputs], [x.clone() for x in inputs]
+    got, want = compiled(function, **options)(*mine), function(*theirs)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    return metrics.num_bytes_accessed // 4, metrics.generated_kernel_count
+
+
+# ---- concatenation and padding
+
+
+JOINS: dict[str, Callable[..., Any]] = {
+    "product_in_place": lambda a, b: cat([a @ a, b.sin()]),
+    "product_in_columns": lambda a, b: cat([b.sin(), a @ a], 1),
+    "two_products": lambda a, b: cat([a @ b, b @ a], 1),
+    "folds": lambda a, b: cat([a.sum(0), b.sum(1)]) + 10,
+    "softmax": lambda a, b: cat([a.softmax(1), b.softmax(1)]).cos(),
+    "softmax_columns": lambda a, b: cat([a.softmax(1), b.softmax(1)], 1).cos() * 2,
+    "padded": lambda a, b: F.pad(cat([a @ a, b]), (2, 3), value=0.5),
+    "padded_rows": lambda a, b: F.pad(a @ b, (0, 0, 1, 2)) + 1,
+    "many": lambda a, b: cat([F.gelu(a + k) for k in range(9)] + [b]) + 10,
+    "then_fold": lambda a, b: (cat([F.gelu(a), b.sin()], 1) + 1).sum(1),
+    "used_twice": lambda a, b: (lambda c: (c.exp(), c.sum(0)))(cat([a.softmax(0), b])),
+    "stacked": lambda a, b: torch.stack([a.sum(1), b.amax(1)], 1).exp(),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", JOINS)
+def test_joined(name: str, dynamic: bool) -> None:
+    counted(JOINS[name], torch.randn(6, 6), torch.randn(6, 6), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_joined_in_other_types(dtype: torch.dtype) -> None:
+    a, b = torch.randn(4, 3, 5).to(dtype), torch.randn(4, 5, 3).to(dtype)
+    elements, _ = counted(lambda a, b: cat([a @ b, (b @ a)[:, :3, :3]], 2), a, b)
+    assert elements > 0
+
+
+def test_a_product_writes_into_its_place() -> None:
+    a, b = torch.randn(10, 10), torch.randn(10, 10)
+    assert counted(lambda a, b: cat([b.sin(), a @ a], 1), a, b) == (400, 1)
+    assert counted(lambda a, b: cat([a @ b, b @ a]), a, b)[0] == 600
+
+
+def test_a_product_does_not_overwrite_what_is_read_later() -> None:
+    def function(x: Tensor, a: Tensor) -> Tensor:
+        product = a @ a
+        before = x.sin()
+        x.copy_(product)
+        return before
+
+    counted(function, torch.randn(8, 8), torch.randn(8, 8))
+
+
+def test_parts_of_one_result_share_a_launch() -> None:
+    a, b = torch.randn(10, 10), torch.randn(7, 10)
+    assert counted(lambda a, b: cat([a.sin(), b.cos()]), a, b) == (340, 1)
+    assert counted(lambda a, b: F.pad(cat([a @ a, b]), (2, 2)), a, b)[1] == 1
+
+
+# ---- products that accumulate
+
+
+def residual(x: Tensor, a: Tensor) -> Tensor:
+    return x + a @ a
+
+
+def test_a_sum_with_a_product_is_one_call() -> None:
+    x, a = torch.randn(10, 10), torch.randn(10, 10)
+    assert counted(residual, x, a) == (300, 0)
+    assert counted(residual, x[0].clone(), a)[0] == 210
+    assert counted(residual, torch.randn(4, 10, 10), torch.randn(4, 10, 10)) == (1200, 0)
+
+
+def test_low_precision_products_are_rounded_before_the_sum() -> None:
+    assert counted(residual, *torch.randn(2, 10, 10).bfloat16().unbind())[1] == 1
+
+
+def test_a_product_of_values_that_change_does_not_wait() -> None:
+    def function(x: Tensor, a: Tensor) -> Tensor:
+        product = a @ a
+        a.add_(1)
+        return product + x
+
+    counted(function, torch.randn(8, 8), torch.randn(8, 8))
+
+
+# ---- loops (LO-1 to LO-13)
+
+
+def one_kernel(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> int:
+    elements, kernels = counted(function, *inputs, **options)
+    assert kernels == 1
+    return elements
+
+
+def test_lo_01_rows_over_dimensions_that_do_not_merge() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x.permute(1, 0, 2).sum(2) + 1) @ y
+
+    elements, kernels = counted(function, torch.randn(20, 20, 30), torch.randn(20, 20))
+    assert (elements, kernels) == (20 * 20 * 30 + 20 * 20 + 3 * 20 * 20, 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_lo_02_contiguous_and_transposed_operands(dynamic: bool) -> None:
+    with config.patch(realize_opcount_threshold=0):
+        one_kernel(lambda a, b: a * 2 + (b * 3).t(), torch.randn(24, 20), torch.randn(20, 24),
+                   dynamic=dynamic)  # fmt: skip
+
+
+def test_lo_03_row_sums_and_a_transposed_copy() -> None:
+    elements = one_kernel(lambda x: (x.sum(1), x.t().contiguous()), torch.randn(64, 96))
+    assert elements == 64 * 96 * 2 + 64
+
+
+def test_lo_04_stored_pointwise_into_an_outer_reduction() -> None:
+    with config.patch(realize_opcount_threshold=0):
+        one_kernel(lambda x: (x.exp() + 1).sin().sum(0), torch.randn(48, 32))
+
+
+def test_lo_07_a_small_common_operand_is_no_reason_to_fuse() -> None:
+    def function(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x + w, y + w[:, None]
+
+    _, kernels = counted(function, torch.randn(300, 64), torch.randn(64, 300), torch.randn(64))
+    assert kernels == 2
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+
+LO_08: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "reshaped": lambda x, w: rms_norm(x.reshape(-1, 4, 32), w),
+    "sliced": lambda x, w: rms_norm(x[:, :64].reshape(-1, 2, 32), w),
+    "transposed": lambda x, w: rms_norm(x.reshape(-1, 4, 32).transpose(0, 1), w),
+    "after_pointwise": lambda x, w: rms_norm((x.sin() * 2).reshape(-1, 4, 32), w),
+}
+
+
+@pytest.mark.parametrize("name", LO_08)
+def test_lo_08_norms_of_the_last_part_of_a_reshape(name: str) -> None:
+    one_kernel(LO_08[name], torch.randn(24, 128), torch.randn(32))
+
+
+def test_lo_09_grouped_quantisation_before_a_product() -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        groups = x.reshape(-1, 8, 16)
+        scale = groups.abs().amax(-1, keepdim=True) / 127
+        return (groups / scale).round().reshape(-1, 128) @ y, scale
+
+    assert counted(function, torch.randn(32, 128), torch.randn(128, 8))[1] == 1
+
+
+def rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    normed = rms_norm(x, w)
+    a, b = normed.chunk(2, -1)
+    return normed * cos + cat([-b, a], -1) * sin
+
+
+def interleaved_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    normed = rms_norm(x, w)
+    a, b = normed[..., ::2], normed[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+
+
+def test_lo_13_norm_then_rope() -> None:
+    x, w = torch.randn(2, 3, 40, 32), torch.randn(32)
+    whole, half = torch.randn(2, 40, 32), torch.randn(2, 40, 16)
+    elements = one_kernel(rope, x, w, *whole.unbind())
+    assert elements == 2 * x.numel() + w.numel() + whole.numel()
+    one_kernel(interleaved_rope, x, w, *half.unbind())
+
+
+def test_lo_13_with_sequences_of_any_length() -> None:
+    x, w, cos, sin = torch.randn(2, 3, 40, 32), torch.randn(32), torch.randn(40, 32), torch.ones(32)
+    torch._dynamo.mark_dynamic(x, 2)
+    torch._dynamo.mark_dynamic(cos, 0)
+    metrics.reset()
+    torch.testing.assert_close(compiled(rope)(x, w, cos, sin), rope(x, w, cos, sin))
+    assert metrics.generated_kernel_count == 1
+
+
+def test_values_are_read_elsewhere_in_the_row_they_were_computed_in() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        return y.flip(-1) + y.roll(3, -1)
+
+    counted(function, torch.randn(70, 33))
+
+
+# ---- shared launches (CK-1 to CK-4, CK-9, CK-10)
+
+
+def six(*x: Tensor) -> list[Tensor]:
+    return [t.sin() + k for k, t in enumerate(x)]
+
+
+SIX = tuple(torch.randn(n) for n in (10, 20, 30, 40, 50, 60))
+
+
+def test_ck_01_independent_kernels_share_a_launch() -> None:
+    assert counted(six, *SIX)[1] == 6
+    with config.patch(combo_kernels=True):
+        assert counted(six, *SIX)[1] == 1
+
+
+def test_ck_01_with_arguments_changed_in_place() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        a.add_(1)
+        b.mul_(2)
+        return c.exp()
+
+    with config.patch(combo_kernels=True):
+        assert counted(function, *SIX[:3])[1] == 1
+
+
+@pytest.mark.parametrize(("pointwise_only", "most"), [(False, 2), (True, 3)])
+def test_ck_02_reductions_and_pointwise(pointwise_only: bool, most: int) -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        return a.sum(1), b.amax(1), c.sin(), d.cos()
+
+    inputs = torch.randn(30, 20), torch.randn(40, 30), torch.randn(50), torch.randn(7, 9)
+    with config.patch(combo_kernels=True, combo_kernels_pointwise_only=pointwise_only):
+        assert counted(function, *inputs)[1] == most
+
+
+def test_ck_03_kernels_over_tiles_are_launched_apart() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        return a + b.t(), c.sin(), d.cos()
+
+    inputs = torch.randn(30, 20), torch.randn(20, 30), torch.randn(50), torch.randn(60)
+    with config.patch(combo_kernels=True):
+        assert counted(function, *inputs)[1] == 2
+
+
+@pytest.mark.parametrize(("most", "launches"), [(8, 1), (3, 2), (2, 3)])
+def test_ck_04_the_most_kernels_of_a_launch(most: int, launches: int) -> None:
+    with config.patch(combo_kernels=True, combo_kernel_max_num_nodes=most):
+        assert counted(six, *SIX)[1] == launches
+
+
+def test_ck_09_lists_fuse_element_by_element() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
+        added = torch._foreach_add([a.sin(), b], [c, d])
+        return [x * 2 for x in torch._foreach_mul(added, 3.0)]
+
+    inputs = torch.randn(10, 3), torch.randn(33), torch.randn(10, 3), torch.randn(33)
+    with config.patch(combo_kernels=True):
+        assert counted(function, *inputs) == (3 * 63, 1)
+
+
+def test_ck_10_long_lists_are_split_and_updated_in_place() -> None:
+    def function(*x: Tensor) -> None:
+        torch._foreach_add_(list(x), 1.0)
+
+    inputs = [torch.randn(5 + k) for k in range(12)]
+    with config.patch(combo_kernels=True, combo_kernel_max_num_nodes=64,
+                      combo_kernel_max_num_args=8):  # fmt: skip
+        elements, kernels = counted(function, *inputs)
+    assert (elements, kernels) == (2 * sum(x.numel() for x in inputs), 2)
+
+
+# ---- the parts of the search
+
+
+def test_disjoint_parts() -> None:
+    i, j = var("i", ix.as_index(10)), var("j", ix.as_index(5))
+    row = ix.mul(i, 20)
+    assert disjoint(i, ix.add(i, 10)) and not disjoint(i, ix.add(i, 9))
+    assert disjoint(ix.add(row, j), ix.add(row, j, 5)) and disjoint(ix.add(row, j, 25), row)
+    assert not disjoint(ix.add(row, j), ix.add(row, j, 4))
+    assert disjoint(ix.mul(i, 2), ix.add(ix.mul(i, 2), 1))
+
+
+def test_an_order_stays_right_while_groups_are_joined() -> None:
+    order = Order([set(), {0}, {1}, {0}, {3}, {2, 4}])
+    assert order.between(0, 2) == "another kernel must run between them"
+    gap = order.between(1, 4)
+    assert not isinstance(gap, str)
+    order.join(1, 4, gap)  # 3 now has to come before 1, 2 after it
+    ranks = [order.rank[k] for k in (0, 3, 1, 2, 5)]
+    assert ranks == sorted(ranks)
+    assert isinstance(order.between(0, 5), str)
+
+
+def ladder(count: int) -> Program:
+    """Rows and their sums, each reading what came shortly before."""
+    b = Build()
+    made: list[tuple[str, int]] = [(b.input(64, 96), 2)]
+    i, j = b.loops(64, 96)
+    for k in range(count):
+        value = build.op("exp", b.at(made[-1][0], *(i, j)[: made[-1][1]]))
+        other, rank = made[max(0, len(made) - 2 - k % 7)]
+        value = build.op("add", value, b.at(other, *(i, j)[:rank]))
+        if k % 5:
+            made.append((b.buffer((64, 96)), 2))
+            b.nest([i, j], Store(made[-1][0], b.index(made[-1][0], i, j), value))
+        else:
+            made.append((b.buffer((64,)), 1))
+            b.nest([i], Store(made[-1][0], i, build.reduce("sum", value)), reduce=[j])
+    return b.returns(made[-1][0])
+
+
+def test_effort_grows_with_the_graph() -> None:
+    """Pairs tried and groups looked at: twice the nodes are at most 2.3 times the work."""
+
+    def effort(count: int) -> int:
+        program = ladder(count)
+        search = Search(program, program.nodes)
+        search.run()
+        return sum(search.tries.values()) + search.order.work
+
+    assert effort(600) <= 2.3 * effort(300)
