@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads, syms
+from tilewright.ir.expr import Expr, loads, syms, walk
 
 StoreMode = Literal["set", "add", "mul", "min", "max"]
 BufferKind = Literal["input", "constant", "temporary"]
@@ -97,6 +97,11 @@ class Nest:
     @cached_property
     def exprs(self) -> tuple[Expr, ...]:
         return tuple(e for store in self.stores for e in store.exprs)
+
+    @cached_property
+    def ops(self) -> frozenset[str]:
+        """The operations its expressions are made of."""
+        return frozenset(node.op for node in walk(*self.exprs))
 
     @cached_property
     def reads(self) -> frozenset[str]:

@@ -37,14 +37,21 @@ def window(view: View) -> Expr:
 
 def terms(index: Expr, loops: Sequence[Expr]) -> tuple[Terms, Expr] | None:
     """The index as strides per loop and a constant rest; None if it is not affine in the loops."""
+    strides, rest = index.memo("strides", _strides)
     found: Terms = {}
     for v in loops:
-        stride = ix.coefficient(index, v)
-        if stride is None:
-            return None
-        if stride is not ix.ZERO:
-            found[v] = stride
-    return found, ix.without(index, loops)
+        if v in strides:
+            if strides[v] is None:
+                return None
+            found[v] = strides[v]
+    return found, rest if len(found) == len(strides) else ix.without(index, loops)
+
+
+def _strides(index: Expr) -> tuple[dict[Expr, Expr | None], Expr]:
+    """The stride along each variable an index depends on (None: not affine), and the rest."""
+    loops = sorted(free_vars(index), key=lambda v: (v.arg, v.key))
+    strides = {v: ix.coefficient(index, v) for v in loops}
+    return ({v: s for v, s in strides.items() if s is not ix.ZERO}, ix.without(index, loops))
 
 
 def signature(index: Expr) -> Signature:
@@ -53,15 +60,11 @@ def signature(index: Expr) -> Signature:
 
 
 def _signature(index: Expr) -> Signature:
-    loops = free_vars(index)
-    steps: list[str] = []
-    for v in loops:
-        stride = ix.coefficient(index, v)
-        if stride is None or free_vars(stride):
-            return (index.key,)
-        if v.src[0] is not ix.ONE:
-            steps.append(f"{stride.key}*{v.src[0].key}")
-    return (*sorted(steps), ix.without(index, tuple(loops)).key)
+    found = terms(index, tuple(free_vars(index)))
+    if found is None or any(free_vars(s) for s in found[0].values()):
+        return (index.key,)
+    steps = [f"{s.key}*{v.src[0].key}" for v, s in found[0].items() if v.src[0] is not ix.ONE]
+    return (*sorted(steps), found[1].key)
 
 
 # ---- ranges

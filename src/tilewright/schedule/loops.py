@@ -70,6 +70,8 @@ def split_divisions(nest: Nest) -> Nest:
 
 def _division(nest: Nest) -> tuple[Expr, Expr] | None:
     candidates: list[tuple[int, Expr, Expr]] = []
+    if not nest.ops & {"ifloordiv", "imod"}:
+        return None
     mine = set(nest.loops) | set(nest.reduce)
     for node in walk(*nest.exprs):
         if node.op not in ("ifloordiv", "imod"):
@@ -88,7 +90,7 @@ def _division(nest: Nest) -> tuple[Expr, Expr] | None:
 
 
 def _scans(nest: Nest) -> bool:
-    return any(node.op == "scan" for node in walk(*nest.exprs))
+    return "scan" in nest.ops
 
 
 def merge(nests: Sequence[Nest], outer: Expr, inner: Expr) -> tuple[list[Nest], Expr] | None:
@@ -135,7 +137,7 @@ def _before(nest: Nest) -> set[Expr]:
 
 
 def is_fold(nest: Nest, op: str) -> bool:
-    return any(node.op == op for node in walk(*nest.exprs))
+    return op in nest.ops
 
 
 def replace_exprs(nest: Nest, change: Callable[[Expr], Expr]) -> Nest:
@@ -172,7 +174,7 @@ def unroll(nest: Nest, v: Expr) -> Nest:
 def cut_points(nest: Nest, v: Expr) -> list[Expr]:
     """Where along `v` a comparison of it changes, in order; none where the order is not known."""
     found: list[Expr] = []
-    for node in walk(*nest.exprs):
+    for node in walk(*nest.exprs) if nest.ops & {"lt", "ge"} else ():
         if node.op not in ("lt", "ge") or node.src[0].dtype != v.dtype:
             continue
         p = ix.poly(ix.sub(*node.src))
