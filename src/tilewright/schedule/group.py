@@ -228,7 +228,7 @@ class Search:
         buffer, and all that are alike where `combo_kernels` asks for it."""
         writers: dict[str, list[int]] = {}
         for k in sorted(self.shape, key=self.order.rank.__getitem__):
-            if not self._target(k).is_gpu or config.combo_kernels:
+            if not self.shape[k].serial and (config.combo_kernels or not self._target(k).is_gpu):
                 for b, touch in self.touch[k].items():
                     if touch.writes:
                         writers.setdefault(b, []).append(k)
@@ -238,7 +238,7 @@ class Search:
             kinds: dict[tuple[torch.device, bool, int], list[int]] = {}
             for k in sorted(self.shape, key=self.order.rank.__getitem__):
                 kind = combo_kind(self.shape[k])
-                if kind is not None and k not in self.launch:
+                if kind is not None and k not in self.launch and not self.shape[k].serial:
                     kinds.setdefault((self.device[k], *kind), []).append(k)
             for ks in kinds.values():
                 self._share_launches(ks, config.combo_kernel_max_num_nodes)
