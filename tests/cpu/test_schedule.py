@@ -299,7 +299,7 @@ def test_a_result_may_take_the_place_of_its_operand() -> None:
     at = b.index(x, i, j)
     b.nest([i, j], Store(a, at, b.at(x, j, i)))
     b.call(torch.ops.aten.mm.default, (b.view(a), b.view(x)), m)
-    b.nest([i, j], Store(s, at, build.op("add", b.at(a, i, j), b.at(m, i, j))))
+    b.nest([i, j], Store(s, at, build.op("mul", b.at(a, i, j), b.at(m, i, j))))
     b.nest([i, j], Store(last, at, b.at(s, ix.sub(15, i), j)))
     plan = check(b, last, inputs=[torch.randn(16, 16)])
     assert (s, a) in [pair for step in plan.steps for pair in step.reuse]
