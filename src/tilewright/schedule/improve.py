@@ -181,7 +181,7 @@ class _State:
         if store.value.op != "add" or store.value.dtype not in (torch.float32, torch.float64):
             return None  # low-precision eager rounds the product before it adds
         for mine, other in (store.value.src, store.value.src[::-1]):
-            if mine.op != "load" or len(mine.src) != 1 or other is mine:
+            if mine.op != "load" or len(mine.src) != 1 or other is mine or not loads(other):
                 continue
             call = self._only_for(mine.arg, nest)
             if not isinstance(call, Opaque) or call.target not in ACCUMULATING:
