@@ -136,7 +136,8 @@ def prepare(fn: Callable[..., Any], args: list[Tensor]) -> tuple[list[Launch], l
     tensors = dict(zip(lowered.inputs, args, strict=True))
     launches: list[Launch] = []
     card = Target.of("cuda")
-    plan = schedule(lowered, lambda made, group: limits(made, group, card))
+    plan = schedule(lowered, lambda program, group: limits(program, group, card))
+    lowered = plan.program
     for k, step in enumerate(plan.steps):
         assert step.group.call is None, f"{step.group.call} is not a kernel of ours"
         kernel = generate(lowered, step.group, card, str(k))
@@ -174,10 +175,10 @@ def timed(fn: Callable[[], Any], repeat: int = 20) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per microsecond, read and written, of a plain copy."""
+    """Bytes per microsecond, read and written, of the plainest kernel there is."""
     a = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda")
     b = torch.empty_like(a)
-    return 2 * a.nbytes / timed(lambda: b.copy_(a), 5)
+    return 2 * a.nbytes / timed(lambda: torch.neg(a, out=b), 5)
 
 
 def measure(name: str, bandwidth: float, every: bool, reference: bool) -> None:
@@ -187,7 +188,7 @@ def measure(name: str, bandwidth: float, every: bool, reference: bool) -> None:
     with torch.no_grad():
         wanted = pytree.tree_leaves(fn(*args))
     right = all(
-        torch.allclose(a.float(), w.float(), rtol=2e-2, atol=2e-2)
+        torch.allclose(a.float(), w.float(), rtol=2e-2, atol=1e-2 * float(w.abs().max()))
         for a, w in zip(results, wanted, strict=True)
     )
     least = sum(t.nbytes for t in (*args, *results))

@@ -48,10 +48,10 @@ def kernels_of(fn: Callable[..., Any], *args: torch.Tensor, target: str = "sm_90
     simplify(gm)
     program = lower(gm)
     made: list[TritonKernel] = []
-    plan = schedule(program, lambda made, group: limits(made, group, Target(target)))
+    plan = schedule(program, lambda program, group: limits(program, group, Target(target)))
     for k, step in enumerate(plan.steps):
         if step.group.call is None:
-            made.append(generate(program, step.group, Target(target), str(k)))
+            made.append(generate(plan.program, step.group, Target(target), str(k)))
     return made
 
 

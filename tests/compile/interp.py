@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tilewright.codegen.triton.kernel import TritonKernel, generate, limits
 from tilewright.graph import decompositions
 from tilewright.graph.simplify import simplify
-from tilewright.host.artifact import locations
 from tilewright.host.program import KernelCall, assemble
 from tilewright.ir.program import Program
 from tilewright.ir.verify import verify
@@ -45,15 +45,19 @@ class Interpreter:
     def _compile(self, gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         with _disable_current_modes():
             simplify(gm)
-            return executable(lower(gm), gm, self.kernels, self._config)
+            program = lower(gm)
+            constants = {n: operator.attrgetter(p)(gm) for n, p in program.constants.items()}
+            return executable(program, constants, self.kernels, self._config)
 
 
-def executable(program: Program, gm: torch.fx.GraphModule | None = None,
-               made: list[TritonKernel] | None = None, config: int = 0
-               ) -> Callable[[list[Any]], Any]:  # fmt: skip
+def executable(
+    program: Program, constants: Mapping[str, Any] | None = None,
+    made: list[TritonKernel] | None = None, config: int = 0
+) -> Callable[[list[Any]], Any]:  # fmt: skip
     """Every stage after lowering; the kernels are appended to `made`."""
     verify(program)
-    plan = schedule(program, lambda made, group: limits(made, group, TARGET))
+    plan = schedule(program, lambda program, group: limits(program, group, TARGET))
+    program = plan.program
     calls: list[KernelCall | None] = []
     functions: dict[str, Callable[..., None]] = {}
     for k, step in enumerate(plan.steps):
@@ -66,8 +70,7 @@ def executable(program: Program, gm: torch.fx.GraphModule | None = None,
         functions[kernel.name] = runner(kernel, config)
         if made is not None:
             made.append(kernel)
-    gm = gm or torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
-    return assemble(program, plan.steps, calls).load(functions, gm, locations(gm))
+    return assemble(program, plan.steps, calls).load(functions, constants or {}, {})
 
 
 def runner(kernel: TritonKernel, which: int = 0) -> Callable[..., None]:

@@ -99,6 +99,19 @@ def softmax(m, s, m_b, s_b):
     return top, s * here + s_b * there
 
 
+@jit
+def online(m, s, v):
+    """The largest so far and the sum of exponentials relative to it, with eight values more each:
+    one of nine exponentials goes into keeping up with the largest."""
+    log2e: tl.constexpr = 1.4426950408889634
+    top = maximum(m, tl.reduce(v, 2, maximum))
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top) * log2e
+    p = tl.exp2(
+        tl.fma(v, tl.full(v.shape, log2e, v.dtype), tl.broadcast_to(-base[:, :, None], v.shape))
+    )
+    return top, s * tl.exp2(m * log2e - base) + tl.reduce(p, 2, add)
+
+
 # ---- running folds
 
 

@@ -4,6 +4,7 @@
 - `shape.py`   the axes of a kernel's tile, or why a group cannot be one kernel
 - `configs.py` block sizes, warps and stages: the model's choice, and a few to measure
 - `emit.py`    expressions as statements, each common subexpression once
-- `folds.py`   reductions and scans; `scatter.py` stores that combine
+- `folds.py`   reductions and scans; `online.py` softmax in one pass
+- `scatter.py` stores that combine with what is there
 - `kernel.py`  `generate(program, group, target)`: the whole kernel; `limits`: why there is none
 """

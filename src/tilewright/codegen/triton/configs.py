@@ -137,5 +137,5 @@ def _looped(shape: Shape, target: Target) -> Iterable[Config]:
         choices = [(1, 4096, 16), (1, 8192, 16), (1, 2048, 8), (1, 8192, 32)]
     for bx, br, warps in choices:
         block = min(bx, power(x.likely))
-        rows = tuple((a.block, min(br, power(a.likely))) for a in shape.inner)
+        rows = tuple((a.block, clamp(8, power(a.likely), br)) for a in shape.inner)
         yield Config(((x.block, block), *rows), warps)

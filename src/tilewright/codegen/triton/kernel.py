@@ -14,6 +14,7 @@ import torch
 from tilewright.codegen.triton.configs import Config, configs
 from tilewright.codegen.triton.emit import Support, Writer
 from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
+from tilewright.codegen.triton.online import OnlineFold, Pair, joined
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters, shape_of
 from tilewright.codegen.triton.text import COARSE, SIGNATURE, STEPS, cast
@@ -107,6 +108,7 @@ class Kernel:
         self.w.coarse = self._coarse()
         self.rewritten = _rewritten(shape.members)
         self.written: set[str] = set()  # since the last barrier
+        self.online: dict[Expr, OnlineFold] = {}
         self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
 
     # ---- facts
@@ -230,11 +232,17 @@ class Kernel:
     # ---- segments
 
     def _segments(self) -> None:
-        for segment, axis in self.shape.segments:
-            if axis is not None and not self.shape.persistent:
-                self._looped(segment, axis)
-            else:
+        online = {} if self.shape.persistent else joined(self.shape, self.local)
+        for k, (segment, axis) in enumerate(self.shape.segments):
+            if axis is None or self.shape.persistent:
                 self._straight(segment, axis)
+            elif k in online:
+                for pair in online[k].pairs:
+                    self.online[pair.total].finish()
+                self.stores([m for m in segment.members if m.reduce])
+            else:
+                pairs = [p for j in online.values() if j.first == k for p in j.pairs]
+                self._looped(segment, axis, pairs)
 
     def _serial(self) -> None:
         """The segments again and again, with accumulators around them."""
@@ -276,9 +284,12 @@ class Kernel:
                     scan.step(carried=False)
             self.stores([m])
 
-    def _looped(self, segment: Segment, axis: Axis) -> None:
+    def _looped(self, segment: Segment, axis: Axis, pairs: Sequence[Pair]) -> None:
         w = self.w
         folds = folds_of(segment.members, axis, w)
+        for pair in pairs:
+            fold = OnlineFold(pair, folds[pair.largest], w)
+            folds[pair.largest] = self.online[pair.total] = fold
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
             item.begin()

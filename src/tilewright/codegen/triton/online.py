@@ -1,0 +1,116 @@
+"""Softmax in one pass: a loop that folds a largest value, and a later one that folds exponentials
+relative to it, as one loop.
+
+The pair kept is the largest value so far and the sum relative to it; what the later fold is really
+relative to is known after the loop, and the sum is scaled then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.codegen.triton.emit import Writer
+from tilewright.codegen.triton.folds import Fold
+from tilewright.codegen.triton.shape import Shape
+from tilewright.ir.expr import Expr, walk
+from tilewright.ir.program import Nest
+
+SIDE = 8  # values a thread takes together
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`total` sums exponentials of what `largest` folds, less `base`."""
+
+    total: Expr
+    largest: Expr
+    base: Expr
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A segment whose folds run in the loop of segment `first`."""
+
+    first: int
+    pairs: tuple[Pair, ...]
+
+
+def joined(shape: Shape, local: frozenset[str]) -> dict[int, Joined]:
+    """Which segments need no loop of their own."""
+    found: dict[int, Joined] = {}
+    for k, (segment, axis) in enumerate(shape.segments):
+        if axis is None or shape.across:
+            continue
+        if any(not m.writes <= local for m in segment.members if not m.reduce):
+            continue
+        sums = _folds([m for m in segment.members if m.reduce])
+        for first in range(k):
+            pairs = [_pair(shape, n, first) for n in sums]
+            if shape.segments[first][1] is axis and first not in found and pairs and all(pairs):
+                found[k] = Joined(first, tuple(p for p in pairs if p is not None))
+                break
+    return found
+
+
+def _folds(members: Sequence[Nest]) -> list[Expr]:
+    nodes = (n for m in members for n in walk(*m.exprs) if n.op == "reduce")
+    return list(dict.fromkeys(nodes))
+
+
+def _made(shape: Shape, e: Expr) -> Expr:
+    """What a load of a row of this kernel stands for."""
+    if e.op != "load" or len(e.src) != 1:
+        return e
+    stores = (s for m in shape.members if not m.reduce for s in m.stores if s.buffer == e.arg)
+    return next((s.value for s in stores
+                 if s.index is e.src[0] and s.value.dtype == e.dtype), e)  # fmt: skip
+
+
+def _pair(shape: Shape, node: Expr, first: int) -> Pair | None:
+    power = _made(shape, node.src[0])
+    if node.arg.kind != "sum" or power.op != "exp" or power.dtype != torch.float32:
+        return None
+    away = power.src[0]
+    if away.op != "sub" or away.src[1].op != "load":
+        return None
+    for other in _folds([m for m in shape.segments[first][0].members if m.reduce]):
+        if other.arg.kind == "max" and other.src[0] is away.src[0]:
+            return Pair(node, other, away.src[1])
+    return None
+
+
+class OnlineFold(Fold):
+    """The accumulators of a pair; it takes the place of the fold of the largest value."""
+
+    def __init__(self, pair: Pair, fold: Fold, w: Writer) -> None:
+        super().__init__(pair.largest, fold.axis, w)
+        self.pair = pair
+        self._top = self._total = ""
+        self._extents = w.shape(self.support).strip("[]").split(", ")
+
+    def begin(self) -> None:
+        x, r = self._extents
+        for suffix, start in (("", self.start), ("_s", "0.0")):
+            self.w.line(f"{self.name}{suffix} = tl.full([{x}, {r} // {SIDE}], {start}, tl.float32)")
+
+    def step(self) -> None:
+        x, r = self._extents
+        names = f"{self.name}, {self.name}_s"
+        tile = self.w.let(f"tl.reshape({self._tile()}, [{x}, {r} // {SIDE}, {SIDE}])")
+        self.w.line(f"{names} = tri.online({names}, {tile})")
+
+    def end(self) -> None:
+        w = self.w
+        self._top, self._total = w.fresh(), w.fresh()
+        w.line(f"{self._top}, {self._total} = tl.reduce(({self.name}, {self.name}_s), 1, "
+               f"tri.softmax, keep_dims=True)")  # fmt: skip
+        w.know(self.node, self._top)
+
+    def finish(self) -> None:
+        """The sum, relative to what the program has it relative to."""
+        w = self.w
+        base = w.operand(self.pair.base)
+        w.know(self.pair.total, w.let(f"{self._total} * tri.exp({self._top} - {base})"))
