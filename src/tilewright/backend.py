@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
@@ -17,6 +18,7 @@ from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.partition import partitioner
 from tilewright.lower.table import family
 from tilewright.pipeline import Compiled, compile_graph, decide
+from tilewright.runtime import triton_build
 
 Inputs = Sequence[Any]
 
@@ -62,6 +64,8 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
         before = capture.restore(entry, gm, example_inputs) if entry is not None else None
         if before is not None:
             return before
+        if compile_one is compile_graph and any(map(_on_card, example_inputs)):
+            triton_build.prepare()  # it starts while the graph is traced
         recording = capture.Recording(name, gm) if name is not None else None
         return _traced(compile_one, gm, example_inputs, chosen, recording)
 
@@ -103,6 +107,10 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         function = aot(gm, example_inputs)
     recording.returned(function, example_inputs)
     return function
+
+
+def _on_card(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
 
 
 def _facts() -> ViewAndMutationMeta:

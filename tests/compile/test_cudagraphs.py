@@ -236,3 +236,58 @@ def test_streams_do_not_share_recordings(card: FakeCard):
         card.current = stream
         check(program, weight, torch.randn(3, 4))
     assert card.recorded == 2
+
+
+class _Graph:
+    """A capture that fails where it is told to."""
+
+    fails = ""
+    ended = 0
+
+    def capture_begin(self, pool: Any, mode: str) -> None:
+        if self.fails == "begin":
+            raise RuntimeError("it cannot begin")
+
+    def capture_end(self) -> None:
+        _Graph.ended += 1
+        if self.fails == "end":
+            raise RuntimeError("it cannot end")
+
+
+class _Generator:
+    def __init__(self) -> None:
+        self.state: Any = "capturing"
+
+    def clone_state(self) -> Any:
+        return "clean"
+
+    def graphsafe_set_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("fails", ["begin", "run", "end"])
+def test_a_capture_that_fails_leaves_nothing_behind(fails: str, monkeypatch: pytest.MonkeyPatch):
+    generator = _Generator()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(_Graph, "fails", fails)
+    monkeypatch.setattr(_Graph, "ended", 0)
+
+    def run() -> int:
+        if fails == "run":
+            raise RuntimeError("an operation cannot be recorded")
+        return 1
+
+    with pytest.raises(RuntimeError):
+        cudagraphs._captured(run, "pool", 0)
+    assert _Graph.ended >= 1 and generator.state == "clean"
+
+
+def test_a_pool_is_held_by_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(cudagraphs, "_pools", {})
+    monkeypatch.setattr(torch, "zeros", lambda *size, **where: None)
+    first = cudagraphs._pool(0, 1)
+    assert cudagraphs._pool(0, 1) is first and cudagraphs._pool(0, 2) is not first
+    assert isinstance(cudagraphs._pools[0, 1][1], _Graph)

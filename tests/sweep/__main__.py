@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections import defaultdict, deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
+
+# Read by every module of the sweep and by its workers, so it is set before they are imported.
+if "--device" in sys.argv[:-1]:
+    os.environ["TILEWRIGHT_SWEEP_DEVICE"] = sys.argv[sys.argv.index("--device") + 1]
+    os.environ.setdefault("TILEWRIGHT_COMPILE_THREADS", "2")
 
 from tests.sweep.baseline import Baseline, default_path
 from tests.sweep.cases import DIRECTIONS, DTYPES, MODES, Case, Group, groups, in_shard
@@ -42,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--samples", type=_numbers, default=(), metavar="K,...", help=_SAMPLES)
     how = made.add_argument_group("how")
     how.add_argument("--backend", default="tilewright")
+    how.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     how.add_argument("--jobs", type=int, default=2, help="worker processes")
     how.add_argument("--threads", type=int, default=1, help="threads of each worker")
     how.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="per case")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.sweep.cases import Case
+from tests.sweep.cases import DEVICE, Case
 from tests.sweep.execute import Outcome
 
 # Raise when the way cases are generated, run or compared changes their outcomes.
@@ -23,7 +23,7 @@ def default_path() -> Path:
     chosen = os.environ.get("TILEWRIGHT_SWEEP_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(chosen) if chosen else home / "tilewright-sweep"
-    return folder / f"baseline-{torch.__version__}-{_REVISION}.jsonl"
+    return folder / f"baseline-{DEVICE}-{torch.__version__}-{_REVISION}.jsonl"
 
 
 class Baseline:

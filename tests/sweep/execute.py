@@ -135,7 +135,7 @@ def _gradients(output: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor | N
         return None
     seed()
     # float32 first, so that the float64 reference is given the same directions.
-    directions = [torch.randn(t.shape).to(t.dtype) for t in outputs]
+    directions = [torch.randn(t.shape).to(t.device, t.dtype) for t in outputs]
     return list(torch.autograd.grad(outputs, wanted, directions, allow_unused=True))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.sweep.cases import DTYPES, Group, operators
+from tests.sweep.cases import DEVICE, DTYPES, Group, operators
 
 SEED = 1234
 # A sample is "small" when it has something to compute on and compiles and runs at once.
@@ -36,7 +36,8 @@ def seed() -> None:
 def generate(group: Group) -> list[Sample]:
     seed()
     op = operators()[group.op]
-    made = op.sample_inputs("cpu", DTYPES[group.dtype], requires_grad=group.direction == "backward")
+    backward = group.direction == "backward"
+    made = op.sample_inputs(DEVICE, DTYPES[group.dtype], requires_grad=backward)
     return [Sample((s.input, *s.args), dict(s.kwargs), s.output_process_fn_grad) for s in made]
 
 
@@ -74,7 +75,7 @@ def _clone_tensor(value: torch.Tensor, storages: dict[int, torch.UntypedStorage]
         return source.clone().requires_grad_(value.requires_grad)
     storage = source.untyped_storage()
     copied = storages.setdefault(storage._cdata, storage.clone())
-    fresh = torch.empty(0, dtype=source.dtype).set_(
+    fresh = torch.empty(0, dtype=source.dtype, device=source.device).set_(
         copied, source.storage_offset(), source.size(), source.stride()
     )
     return fresh.requires_grad_(value.requires_grad)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 
-# The sweep runs on the CPU, and a process that has looked at a GPU cannot be forked.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# A process that has looked at a GPU cannot be forked: this one never does.
+if os.environ.get("TILEWRIGHT_SWEEP_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 from tests.sweep.cases import operators
 

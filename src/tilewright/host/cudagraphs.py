@@ -10,6 +10,7 @@ lives only while they run. `why_not` says which programs cannot be recorded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch._ops import OpOverload
 
-from tilewright import caches, metrics
+from tilewright import metrics
 from tilewright.ir.program import Opaque, Program
 from tilewright.runtime import launch
 from tilewright.schedule.memory import Step
@@ -319,31 +320,53 @@ class Cuda:
         return torch.cuda.is_current_stream_capturing()
 
     def record(self, call: Call, args: list[Any]) -> tuple[Callable[[], None], Any]:
-        graph = torch.cuda.CUDAGraph()
         main = torch.cuda.current_stream(self.device)
         side = _side_stream(self.device)
         side.wait_stream(main)
         torch.cuda.synchronize(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(side):
-            graph.capture_begin(_pool(self.device, main.cuda_stream), "thread_local")
-            try:
-                results = call(args)
-            finally:
-                graph.capture_end()
+            pool = _pool(self.device, main.cuda_stream)
+            graph, results = _captured(lambda: call(args), pool, self.device)
         main.wait_stream(side)
         return graph.replay, results
 
 
-_pools: dict[tuple[int, int], Any] = {}
+def _captured(run: Callable[[], Any], pool: Any, device: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """What `run` launches on the current stream, as a graph. A failure leaves nothing behind."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        graph.capture_begin(pool, "thread_local")
+        results = run()
+        graph.capture_end()
+    except BaseException:
+        _abandon(graph, pool, device)
+        raise
+    return graph, results
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:
+    """End a capture that failed: the stream, the allocator and the generator are as before."""
+    for undo in (graph.capture_end, lambda: torch._C._cuda_endAllocateToPool(device, pool)):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            undo()
+    generator = torch.cuda.default_generators[device]
+    with contextlib.suppress(RuntimeError):
+        generator.graphsafe_set_state(generator.clone_state())  # a copy is not capturing
+
+
+_pools: dict[tuple[int, int], tuple[Any, torch.cuda.CUDAGraph]] = {}
 _streams: dict[int, torch.cuda.Stream] = {}
-caches.register(_pools.clear)
 
 
 def _pool(device: int, stream: int) -> Any:
-    """Memory shared by all recordings that run one after the other."""
+    """Memory shared by all recordings that run one after the other. It lasts as long as some graph
+    uses it, so one that does nothing else is kept for ever."""
     if (device, stream) not in _pools:
-        _pools[device, stream] = torch.cuda.graph_pool_handle()
-    return _pools[device, stream]
+        pool = torch.cuda.graph_pool_handle()
+        graph, _ = _captured(lambda: torch.zeros(1, device=torch.device("cuda", device)), pool,
+                             device)  # fmt: skip
+        _pools[device, stream] = pool, graph
+    return _pools[device, stream][0]
 
 
 def _side_stream(device: int) -> torch.cuda.Stream:

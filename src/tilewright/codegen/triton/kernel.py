@@ -256,7 +256,10 @@ class Kernel:
                 fold.begin()
         with ExitStack() as loops:
             for k, v in enumerate(self.shape.serial):
-                loops.enter_context(w.block(f"for s{k}offset in range(0, {w.index(v.src[0])})"))
+                extent = w.index(v.src[0])
+                if w.support(v.src[0]):  # the one row of a block: Triton wants a scalar
+                    extent = f"tl.reduce({extent}, None, tri.maximum)"
+                loops.enter_context(w.block(f"for s{k}offset in range(0, {extent})"))
                 w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
             self._segments()
         for m in waiting:
