@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cpu.native import check
+from tilewright.testing import run_and_get_code
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +130,27 @@ def test_no_elements_and_no_dimensions() -> None:
                         z.index_add(0, i, z) + 1, z.index_copy(0, i, z) + 1,
                         z.index_fill(0, i, 3) + 1, z.scatter_reduce(0, i, z, "mean")),
           torch.tensor(1.5), torch.tensor(0))  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_large_scatters_run_on_threads(dim: int) -> None:
+    """Columns go to places of their own, whatever each gathers, and are shared among threads."""
+    x, s = torch.zeros(40, 300), torch.randint(-8, 8, (60, 300)).float()
+    index = torch.randint(0, 40, (60, 300))
+    if dim:
+        x, s, index = x.t().contiguous(), s.t().contiguous(), index.t().contiguous()
+
+    def function(x: torch.Tensor, g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return x.scatter_add(dim, g, s)
+
+    check(function, x, index, s)
+    _, (code,) = run_and_get_code(torch.compile(function, backend="tilewright"), x, index, s)
+    added = code[code.rindex('extern "C"') :]
+    assert "tw::index" in added and "#pragma omp parallel" in added
+
+
+def test_a_scatter_that_meets_nowhere() -> None:
+    """Every row is added to once: there is no loop to keep in order."""
+    x = torch.randn(96, 128)
+    check(lambda x, s: x.index_add(0, torch.arange(96), s), x, torch.randn(96, 128))
+    check(lambda x, s: x.scatter_add(0, torch.arange(96)[:, None].expand(96, 128), s), x, x.sin())

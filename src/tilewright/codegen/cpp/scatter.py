@@ -30,13 +30,13 @@ def write_scatter(k: Kernel, nest: Nest) -> None:
     """Loops safe to split outside, except the contiguous one, of which each thread has blocks."""
     w = k.w
     safe = [v for v in nest.loops if all(_disjoint(s.index, v) for s in nest.stores)]
-    row = next((v for v in safe if all(ix.coefficient(s.index, v) is ix.ONE
-                                       for s in nest.stores)), None)  # fmt: skip
-    if row is not None and len(safe) == 1 and _goes_by_row(nest, row) and k.threads() != "never":
-        _by_owner(k, nest, row)
-        return
+    row = next((v for v in safe if all(_stride(s.index, v) == 1 for s in nest.stores)), None)
     split = [v for v in safe if v is not row]
     in_order = [v for v in nest.loops if v not in safe]
+    by_row = row is not None and in_order and not split and _goes_by_row(nest, row)
+    if row is not None and by_row and k.threads() != "never":
+        _by_owner(k, nest, row)
+        return
     heads = [k.for_loop(v) for v in split]
     size = "" if row is None else w.index(row.src[0])
     if row is not None:
@@ -111,11 +111,11 @@ def _below(e: Expr) -> list[Expr]:
 
 
 def _disjoint(index: Expr, v: Expr) -> bool:
-    """Whether different values of `v` always store to different elements, whatever is gathered."""
-    stride = ix.coefficient(index, v)
-    if stride is None or ix.value_of(stride) in (None, 0):
+    """Whether different values of `v` always store to different elements, whatever is gathered,
+    also where `v` itself decides what is."""
+    step = abs(_stride(index, v))
+    if step == 0:
         return False
-    step = abs(ix.value_of(stride) or 0)
     reach = ix.mul(step, v.src[0])
     smaller: Expr = ix.ZERO
     for monomial, c in ix.poly(index).items():
@@ -123,11 +123,23 @@ def _disjoint(index: Expr, v: Expr) -> bool:
             continue
         if ix.known_le(reach, abs(c)) and all(a.op in ("index", "var", "load") for a in monomial):
             continue
-        if len(monomial) == 1 and monomial[0].op == "var":
-            smaller = ix.add(smaller, ix.mul(abs(c), ix.sub(monomial[0].src[0], 1)))
+        if len(monomial) == 1 and monomial[0].op in ("var", "index"):
+            extent = monomial[0].src[-1]  # an index is below the size it was checked against
+            smaller = ix.add(smaller, ix.mul(abs(c), ix.sub(extent, 1)))
             continue
         return False
     return ix.known_lt(smaller, step) and _aligned(index, v, reach)
+
+
+def _stride(index: Expr, v: Expr) -> int:
+    """How far apart the places of neighbouring `v` are, gathered numbers aside; 0: not known."""
+    found = 0
+    for monomial, c in ix.poly(index).items():
+        if v in monomial:
+            if monomial != (v,):
+                return 0
+            found += c
+    return found
 
 
 def _aligned(index: Expr, v: Expr, reach: Expr) -> bool:
