@@ -50,6 +50,11 @@ class Interpreter:
             return executable(program, constants, self.kernels, self._config)
 
 
+def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """For the operator sweep: `python -m tests.sweep --backend tests.compile.interp:backend`."""
+    return Interpreter()(gm, inputs)
+
+
 def executable(
     program: Program, constants: Mapping[str, Any] | None = None,
     made: list[TritonKernel] | None = None, config: int = 0

@@ -224,6 +224,22 @@ def test_dynamic_sizes(fn: Callable[..., Any]) -> None:
     assert any(p.kind == "int" for k in made for p in k.params)
 
 
+def test_parts_that_share_a_launch_on_the_cpu() -> None:
+    made = check(lambda x, y: torch.hstack((x, y)), _normal(5, 3), _normal(5, 4))
+    assert all("tl.store" in k.text for k in made)
+
+
+@pytest.mark.parametrize("fn", [torch.rand_like, torch.randn_like, lambda x: F.dropout(x, 0.4)])
+def test_random_numbers_are_those_of_the_other_kernels(fn: Callable[..., Any]) -> None:
+    drawn: list[Tensor] = []
+    for backend in (Interpreter(), "tilewright"):
+        torch._dynamo.reset()
+        torch.manual_seed(5)
+        drawn.append(torch.compile(fn, backend=backend)(_normal(40, 7).fill_(2.0)))
+    torch.testing.assert_close(*drawn)
+    assert drawn[0].unique().numel() > 1
+
+
 @pytest.mark.parametrize("config", range(1, 5))
 def test_other_configurations(config: int) -> None:
     check(lambda x: torch.softmax(x, -1), _normal(5, 130), config=config)

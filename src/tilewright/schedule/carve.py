@@ -18,7 +18,10 @@ def carved(program: Program, groups: Sequence[Group], limits: Limits) -> list[Gr
     cannot = partial(limits, program)
     for group in groups:
         reason = cannot(group) if group.call is None else ""
-        found += _pieces(group, cannot, reason) if reason else [group]
+        if reason and group.parts:
+            found += carved(program, group.parts, limits)
+        else:
+            found += _pieces(group, cannot, reason) if reason else [group]
     return found
 
 

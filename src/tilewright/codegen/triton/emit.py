@@ -36,6 +36,7 @@ class Writer:
         self.index_type = index_type
         self.masked: set[Axis] = set()
         self.coarse: frozenset[Expr] = frozenset()  # operations whose last bits will not be seen
+        self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
         self._depth = 1
@@ -159,6 +160,10 @@ class Writer:
         for scope in reversed(self._wide):
             if e in scope:
                 return scope[e]
+        if e in self.valued:
+            wide = self.let(f"tl.full({self.shape(NOWHERE)}, 0, tl.int64) + {self._name(e)}")
+            self._wide[-1][e] = wide
+            return wide
         if e.op in ("iadd", "imul") or not self.support(e):
             text = f"({self.spread(text, self.support(e), NOWHERE)})"
         wide = self.let(f"{text}.to(tl.int64)") if self.index_type != "tl.int64" else text
@@ -201,7 +206,9 @@ class Writer:
                 else:
                     self.know(node, f"tl.full({one}, {literal}, {TYPE[node.dtype]})")
             case "sym" if node.dtype == INDEX:
-                self.know(node, self._name(node))
+                name = self._name(node)
+                narrow = node in self.valued and self.index_type != "tl.int64"
+                self.know(node, f"{name}.to({self.index_type})" if narrow else name)
             case "sym":
                 filled = f"tl.full({self.shape(NOWHERE)}, 0, {TYPE[node.dtype]})"
                 self.know(node, self.let(f"{filled} + {self._name(node)}"))

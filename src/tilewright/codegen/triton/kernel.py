@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from tilewright.codegen.triton.configs import Config, configs
-from tilewright.codegen.triton.emit import Support, Writer
+from tilewright.codegen.triton.emit import Support, Writer, is_index
 from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
 from tilewright.codegen.triton.online import OnlineFold, Pair, joined
 from tilewright.codegen.triton.scatter import write_scatter
@@ -21,7 +21,7 @@ from tilewright.codegen.triton.text import COARSE, SIGNATURE, STEPS, cast
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, loads, substitute, syms, walk
-from tilewright.ir.ops import INDEX_OPS
+from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.group import Group
 from tilewright.schedule.segments import Segment
@@ -106,6 +106,7 @@ class Kernel:
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self.w.masked = {a for a in shape.axes if not self._is_full(a)}
         self.w.coarse = self._coarse()
+        self.w.valued = _valued(shape.members)
         self.rewritten = _rewritten(shape.members)
         self.written: set[str] = set()  # since the last barrier
         self.online: dict[Expr, OnlineFold] = {}
@@ -193,7 +194,8 @@ class Kernel:
             if e.dtype == torch.float64:
                 found.append(Param("float", e.arg.name, "fp64", name))
                 continue
-            kind = "i32" if self.w.index_type == "tl.int32" else "i64"
+            narrow = self.w.index_type == "tl.int32" and e not in self.w.valued
+            kind = "i32" if narrow else "i64"
             found.append(Param("int", e.arg.name, kind, name, _multiple(e), e.arg.hint))
         return tuple(found)
 
@@ -397,6 +399,25 @@ def _imports(lines: Sequence[str]) -> list[str]:
     if helpers:
         found.append(f"from tilewright.runtime import {', '.join(helpers)}")
     return found
+
+
+def _valued(members: Sequence[Nest]) -> frozenset[Expr]:
+    """Symbols that are numbers of the program, such as seeds, and not only sizes."""
+    found: set[Expr] = set()
+    for node in walk(*(e for m in members for e in m.exprs)):
+        if node.op == "load":
+            operands = node.src[1:]
+        elif node.op == "index":
+            operands = node.src[:1]
+        elif node.op not in TABLE or (TABLE[node.op].result == "bool" and all(
+            is_index(s) or s.is_const for s in node.src
+        )):  # fmt: skip
+            continue  # index arithmetic, or a comparison of indices
+        else:
+            operands = node.src
+        found |= {s for s in operands if s.op == "sym"}
+    found |= {s.value for m in members for s in m.stores if s.value.op == "sym"}
+    return frozenset(found)
 
 
 def _multiple(e: Expr) -> int:

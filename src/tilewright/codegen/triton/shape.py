@@ -105,6 +105,8 @@ class Shape:
 
 def shape_of(program: Program, group: Group) -> Shape | str:
     """The shape of a group's kernel, or why Triton cannot express it."""
+    if group.parts:
+        return "kernels that need nothing of each other are launched one by one"
     members, outer = _ordered(list(group.members), without_scan(group))
     if not group.serial:
         members, outer, _ = merge_loops(members, outer)
