@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.gpu_programs import PROGRAMS, GpuProgram
+from bench.kernels import copy_bandwidth
 from bench.measure import clone, compile_with, difference, geomean, leaves
 
 BACKENDS = ("eager", "inductor", "tilewright")
@@ -70,13 +71,6 @@ def device_time(call: Callable[[], Any], runs: int = 10) -> float:
             times.append(start.elapsed_time(end) * 1000)
     del kept
     return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per microsecond of a large device-to-device copy, read and written."""
-    a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.nbytes / device_time(lambda: b.copy_(a))
 
 
 # ---- memory-bound programs
@@ -164,7 +158,7 @@ def _memory_line(name: str, row: dict[str, Any]) -> str:
 
 def host_time(call: Callable[[], Any], count: int = 200, rounds: int = 9) -> float:
     """Least median microseconds per call from Python, the device never waited for inside."""
-    for _ in range(20):
+    for _ in range(300):
         call()
     times: list[float] = []
     for _ in range(rounds):
@@ -208,8 +202,7 @@ def calls(clock: Clock, raw: dict[str, Any]) -> Lines:
             call = _with_mode(fn, backend)
             with torch.no_grad():
                 torch.testing.assert_close(call(x), fn(x))
-                count = 200 if steps < 50 else 30
-                times[backend] = host_time(functools.partial(call, x), count)
+                times[backend] = host_time(functools.partial(call, x))
             if backend == "tilewright":
                 kernels = metrics.generated_kernel_count
         found[steps] = kernels, times["tilewright"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import torch.fx
 from tilewright import config, dump, metrics
 from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import kernel as triton
-from tilewright.errors import CodegenError, stage
+from tilewright.errors import stage
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.simplify import simplify
 from tilewright.host import artifact, cudagraphs, kernels
@@ -25,6 +26,8 @@ from tilewright.lower.graph import lower
 from tilewright.schedule.group import Group
 from tilewright.schedule.plan import Schedule, schedule
 from tilewright.target import Target
+
+log = logging.getLogger("tilewright.generate")
 
 Compiled = Callable[[list[Any]], Any]
 
@@ -137,8 +140,9 @@ def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Sourc
     try:
         kernel = triton.generate(program, group, target, ops)
         wide = triton.generate(program, group, target, ops, wide=True) if kernel.assume else None
-    except CodegenError as why:
-        metrics.counters["triton"][f"no kernel: {why}"] += 1
+    except Exception as why:  # a fault of ours costs speed, never the user's program
+        metrics.counters["triton"][f"no kernel: {type(why).__name__}: {why}"] += 1
+        log.warning("torch's own operations run %s: %s: %s", ops, type(why).__name__, why)
         return kernels.spare(program, group, f"torch_{ops}_{k}")
     return kernels.triton(program, kernel, wide, f"{kernel.name}_{k}", device)
 

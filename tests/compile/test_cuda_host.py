@@ -48,6 +48,15 @@ def test_training() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
+def test_sums_of_losses() -> None:
+    def f(x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), t)
+
+    check(f, leaf(600, 70), torch.randint(0, 70, (600,)))
+    assert not metrics.counters["triton"], "a kernel was left to torch"
+
+
+@pytest.mark.usefixtures("cuda")
 def test_dynamic_sizes_have_one_program() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return (x.exp() + y).sum(-1)

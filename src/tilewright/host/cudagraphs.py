@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -183,9 +183,10 @@ class Replayed:
         recording.replay()
         for k, memory, count in recording.back:
             card.copy(addresses[k], memory.data_ptr(), count, stream)
+        results = tuple(_handed_out(r, k in recording.copied_out, args)
+                        for k, r in enumerate(recording.results))  # fmt: skip
         args.clear()
-        return tuple(_handed_out(r, k in recording.copied_out)
-                     for k, r in enumerate(recording.results))  # fmt: skip
+        return results
 
     # ---- record
 
@@ -205,9 +206,6 @@ class Replayed:
         except RuntimeError as error:  # an operation the driver does not let us record
             self.stop(f"recording failed: {str(error).splitlines()[0]}")
             return self.call(args)
-        if isinstance(recording, str):
-            self.stop(recording)
-            return self.call(args)
         size.recordings.append(recording)
         return self._replay(recording, args, addresses, stream)
 
@@ -221,7 +219,7 @@ class Replayed:
                 size.recordings.remove(recording)
 
     def _recorded(self, args: list[Any], addresses: tuple[int, ...], size: _Size, stream: int
-                  ) -> Recording | str:  # fmt: skip
+                  ) -> Recording:  # fmt: skip
         given = list(args)
         copies: list[tuple[int, torch.Tensor, int]] = []
         fixed: list[int] = []
@@ -235,13 +233,11 @@ class Replayed:
             memory = torch.empty_strided((span,), (1,), dtype=arg.dtype, device=arg.device)
             given[k] = torch.as_strided(memory, arg.size(), arg.stride())
             copies.append((k, memory, span * arg.element_size()))
-        own = {m.untyped_storage().data_ptr() for _, m, _ in copies}
         for k, memory, count in copies:
             self.card.copy(memory.data_ptr(), addresses[k], count, stream)
         replay, results = self.card.record(self.call, given)
-        kept = list(results)
-        if any(isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in own for r in kept):
-            return "it returns an argument"
+        own = {m.untyped_storage().data_ptr(): k for k, m, _ in copies}
+        kept = [_of_argument(r, own) for r in results]
         back = tuple(c for c in copies if c[0] in self.facts.mutated)
         where = operator.itemgetter(*fixed) if fixed else _nowhere
         recording = Recording(replay, tuple(fixed), where(addresses), where, tuple(copies), kept,
@@ -294,8 +290,36 @@ def _idle_uses(result: Any, arguments: set[int]) -> int:
     return 0 if result.untyped_storage().data_ptr() in arguments else _uses(result)
 
 
-def _handed_out(result: Any, copied: bool) -> Any:
+@dataclass(frozen=True)
+class _Argument:
+    """A result that is (a view of) an argument which is copied in: the caller gets his own."""
+
+    which: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # from the argument's first element
+
+    def of(self, args: Sequence[Any]) -> torch.Tensor:
+        given: torch.Tensor = args[self.which]
+        if (given.size(), given.stride(), 0) == (self.size, self.stride, self.offset):
+            return given
+        return given.as_strided(self.size, self.stride, given.storage_offset() + self.offset)
+
+
+def _of_argument(result: Any, own: Mapping[int, int]) -> Any:
+    """`own`: the memory that arguments are copied to -> their positions."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    which = own.get(result.untyped_storage().data_ptr())
+    if which is None:
+        return result
+    return _Argument(which, tuple(result.size()), result.stride(), int(result.storage_offset()))
+
+
+def _handed_out(result: Any, copied: bool, args: Sequence[Any]) -> Any:
     """A tensor of its own over the recording's memory, or over a copy."""
+    if isinstance(result, _Argument):
+        return result.of(args)
     if not isinstance(result, torch.Tensor):
         return result
     return result.clone() if copied else result.detach()

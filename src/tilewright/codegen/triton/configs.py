@@ -57,7 +57,9 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
     """Best first, each once."""
     vector = _vector(program, shape)
     heavy = _is_heavy(shape)
-    if shape.family == "poi":
+    if shape.family == "poi" and shape.serial:  # how far its loops run depends on the one point
+        found = [Config(((shape.parallel[0].block, 1),), 1)]
+    elif shape.family == "poi":
         x = shape.parallel[0]
         found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
     elif not shape.persistent:
