@@ -29,7 +29,8 @@ def _pieces(group: Group, cannot: Callable[[Group], str], reason: str) -> list[G
     pieces: list[Group] = []
     members = list(group.members)
     while members:
-        length = next((n for n in range(len(members) - 1, 1, -1)
+        most = len(members) if pieces else len(members) - 1  # the whole is known not to do
+        length = next((n for n in range(most, 1, -1)
                        if not cannot(_run(group, members[:n]))), 1)  # fmt: skip
         pieces.append(_run(group, members[:length]))
         members = members[length:]
@@ -38,8 +39,12 @@ def _pieces(group: Group, cannot: Callable[[Group], str], reason: str) -> list[G
 
 
 def _run(group: Group, members: Sequence[Nest]) -> Group:
-    """Some members of a group, one after the other: it keeps the loops they share."""
+    """Some members of a group, one after the other: it keeps the loops they share. Serial loops
+    that none of them folds over are parallel ones."""
     if len(members) == 1:
         return Group((members[0],), members[0].loops)
     made = {b for m in members for b in m.writes}
+    if not any(v in m.reduce for m in members for v in group.serial):
+        outer = (*group.outer, *group.serial)
+        return Group(tuple(members), outer, local=group.local & made)
     return Group(tuple(members), group.outer, group.serial, local=group.local & made)

@@ -35,6 +35,7 @@ class Writer:
         self.rank = rank
         self.index_type = index_type
         self.masked: set[Axis] = set()
+        self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
         self.coarse: frozenset[Expr] = frozenset()  # operations whose last bits will not be seen
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
@@ -114,6 +115,10 @@ class Writer:
         """Whether folds from here on are over serial loops: one result per point of a row."""
         self._keep_rows = keep
         self._support.clear()
+
+    def covered(self, support: Support) -> Support:
+        """With what the masks of these axes depend on."""
+        return support.union(*(self.ends.get(a, NOWHERE) for a in support))
 
     def shape(self, support: Support) -> str:
         extents = ["1"] * self.rank

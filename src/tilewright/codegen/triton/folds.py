@@ -36,7 +36,7 @@ class Fold:
         self.dtype = folded_type(self.value.dtype)
         self.combine = COMBINE[self.kind]
         self.name = w.fresh("acc")
-        self.support = w.support(*node.src) | (NOWHERE if axis is None else {axis})
+        self.support = w.covered(w.support(*node.src) | (NOWHERE if axis is None else {axis}))
         self.masked = axis in w.masked
         self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
                              else self.dtype)  # fmt: skip
@@ -129,15 +129,23 @@ class WelfordFold(Fold):
 
     def whole(self) -> None:
         w = self.w
-        assert self.axis is not None
         tile = w.let(self._tile())
-        count = w.spread(w.index(self.axis.extent), NOWHERE, NOWHERE)
-        mean = w.let(f"tl.reduce({tile}, 1, tri.add, keep_dims=True) / "
-                     f"({count}).to({TYPE[self.dtype]})")  # fmt: skip
+        total = f"tl.reduce({tile}, 1, tri.add, keep_dims=True)"
+        mean = w.let(f"{total} / {self._count()}")
         away = w.let(f"{tile} - {mean}")
         if self.masked:
             away = w.let(f"tl.where({self._inside}, {away}, 0.0)")
         self._give(mean, w.let(f"tl.reduce({away} * {away}, 1, tri.add, keep_dims=True)"))
+
+    def _count(self) -> str:
+        """How many values a row has."""
+        w = self.w
+        assert self.axis is not None
+        if self.axis in w.ends:
+            tile = f"tl.broadcast_to({self._inside}, {w.shape(self.support)})"
+            return f"tl.reduce({tile}.to({TYPE[self.dtype]}), 1, tri.add, keep_dims=True)"
+        count = w.spread(w.index(self.axis.extent), NOWHERE, NOWHERE)
+        return f"({count}).to({TYPE[self.dtype]})"
 
     def begin(self) -> None:
         w = self.w
@@ -171,7 +179,7 @@ class Scanning:
         self.dtype = folded_type(node.src[0].dtype)
         self.combine = RUNNING[self.kind]
         self.name = w.fresh("carry")
-        self.support = w.support(*node.src) | {axis}
+        self.support = w.covered(w.support(*node.src) | {axis})
         kind = {"logsumexp": "max"}.get(self.kind, self.kind)
         self.start = neutral(kind, self.dtype)
 

@@ -104,7 +104,9 @@ class Kernel:
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
         self.assume = [] if index_type == "tl.int64" else self.assume
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
-        self.w.masked = {a for a in shape.axes if not self._is_full(a)}
+        self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
+        self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
+        self.w.ends = {a: self.w.support(*found) for a, found in self._ends.items()}
         self.w.coarse = self._coarse()
         self.w.valued = _valued(shape.members)
         self.rewritten = _rewritten(shape.members)
@@ -162,7 +164,7 @@ class Kernel:
     def _check(self, bad: str, node: Expr) -> None:
         """Report a bad position, wherever the tile is inside its axes."""
         self.checked = True
-        mask = self.w.mask(self.w.support(node), bad)
+        mask = self.w.mask(self.w.covered(self.w.support(node)), bad)
         self.w.line(f"tri.report(err, {mask}, {BAD_INDEX})")
 
     # ---- the whole kernel
@@ -226,10 +228,12 @@ class Kernel:
 
     def _enter(self, axis: Axis, place: str) -> None:
         """The points of a block of an axis."""
-        if axis in self.w.masked:
-            self.w.line(f"{axis.name}mask = {place} < {axis.name}numel")
         if axis.loops:
             self.w.know(axis.var, place)
+        if axis in self.w.masked:
+            sooner = [f"(({self.w.index(e)}) < 0)" for e in self._ends.get(axis, ())]
+            inside = " & ".join([f"({place} < {axis.name}numel)", *sooner])
+            self.w.line(f"{axis.name}mask = {inside}")
 
     # ---- segments
 
@@ -258,10 +262,7 @@ class Kernel:
                 fold.begin()
         with ExitStack() as loops:
             for k, v in enumerate(self.shape.serial):
-                extent = w.index(v.src[0])
-                if w.support(v.src[0]):  # the one row of a block: Triton wants a scalar
-                    extent = f"tl.reduce({extent}, None, tri.maximum)"
-                loops.enter_context(w.block(f"for s{k}offset in range(0, {extent})"))
+                loops.enter_context(w.block(f"for s{k}offset in range(0, {self._rounds(v)})"))
                 w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
             self._segments()
         for m in waiting:
@@ -269,6 +270,15 @@ class Kernel:
             for fold in self.accumulated[m.name]:
                 fold.end()
             self.stores([m])
+
+    def _rounds(self, v: Expr) -> str:
+        """How often a serial loop runs: a scalar, also where it depends on the program."""
+        w = self.w
+        x = self.shape.parallel[0]
+        size = substitute(v.src[0], x.places())
+        if not w.support(size):
+            return w.index(size)
+        return f"tl.reduce({w.value(size)}, None, tri.maximum)"  # of the one row of a block
 
     def _straight(self, segment: Segment, axis: Axis | None) -> None:
         """A segment at once: no loops, or loops that fit in one block."""
@@ -328,7 +338,7 @@ class Kernel:
         if node.arg in self.written:  # perhaps by another thread of this program
             w.line("tl.debug_barrier()")
             self.written.clear()
-        support = w.support(*node.src)
+        support = w.covered(w.support(*node.src))
         place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
         conditions = [w.operand(s) for s in node.src[1:]]
         mask = w.mask(support, *conditions)
@@ -365,7 +375,7 @@ class Kernel:
         """The addresses a store goes to, and the part of the tile they are over."""
         w = self.w
         have = w.support(store.index)
-        want = w.support(*store.exprs)
+        want = w.covered(w.support(*store.exprs))
         text = w.spread(w.index(store.index), have, want)
         return f"{self.pointer(store.buffer)} + ({text})", have | want
 

@@ -46,7 +46,7 @@ def _exchange(k: Kernel, store: Store, value: str, where: str) -> None:
     """Read, combine and exchange until nobody came between."""
     w = k.w
     dtype = k.buffers[store.buffer].dtype
-    support = w.support(*store.exprs)
+    support = w.covered(w.support(*store.exprs))
     tile = w.shape(support)
     place = w.let(f"tl.broadcast_to({w.spread(w.index(store.index), support, support)}, {tile})")
     held = w.let(f"tl.broadcast_to({where}, {tile})" if where != "True"

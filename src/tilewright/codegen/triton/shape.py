@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, var, walk
+from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.group import Group, hint, hint_product
 from tilewright.schedule.legality import accesses, all_loops
@@ -66,7 +66,10 @@ class Axis:
 
 @dataclass
 class Shape:
-    """The axes, and the segments in order, each with the axis of its own loops."""
+    """The axes, and the segments in order, each with the axis of its own loops.
+
+    `ragged` says of loops that end sooner in a last chunk what has to be negative inside them.
+    """
 
     parallel: tuple[Axis, ...]
     segments: list[tuple[Segment, Axis | None]]
@@ -75,6 +78,7 @@ class Shape:
     across: bool = False  # memory runs along the parallel axis, not along the rows
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
+    ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
     members: list[Nest] = field(default_factory=list[Nest])
 
     def flat(self) -> Shape:
@@ -87,6 +91,12 @@ class Shape:
             segments.append((replace(segment, members=members), own))
         return replace(self, segments=segments,
                        members=[m for s, _ in segments for m in s.members])  # fmt: skip
+
+    def ends(self, axis: Axis) -> list[Expr]:
+        """What has to be negative at a point of the axis, beyond being inside its extent."""
+        axes = [*self.parallel, *([] if axis in self.parallel else [axis])]
+        mapping = {v: e for a in axes for v, e in a.places().items()}
+        return [substitute(e, mapping) for v, e in self.ragged.items() if v in axis.loops]
 
     @property
     def inner(self) -> list[Axis]:
@@ -107,8 +117,13 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     """The shape of a group's kernel, or why Triton cannot express it."""
     if group.parts:
         return "kernels that need nothing of each other are launched one by one"
+    if all(v in group.outer or v in group.serial for m in group.members for v in all_loops(m)):
+        group = replace(group, serial=())  # nothing is inside: the serial loops are the rows
+    group, ragged = _regular(group)
+    if ragged is None:
+        return "the length of a loop depends on another in an unknown way"
     members, outer = _ordered(list(group.members), without_scan(group))
-    if not group.serial:
+    if not group.serial and not ragged:
         members, outer, _ = merge_loops(members, outer)
     segments = segments_of([_inside(m, group.serial) for m in members], (*outer, *group.serial))
     for segment in segments:
@@ -120,12 +135,12 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     members = [m for s, _ in placed for m in s.members]
     if not any(axis for _, axis in placed) and not group.serial:
         parallel = _tiles(program, members, outer)
-        shape = Shape(parallel, placed, max(1, len(parallel)), members=members)
+        shape = Shape(parallel, placed, max(1, len(parallel)), ragged=ragged, members=members)
         return _cannot_hand_over(group, shape) or shape
     total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
                       and any(v not in group.serial for v in m.reduce))  # fmt: skip
     shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
-                  members=members)  # fmt: skip
+                  ragged=ragged, members=members)  # fmt: skip
     shape.across = _runs_across(program, shape)
     shape.persistent = _fits(shape)
     if group.serial and not shape.persistent:
@@ -144,6 +159,32 @@ def _inside(nest: Nest, serial: tuple[Expr, ...]) -> Nest:
 def accumulates(nest: Nest, serial: tuple[Expr, ...]) -> bool:
     """Whether a nest of the shape folds over the serial loops."""
     return bool(serial) and not nest.reduce and is_fold(nest, "reduce")
+
+
+# ---- loops that end sooner in a last chunk
+
+
+def _regular(group: Group) -> tuple[Group, dict[Expr, Expr] | None]:
+    """The group with loops of constant length, and what has to be negative inside those that may
+    end sooner; None where a length depends on another loop in a way that is not known."""
+    names: dict[Expr, Expr] = {}
+    ends: dict[Expr, Expr] = {}
+    for m in group.members:
+        for v in all_loops(m):
+            size = v.src[0]
+            if v in names or not free_vars(size):
+                continue
+            if size.op != "imin" or free_vars(size.src[0]) or v in group.serial:
+                if v not in group.serial:
+                    return group, None
+                continue
+            names[v] = var(v.arg, size.src[0])
+            ends[names[v]] = ix.sub(names[v], size.src[1])
+    if not names:
+        return group, {}
+    swapped = replace(group, members=tuple(rename(m, names) for m in group.members),
+                      outer=tuple(names.get(v, v) for v in group.outer))  # fmt: skip
+    return swapped, ends
 
 
 # ---- the order of loops
