@@ -55,6 +55,8 @@ class _Builder:
         return found.meta["val"].fake_mode
 
     def becomes(self, new: Node) -> None:
+        """`new`, made here, takes the node's place and its layout: lowering goes by fake values."""
+        new.meta["val"] = self.node.meta["val"]
         self.node.replace_all_uses_with(new)
 
 
