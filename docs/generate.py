@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from tests import pretend, traffic
 from tilewright import config
 from tilewright.graph import decompositions
 from tilewright.lower import graph
@@ -86,17 +88,48 @@ def _functional_ops() -> Iterator[torch._ops.OpOverload]:
             yield op
 
 
+_TRAFFIC = """\
+# Memory traffic
+
+Made by `make docs` from the programs in `tests/traffic.py`; `tests/cpu/test_traffic.py` and
+`tests/compile/test_traffic_gpu.py` hold every number as an upper bound. Counts are four-byte
+elements under the compatible contract (`metrics.num_bytes_accessed`). *Reference* is what the
+specification measured or asks for, *floor* the least any compiler could move with opaque library
+calls ("=": none lower is known); *ours* is counted for the CPU and, with fake tensors, for an sm_90
+that is not there.
+
+| case | reference | floor | ours, CPU | ours, sm_90 |
+|---|---|---|---|---|
+"""
+
+
+def traffic_page() -> str:
+    """Reference, floor and ours for every specified program."""
+    rows: list[str] = []
+    for case in sorted(traffic.CASES, key=lambda case: (not case.name.startswith("PF"), case.name)):
+        counts = (traffic.count(case), pretend.run(traffic.count_by_name, case.name, "cuda"))
+        cpu, card = (f"{found.elements:,}" for found in counts)
+        floor = "=" if case.floor is None else f"{case.floor:,}"
+        rows.append(f"| {case.name} | {case.most:,} | {floor} | {cpu} | {card} |\n")
+    return _TRAFFIC + "".join(rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "ops.md": ops_page,
 }
+# Pages that take a while to make: their tests check the numbers instead of making them anew.
+COUNTED: dict[str, Callable[[], str]] = {"traffic.md": traffic_page}
 
 
-def main() -> None:
-    for name, make in PAGES.items():
+def main(names: list[str]) -> None:
+    """All pages, or those named: `python -m docs.generate config.md ops.md`."""
+    for name, make in (PAGES | COUNTED).items():
+        if names and name not in names:
+            continue
         (FOLDER / name).write_text(make())
         print(f"wrote docs/{name}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

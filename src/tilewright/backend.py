@@ -19,6 +19,7 @@ from tilewright.graph.partition import partitioner
 from tilewright.lower.table import family
 from tilewright.pipeline import Compiled, compile_graph, decide
 from tilewright.runtime import triton_build
+from tilewright.schedule.plan import Schedule
 
 Inputs = Sequence[Any]
 
@@ -33,21 +34,30 @@ def count_fx(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | No
              options: dict[str, Any] | None = None) -> Callable[..., Any]:  # fmt: skip
     """The same under the name `tilewright_count`: graphs are compiled as far as `metrics` needs,
     and run by eager. Fake tensors do, so the program may be for a card that is not there."""
-    return _capture(_count, gm, example_inputs, mode, options)
+    return count_schedules(lambda role, plan: None)(gm, example_inputs, mode=mode, options=options)
 
 
-def _count(gm: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    decide(torch.fx.GraphModule(gm, graph), boundary)
+def count_schedules(seen: Callable[[str, Schedule], None]) -> Callable[..., Callable[..., Any]]:
+    """A backend that counts, and shows what was decided for each graph."""
 
-    def run(args: list[Any]) -> Any:
-        given = tuple(args)
-        args.clear()  # as compiled programs do: the caller holds nothing alive
-        return gm(*given)
+    def count(gm: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        seen(boundary.role, decide(torch.fx.GraphModule(gm, graph), boundary))
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        def run(args: list[Any]) -> Any:
+            given = tuple(args)
+            args.clear()  # as compiled programs do: the caller holds nothing alive
+            return gm(*given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Inputs, *, mode: str | None = None,
+                options: dict[str, Any] | None = None) -> Callable[..., Any]:  # fmt: skip
+        return _capture(count, gm, example_inputs, mode, options)
+
+    return backend
 
 
 CompileOne = Callable[[torch.fx.GraphModule, Boundary], Compiled]
@@ -73,25 +83,25 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
 def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: Inputs,
             chosen: dict[str, Any],
             recording: capture.Recording | None) -> Callable[..., Any]:  # fmt: skip
-    def compiled(role: str, graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
+    def compiled(graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
         # outside the tracing modes: literals are folded with real tensors
         with config.patch(chosen), _disable_current_modes():
-            if recording is not None and role == "backward":
+            if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
             program = compile_one(graph, boundary)
             if recording is not None:
-                recording.compiled(role, program)
+                recording.compiled(boundary.role, program)
             return program
 
     def inference(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
-        return compiled("inference", graph, EVERYTHING)
+        return compiled(graph, EVERYTHING)
 
     def forward(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
-        return compiled("forward", graph, Boundary(visible=_facts().num_forward_returns))
+        return compiled(graph, Boundary(_facts().num_forward_returns, role="forward"))
 
     def backward(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
         donated = tuple(_facts().bw_donated_idxs or ())
-        return compiled("backward", graph, Boundary(visible=0, donated=donated))
+        return compiled(graph, Boundary(visible=0, donated=donated, role="backward"))
 
     aot = aot_autograd(
         fw_compiler=forward,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.pretend import run
-from tests.traffic import BY_NAME, Counted, count
-
-
-def on_card(name: str) -> Counted:
-    return count(BY_NAME[name], "cuda")
+from tests.traffic import BY_NAME, count_by_name
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_case(name: str) -> None:
-    assert run(on_card, name).elements <= BY_NAME[name].limit
+    case, found = BY_NAME[name], run(count_by_name, name, "cuda")
+    assert found.elements <= case.limit
+    assert found.moved <= (case.limit if case.honest is None else case.honest)

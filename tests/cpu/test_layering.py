@@ -25,7 +25,8 @@ LAYERS: list[set[str]] = [
     {"dump"},  # writes any stage out for a reader
     {"pipeline"},
     {"capture"},
-    {"backend", "explain", "cli", "testing"},
+    {"backend"},
+    {"explanation", "cli", "testing"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 

@@ -8,6 +8,7 @@ once per pytest process. Kernels are never launched.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -18,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,22 @@ def pretended(test: Callable[P, None]) -> Callable[P, None]:
 def _process() -> ProcessPoolExecutor:
     _library()  # built here, once, where a failure is easy to read
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=spawn, initializer=cuda)
+    made = ProcessPoolExecutor(1, mp_context=spawn, initializer=cuda)
+    with _no_main_module():
+        made.submit(int).result()
+    return made
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """A child imports its parent's main module first, and that may import torch."""
+    main = sys.modules["__main__"]
+    hidden = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update({"__spec__": None} | hidden)
 
 
 def _call(name: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

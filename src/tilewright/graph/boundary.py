@@ -27,6 +27,7 @@ class Boundary:
 
     visible: int | None = None
     donated: tuple[int, ...] = ()
+    role: str = "inference"
 
 
 EVERYTHING = Boundary()

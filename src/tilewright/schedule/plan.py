@@ -12,13 +12,14 @@ from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
 from tilewright.schedule.split import cut_groups
-from tilewright.schedule.traffic import accessed, moved
+from tilewright.schedule.traffic import Traffic, traffic
 
 
 @dataclass
 class Schedule:
     program: Program
     steps: list[Step]
+    bytes: list[Traffic]  # of each step
 
 
 def schedule(program: Program, limits: Limits | None = None) -> Schedule:
@@ -33,8 +34,8 @@ def schedule(program: Program, limits: Limits | None = None) -> Schedule:
     if limits is not None:
         groups = carved(program, groups, limits)
         _mark_local(program, groups)
-    _count(program, groups)
-    return Schedule(program, plan(program, groups))
+    bytes_ = _count(program, groups)
+    return Schedule(program, plan(program, groups), bytes_)
 
 
 def _live(program: Program) -> set[str]:
@@ -66,10 +67,11 @@ def _mark_local(program: Program, groups: list[Group]) -> None:
         group.local = frozenset().union(*(part.local for part in group.kernels))
 
 
-def _count(program: Program, groups: list[Group]) -> None:
-    for group in groups:
-        size = accessed(program, group)
+def _count(program: Program, groups: list[Group]) -> list[Traffic]:
+    found = traffic(program, groups)
+    for group, bytes_ in zip(groups, found, strict=True):
         metrics.generated_kernel_count += group.call is None
-        metrics.num_bytes_accessed += size
-        metrics.num_bytes_moved += moved(program, group)
-        metrics.nodes_num_elem.append((group.nodes[0].name, size // 4))
+        metrics.num_bytes_accessed += bytes_.accessed
+        metrics.num_bytes_moved += bytes_.moved
+        metrics.nodes_num_elem.append((group.nodes[0].name, bytes_.accessed // 4))
+    return found

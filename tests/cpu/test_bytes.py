@@ -1,0 +1,94 @@
+"""The honest counter, kernel by kernel (BM-2), and the compatible one where the two part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright
+from tests.traffic import Case, count
+
+MILLION = 1_000_000
+
+
+def bytes_of(program: Callable[..., Any], *inputs: Tensor) -> list[int]:
+    (graph,) = tilewright.explain(program)(*inputs).graphs
+    return [part.moved for part in graph.parts]
+
+
+def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+def test_bm_2_in_place() -> None:
+    def f(x: Tensor) -> None:
+        x.add_(1)
+
+    assert bytes_of(f, empty(1000, 1000)) == [8 * MILLION]
+
+
+def test_bm_2_unused_input() -> None:
+    half = torch.float16
+    found = bytes_of(lambda a, b, c: a + c, *(empty(5, MILLION, dtype=half) for _ in range(3)))
+    assert found == [30 * MILLION]
+
+
+def test_bm_2_reduction() -> None:
+    found = bytes_of(lambda a: a.sum(1), empty(1000, 20, 1000, dtype=torch.float16))
+    assert found == [42 * MILLION]
+
+
+def test_bm_2_norm() -> None:
+    x, w = empty(1000, 1000), empty(1000)
+    found = bytes_of(lambda x, w: torch.nn.functional.layer_norm(x, (1000,), w, w), x, w)
+    assert found == [8 * MILLION + 4000]
+
+
+def test_bm_2_slice_add() -> None:
+    # only the slice of `a` is read
+    found = bytes_of(lambda a, b: a[:, :1000] + b, empty(1000, 3000), empty(1000, 1000))
+    assert found == [12 * MILLION]
+
+
+def test_bm_2_two_slices_and_the_same_slice_twice() -> None:
+    a = empty(1000, 1000)
+    assert bytes_of(lambda a: a[:, :500] + a[:, 500:], a) == [6 * MILLION]
+    assert bytes_of(lambda a: (a[:, :500] + 1) * a[:, :500], a) == [4 * MILLION]
+    both = bytes_of(lambda a: (a[:, :500].sum(1), a[:, :500].cos()), a)
+    assert sum(both) == 4 * MILLION + 4000
+
+
+def test_bm_2_product_of_a_slice() -> None:
+    found = bytes_of(lambda a, b: a[:500] @ b, empty(3000, 100), empty(100, 1000))
+    assert found == [4 * (500 * 100 + 100 * 1000 + 500 * 1000)]
+
+
+def test_bm_2_scan() -> None:
+    assert sum(bytes_of(lambda a: a.cumsum(1), empty(1000, 1000))) == 8 * MILLION
+
+
+def test_gathers_by_extent() -> None:
+    table, at = empty(10_000, 64), torch.zeros(50, dtype=torch.int64)
+    assert bytes_of(lambda t, i: t[i].cos(), table, at) == [50 * 8 + 2 * 50 * 64 * 4]
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs", "compatible", "honest"),
+    [
+        # C3: a fused kernel is charged the whole buffer, and so is a library call
+        (lambda a: (a[:5].sum(1) + 1).cos(), "f32[10,10]", 105, 55),
+        (lambda a: (a[:5].sum(1), a[:5].cos()), "f32[10,10]", 155, 105),
+        (lambda a, b: a[:5] @ b, "f32[10,10] f32[10,10]", 250, 200),
+        # C2: an unfused kernel at most its iterations
+        (lambda a: a[:5] + 1, "f32[10,10]", 100, 100),
+        (lambda a: a + a.t(), "f32[10,10]", 200, 200),
+    ],
+)
+def test_the_two_counters(program: Callable[..., Any], inputs: str, compatible: int,
+                          honest: int) -> None:  # fmt: skip
+    found = count(Case("", 0, program, inputs))
+    assert (found.elements, found.moved) == (compatible, honest)
