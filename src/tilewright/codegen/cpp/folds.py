@@ -285,7 +285,9 @@ class WelfordAccumulator(Accumulator):
             w.line(f"const double more = double({p}_count), all = {self.count} + more;")
             with w.block(f"for (int64_t k = 0; k < {lanes}; ++k)"):
                 w.line(f"const double shift = double({p}_sum[k]) / more;")
-                w.line(f"const double apart = double({p}_from[k]) + shift - {self.mean}[k];")
+                # a running mean that has met an infinity is lost: eager says NaN, and so do we
+                w.line("const double lost = shift - shift;")
+                w.line(f"const double apart = {p}_from[k] + shift - {self.mean}[k] + lost;")
                 w.line(f"{self.m2}[k] += double({p}_squares[k]) - shift * shift * more + "
                        f"apart * apart * {self.count} * (more / all);")  # fmt: skip
                 w.line(f"{self.mean}[k] += apart * (more / all);")
