@@ -21,10 +21,12 @@ from tilewright.testing import run_and_get_code
 TRAINED = [case for case in CASES if case.train]
 
 
-@pytest.mark.parametrize("case", [c for c in TRAINED if c.limit < 1e5], ids=lambda c: c.name)
+# small ones: what is left out is large, random, or has an opaque op without an implementation
+SMALL = [c for c in TRAINED if c.limit < 1e5 and c.name != "PF-58"]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_gradients_of_the_counted_programs(case: Case) -> None:
-    if "drop" in case.name:
-        pytest.skip("random: test_dropout_* look at it")
     given = [torch.randn(t.shape).requires_grad_() for t in tensors(case.inputs, "meta")]
     check(case.program, *given, tolerance={"rtol": 1e-4, "atol": 1e-4}, fullgraph=False)
 
@@ -181,3 +183,17 @@ def test_cuts_are_cheapest(seed: int) -> None:
 def test_training_counts_do_not_depend_on_a_second_compilation() -> None:
     case = next(c for c in TRAINED if c.name == "PF-44")
     assert count(case) == count(case)
+
+
+def test_ri_7_an_uninitialised_tensor_is_made_again() -> None:
+    """What the backward pass writes into is not kept from the forward pass."""
+    case = next(c for c in TRAINED if c.name == "PF-58")
+    assert count(case).nodes == (9, 9)  # no kernel fills or copies it
+
+
+def test_equal_calls_of_both_passes_are_one() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x.exp() * 2 + x.exp()
+
+    assert saved(f, leaf(6, 6)) == [(torch.float32, 36)]
+    check(f, leaf(6, 6))

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.partitioners import NodeInfo, _size_of, min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
-from tilewright.graph import seeded
+from tilewright.graph import seeded, simplify
 from tilewright.graph.expose import expose
 from tilewright.graph.flow import INFINITE, Network
 
@@ -48,13 +49,20 @@ def partitioner(family: Family) -> Callable[..., tuple[torch.fx.GraphModule, tor
     def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int,
                   **options: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:  # fmt: skip
         def choose(graph: torch.fx.Graph, info: NodeInfo, memory_budget: float = 1) -> list[Node]:
-            if memory_budget != 1 or any("recompute" in n.meta for n in graph.nodes):
+            if memory_budget != 1 or annotated:
                 return torchs_choice(graph, info, memory_budget)
             return kept(graph, info, num_fwd_outputs, family)
 
+        annotated = any("recompute" in n.meta for n in joint.graph.nodes)
         expose(joint.graph)
+        if not annotated:
+            simplify.remove_common(joint.graph, simplify.Facts(joint.graph))
         torchs_choice = partitioners.choose_saved_values_set
-        with _replaced(partitioners, "choose_saved_values_set", choose):
+        with (
+            _replaced(partitioners, "choose_saved_values_set", choose),
+            # torch's own pass imports its compiler, which takes longer than everything here
+            _replaced(functorch_config, "cse", annotated),
+        ):
             return min_cut_rematerialization_partition(
                 joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
             )
