@@ -48,7 +48,7 @@ SMOOTH = all_of(
     torch.asinh, torch.acosh, torch.atanh, torch.erf, torch.erfc, torch.erfinv, torch.sigmoid,
     torch.lgamma, torch.digamma, torch.logit, lambda x: torch.logit(x, 0.2), torch.sinc,
     torch.deg2rad, torch.rad2deg, torch.special.entr, lambda x: torch.polygamma(1, x),
-    lambda x: torch.polygamma(3, x.abs()), torch.special.i0e,
+    lambda x: torch.polygamma(3, x.abs()), torch.special.i1e,
 )  # fmt: skip
 BINARY = all_of(
     torch.maximum, torch.minimum, torch.eq, torch.ne, torch.lt, torch.le,
