@@ -1,0 +1,5 @@
+"""Products: what is to be computed, who can compute it, and who does it fastest in its place.
+
+- `problem.py`   `GemmProblem`, one frozen value for a product with all that is fused to it
+- `provider.py`  what a provider and a candidate are
+"""

@@ -1,0 +1,197 @@
+"""`GemmProblem`: a matrix product with what the scheduler wants fused to it, as one frozen value.
+
+The problem is self-contained and canonical: buffers have names of their own (`a`, `b`, `c`, `x0`,
+...), loops are the four variables below, and nothing refers to the program it came from. Two places
+of one program, or two programs, that ask for the same product have equal problems and one `key`.
+
+What is computed, for every point of `batch`, `m` and `n` (mm_plus_mm adds a second such sum):
+
+    total = alpha * sum over k of left(batch, m, k) * right(batch, k, n) + beta * bias(batch, m, n)
+    c     = total rounded to the product's own dtype
+    store[index] = value    for each store of the epilogue, whose loads of `c` mean that value
+
+An operand is a plain window on memory, or, with a prologue, any expression over its position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, load, loads, syms, var
+from tilewright.ir.program import Buffer, Store, View
+from tilewright.ir.show import show_expr
+from tilewright.runtime import store
+from tilewright.target import Target
+
+Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix, or a batch of them: the element at a position is `value`.
+
+    `view` is the window eager would read: [batch,] rows, columns. With a prologue nothing is there
+    and only its sizes and dtype count.
+    """
+
+    view: View
+    value: Expr
+    is_plain: bool = True  # `value` is the load of `view` at the position
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.view.dtype
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    op: Op
+    batch: Expr  # loop variables; their sizes are the problem's
+    m: Expr
+    n: Expr
+    k: Expr
+    operands: tuple[Operand, ...]  # left, right; of mm_plus_mm also those of the second product
+    result: View  # of the product itself, on the buffer `c`: [batch,] m, n
+    buffers: tuple[Buffer, ...]  # all that is read or written, `c` included; sorted by name
+    target: Target
+    bias: Operand | None = None  # of addmm and baddbmm, expanded to the result's shape
+    alpha: float = 1.0
+    beta: float = 1.0
+    keeps: bool = True  # `c` is itself needed in memory
+    epilogue: tuple[Store, ...] = ()
+
+    # ---- sizes
+
+    @property
+    def sizes(self) -> tuple[Expr, Expr, Expr, Expr]:
+        """Of batch, m, n, k."""
+        return self.batch.src[0], self.m.src[0], self.n.src[0], self.k.src[0]
+
+    @property
+    def hints(self) -> tuple[int, int, int, int]:
+        """Likely values of the sizes of batch, m, n, k."""
+        b, m, n, k = (ix.likely(e) for e in self.sizes)
+        return b, m, n, k
+
+    @property
+    def is_batched(self) -> bool:
+        return self.op in ("bmm", "baddbmm")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the product's own result."""
+        return self.result.dtype
+
+    @property
+    def flops(self) -> int:
+        b, m, n, k = self.hints
+        return 2 * b * m * n * k * (len(self.operands) // 2)
+
+    # ---- memory
+
+    @cached_property
+    def memory(self) -> dict[str, Buffer]:
+        return {b.name: b for b in self.buffers}
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Buffers read, in order of their names."""
+        values = [o.value for o in self.operands]
+        if self.bias is not None and self.beta != 0:
+            values.append(self.bias.value)
+        values += [e for s in self.epilogue for e in s.exprs]
+        found = {node.arg for node in loads(*values)} - {self.result.buffer}
+        return tuple(sorted(found))
+
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        """Buffers written, `c` first where it is kept."""
+        own = (self.result.buffer,) if self.keeps else ()
+        return tuple(dict.fromkeys((*own, *(s.buffer for s in self.epilogue))))
+
+    @cached_property
+    def symbols(self) -> tuple[Expr, ...]:
+        """Run-time numbers that sizes, strides and values depend on, in order of their names."""
+        exprs = [*self.sizes, *(o.value for o in self.operands), _at(self.result, self.place)]
+        exprs += [] if self.bias is None else [self.bias.value]
+        exprs += [e for s in self.epilogue for e in s.exprs]
+        return tuple(sorted(syms(*exprs), key=lambda e: e.arg.name))
+
+    @property
+    def place(self) -> tuple[Expr, ...]:
+        """The position in the result: [batch,] m, n."""
+        return (self.batch, self.m, self.n) if self.is_batched else (self.m, self.n)
+
+    @property
+    def product(self) -> Expr:
+        """What stands for the product in the epilogue: an element of `c`."""
+        return load(self.result.buffer, self.dtype, _at(self.result, self.place))
+
+    # ---- variants
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the product alone."""
+        return not self.epilogue and all(o.is_plain for o in self.operands)
+
+    @cached_property
+    def bare(self) -> GemmProblem:
+        """The product alone, of operands in memory."""
+        if self.is_bare:
+            return self
+        operands = tuple(
+            o if o.is_plain else plain(o.view, position)
+            for o, position in zip(self.operands, self._positions(), strict=True)
+        )
+        made = replace(self, operands=operands, epilogue=(), keeps=True)
+        used = {*made.reads, *made.writes}
+        return replace(made, buffers=tuple(b for b in self.buffers if b.name in used))
+
+    def _positions(self) -> tuple[tuple[Expr, ...], ...]:
+        lead = (self.batch,) if self.is_batched else ()
+        pair = ((*lead, self.m, self.k), (*lead, self.k, self.n))
+        return pair * (len(self.operands) // 2)
+
+    @cached_property
+    def key(self) -> str:
+        """The same in every process, for equal problems alone."""
+        return store.key("gemm", self.describe())
+
+    def describe(self) -> str:
+        """All of it as text."""
+        scale = f"alpha={self.alpha} beta={self.beta} keeps={self.keeps}"
+        lines = [f"{self.op} {self.target.key} {scale} {self.sizes}"]
+        lines += [f"{o.view} = {show_expr(o.value)}" for o in self.operands]
+        lines += [f"bias {self.bias.view}"] if self.bias is not None else []
+        lines += [f"{self.result}", *map(str, self.buffers), *map(str, self.epilogue)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """For people: `addmm 1024x4096x512 bf16 + epilogue`."""
+        b, m, n, k = self.hints
+        size = f"{b}x{m}x{n}x{k}" if self.is_batched else f"{m}x{n}x{k}"
+        kind = str(self.dtype).removeprefix("torch.")
+        fused = " + prologue" if any(not o.is_plain for o in self.operands) else ""
+        return f"{self.op} {size} {kind}{fused}{' + epilogue' if self.epilogue else ''}"
+
+
+# ---- building problems
+
+
+def loops(batch: Expr, m: Expr, n: Expr, k: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+    """The canonical variables over these sizes."""
+    return var("batch", batch), var("m", m), var("n", n), var("k", k)
+
+
+def plain(view: View, place: tuple[Expr, ...]) -> Operand:
+    """An operand that is a window on memory."""
+    return Operand(view, load(view.buffer, view.dtype, _at(view, place)))
+
+
+def _at(view: View, place: tuple[Expr, ...]) -> Expr:
+    return ix.linearize(place, view.stride, view.offset)
