@@ -2,4 +2,5 @@
 
 - `problem.py`   `GemmProblem`, one frozen value for a product with all that is fused to it
 - `provider.py`  what a provider and a candidate are
+- `cpp.py`       C++ kernels for the CPU: candidates by a cost model; `cpp_source.py` their text
 """

@@ -115,6 +115,11 @@ def submit(sources: Sequence[CxxSource]) -> Submitted:
     return Submitted(tuple(_workshop.kernel(source) for source in sources))
 
 
+def key_of(source: CxxSource) -> str:
+    """What a kernel is kept under: of its source, the headers, the compiler and the flags."""
+    return _Order.of(source).key
+
+
 # ---------------------------------------------------------------------------------------- running
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,6 +91,21 @@ class Writer:
         for node in _atoms(e) if e.op in ("iadd", "imul") else (e,):
             if node.op not in ("var", "const", "sym"):
                 self.value(node)
+
+    def hoist(self, exprs: Sequence[Expr], loop: Expr, written: Container[str]) -> None:
+        """Compute here, before a loop, what is the same at all of its points. The compiler often
+        cannot: for all it knows, a store inside may change what is loaded."""
+        nodes = list(walk(*exprs))
+        same: set[Expr] = set()
+        for node in nodes:
+            changes = node.op in ("reduce", "scan", "part") or node.arg in written
+            if node is not loop and not changes and all(s in same for s in node.src):
+                same.add(node)
+        for node in nodes:
+            if node not in same:
+                for source in node.src:
+                    if source in same:
+                        self.prepare(source)
 
     def index(self, e: Expr) -> str:
         """`e` as an array index."""

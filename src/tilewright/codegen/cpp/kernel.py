@@ -400,20 +400,9 @@ class Kernel:
         self.stores(members)
 
     def hoist(self, members: Sequence[Nest], loop: Expr) -> None:
-        """Compute before a loop, which runs at least once, what is the same at all of its points.
-        The compiler often cannot: for all it knows, a store inside may change what is loaded."""
+        """Compute before a loop that runs at least once what is the same at all of its points."""
         written = {s.buffer for m in self.members for s in m.stores}
-        nodes = list(walk(*(e for m in members for e in m.exprs)))
-        same: set[Expr] = set()
-        for node in nodes:
-            changes = node.op in ("reduce", "scan", "part") or node.arg in written
-            if node is not loop and not changes and all(s in same for s in node.src):
-                same.add(node)
-        for node in nodes:
-            if node not in same:
-                for source in node.src:
-                    if source in same:
-                        self.w.prepare(source)
+        self.w.hoist([e for m in members for e in m.exprs], loop, written)
 
     def stores(self, members: Sequence[Nest]) -> None:
         for m in members:

@@ -1,0 +1,255 @@
+"""Products on the CPU by C++ kernels: register tiles, packed operands, the epilogue in the cache.
+
+Candidates differ in how the product is walked (`cpp_source.Config`). They are ordered by a model of
+the time for arithmetic, packing and finishing; the first few are worth measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from tilewright import config as options
+from tilewright.codegen.cpp.emit import uses_flag
+from tilewright.codegen.cpp.text import CTYPE
+from tilewright.gemm.cpp_source import (
+    Config,
+    is_in_place,
+    lanes_of,
+    rows_along,
+    side,
+    step,
+    stores_of,
+    sum_dtype,
+    write,
+)
+from tilewright.gemm.problem import GemmProblem, Operand
+from tilewright.gemm.provider import Argument, Effort, Kernel, register
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, loads, walk
+from tilewright.ir.ops import TABLE
+from tilewright.runtime.cxx import ArgKind, CxxSource, key_of
+
+MOST: dict[Effort, int] = {"none": 1, "quick": 2, "default": 4, "max": 10}
+FEW = 16  # rows of a product that is read once and not packed
+TILES = {"avx512": ((14, 2), (9, 3), (24, 1)), "avx2": ((6, 2), (4, 3), (12, 1)),
+         "scalar": ((4, 2),)}  # fmt: skip
+DEPTHS = (384, 256, 512)  # steps of k between two visits to the sums
+# Nanoseconds per element, of one core.
+COPY, TURN, READ = 0.1, 0.25, 0.15
+COMMON = frozenset({"cast", "add", "mul", "sub", "where"})  # say nothing about an epilogue
+
+
+@dataclass(frozen=True)
+class CppCandidate:
+    problem: GemmProblem
+    config: Config
+    number: int
+    threads: int  # of OpenMP; -1: as many as there are
+
+    @property
+    def provider(self) -> str:
+        return "CPP"
+
+    @property
+    def name(self) -> str:
+        return f"cpp_{self.problem.op}_{self.number}"
+
+    @property
+    def description(self) -> str:
+        return self.config.description
+
+    @property
+    def estimate(self) -> float:
+        return estimate(self.problem, self.config)
+
+    @property
+    def key(self) -> str:
+        return key_of(self._source)
+
+    def kernel(self) -> Kernel:
+        return Kernel(_kernel_name(self.problem), self._source, self._written[1])
+
+    @cached_property
+    def _written(self) -> tuple[str, tuple[Argument, ...]]:
+        return write(self.problem, self.config, self.threads)
+
+    @property
+    def _source(self) -> CxxSource:
+        text, arguments = self._written
+        kinds: tuple[ArgKind, ...] = tuple(kind for kind, _ in arguments)
+        return CxxSource(text, "kernel", kinds, self.problem.target.cxx_flags)
+
+
+def _kernel_name(problem: GemmProblem) -> str:
+    """`cpp_fused_addmm_erf`: the product and what is special about its epilogue."""
+    exprs = [s.value for s in problem.epilogue]
+    exprs += [o.value for o in problem.operands if not o.is_plain]
+    ops = sorted({n.op for n in walk(*exprs) if n.op in TABLE} - COMMON)
+    return "_".join(["cpp_fused", problem.op, *ops[:4]])
+
+
+@register
+class CppProvider:
+    name = "CPP"
+
+    def supports(self, problem: GemmProblem) -> str:
+        if problem.target.is_gpu:
+            return "C++ kernels are for the CPU"
+        unknown = [b.dtype for b in problem.buffers if b.dtype not in CTYPE]
+        if unknown:
+            return f"no C++ type for {unknown[0]}"
+        if sum_dtype(problem).is_floating_point != problem.dtype.is_floating_point:
+            return f"a product of {problem.operands[0].dtype} is not added up in {problem.dtype}"
+        return _check_epilogue(problem) or _check_flag(problem)
+
+    def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[CppCandidate]:
+        if self.supports(problem):
+            return ()
+        found = sorted(dict.fromkeys(configurations(problem)), key=lambda c: estimate(problem, c))
+        threads = options.cpp.threads
+        return [CppCandidate(problem, c, i, threads) for i, c in enumerate(found[: MOST[effort]])]
+
+
+# ---- what can be fused
+
+
+def _check_epilogue(problem: GemmProblem) -> str:
+    """Rows are finished as soon as they are there, in any order."""
+    stores = stores_of(problem)
+    for s in stores:
+        if s.mode != "set":
+            return f"the epilogue combines with what {s.buffer} holds"
+        if any(n.arg == problem.result.buffer for n in loads(*s.exprs)):
+            return "the epilogue reads other elements of the product"
+        if any(n.op in ("reduce", "scan", "part") for n in walk(*s.exprs)):
+            return "the epilogue folds"
+    written = {s.buffer: s.index for s in stores}
+    if len(written) < len(stores):
+        return "the epilogue stores twice to one buffer"
+    for n in loads(*(o.value for o in problem.operands)):
+        if n.arg in written:
+            return f"the epilogue overwrites the operand {n.arg}"
+    for n in loads(*(e for s in stores for e in s.exprs)):
+        if n.arg in written and n.src[0] is not written[n.arg]:
+            return f"the epilogue reads elements of {n.arg} that it overwrites"
+    return ""
+
+
+def _check_flag(problem: GemmProblem) -> str:
+    exprs = [e for s in stores_of(problem) for e in s.exprs]
+    exprs += [o.value for o in problem.operands]
+    return "an index or an integer division is checked" if uses_flag(*exprs) else ""
+
+
+# ---- configurations
+
+
+def configurations(problem: GemmProblem) -> Iterator[Config]:
+    """All that make sense, in no order."""
+    _, m, n, _ = problem.hints
+    for q in (problem.n, problem.m):
+        yield from _packed(problem, q)
+    yield from _dots(problem, *((problem.m, problem.n) if m <= n else (problem.n, problem.m)))
+    yield from _streams(problem, *((problem.m, problem.n) if m <= n else (problem.n, problem.m)))
+
+
+def _name(loop: Expr) -> Literal["m", "n"]:
+    return "m" if loop.arg == "m" else "n"
+
+
+def _depth(problem: GemmProblem, most: int) -> int:
+    """K in equal blocks."""
+    k = max(1, problem.hints[3])
+    blocks = -(-k // most)
+    return max(8, -(-k // blocks // 8) * 8)
+
+
+def _packed(problem: GemmProblem, q: Expr) -> Iterator[Config]:
+    p = problem.m if q is problem.n else problem.n
+    in_place = all(is_in_place(problem, o, problem.k) for o in side(problem, p))
+    size = sum_dtype(problem).itemsize
+    for rows, vecs in TILES[problem.target.isa]:
+        width = vecs * lanes_of(problem)
+        for most in DEPTHS:
+            kc = _depth(problem, most * 4 // size)
+            # half of the second-level cache for rows of P, a quarter for sums
+            pc = max(1, min(192, problem.target.l2 // 2 // (kc * size)) // rows) * rows
+            qc = max(1, min(512, problem.target.l2 // 4 // (pc * size)) // width) * width
+            for pack in (False, True) if in_place else (True,):
+                yield Config("packed", _name(q), rows, vecs, kc, pc, qc, pack, True)
+
+
+def _dots(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
+    """Both operands contiguous along k, or at least packed that way."""
+    count = ix.likely(few.src[0])
+    if count > FEW or not all(_along_k(problem, o) for o in side(problem, many)):
+        return
+    registers = 24 if problem.target.isa == "avx512" else 12
+    pack_p = not all(is_in_place(problem, o, problem.k) for o in side(problem, many))
+    pack_q = not all(is_in_place(problem, o, problem.k) for o in side(problem, few))
+    for vecs in {min(max(count, 1), v) for v in (1, 2, 3, 4)}:
+        rows = min(registers // vecs, 8)
+        kc = _depth(problem, 1024)
+        pc = 48 // rows * rows
+        yield Config("dot", _name(few), rows, vecs, kc, pc, FEW // vecs * vecs, pack_p, pack_q)
+
+
+def _along_k(problem: GemmProblem, o: Operand) -> bool:
+    return any(ix.coefficient(n.src[0], problem.k) is ix.ONE for n in loads(o.value))
+
+
+def _streams(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
+    """The long side contiguous along its own loop."""
+    count = max(1, ix.likely(few.src[0]))
+    along = [any(ix.coefficient(n.src[0], many) is ix.ONE for n in loads(o.value))
+             for o in side(problem, many)]  # fmt: skip
+    if count > FEW or not all(along):
+        return
+    registers = 24 if problem.target.isa == "avx512" else 12
+    pack_p = not all(is_in_place(problem, o, problem.k) for o in side(problem, few))
+    pack_q = not all(is_in_place(problem, o, many) for o in side(problem, many))
+    most = 14 if problem.target.isa == "avx512" else 6
+    rows = min(count, most) if count % most == 0 else -(-count // -(-count // most))
+    vecs = max(1, min(8, registers // rows))
+    width = vecs * lanes_of(problem)
+    kc = _depth(problem, 512)
+    pc = -(-count // rows) * rows
+    yield Config("stream", _name(many), rows, vecs, kc, pc, 4 * width, pack_p, pack_q)
+
+
+# ---- the model
+
+
+def estimate(problem: GemmProblem, c: Config) -> float:
+    """Microseconds on one core."""
+    b, m, n, k = problem.hints
+    q, p = (n, m) if c.q == "n" else (m, n)
+    passes = len(problem.operands) // 2
+    width = c.vecs * (1 if c.way == "dot" else lanes_of(problem))
+    padded = _up(p, c.rows) * _up(q, width) * k * passes
+    ns = padded / (6 * lanes_of(problem)) / (0.8 if c.way == "dot" else 0.9)
+    if c.way == "packed":
+        ns += passes * q * k * _packing(problem, c.q, "q")
+        ns += passes * p * k * READ
+    else:
+        ns += passes * (p if c.way == "dot" else q) * k * READ
+    if c.pack_p:
+        blocks = -(-q // c.qc) if c.way == "packed" else 1
+        ns += passes * p * k * blocks * _packing(problem, "m" if c.q == "n" else "n", "k")
+    ns += m * n * (COPY if c.way == "dot" or rows_along(problem).arg == c.q else TURN)
+    return b * ns / 1000
+
+
+def _packing(problem: GemmProblem, name: str, along: str) -> float:
+    """Of an element that is to be contiguous along a loop; `q` means the side's own."""
+    loop = problem.m if name == "m" else problem.n
+    wanted = problem.k if along == "k" else loop
+    return max(COPY if not o.is_plain or step(o, wanted) is ix.ONE else TURN
+               for o in side(problem, loop))  # fmt: skip
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
