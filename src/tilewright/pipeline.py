@@ -135,7 +135,7 @@ def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Sourc
     ops = "_".join(dict.fromkeys(re.sub(r"_\d+$", "", n) for n in nodes))[:60].strip("_")
     device = program.buffers[min(group.writes)].device
     if device.type == "cpu":
-        return kernels.cpp(cpp.generate(program, group), f"cpp_fused_{ops}_{k}")
+        return kernels.cpp(program, cpp.generate(program, group), f"cpp_fused_{ops}_{k}")
     target = Target.of(device)
     try:
         kernel = triton.generate(program, group, target, ops)

@@ -21,11 +21,15 @@ from tilewright.schedule.group import Group
 from tilewright.target import Target
 
 
-def cpp(kernel: CppKernel, name: str) -> tuple[KernelCall, CxxSource]:
+def cpp(program: Program, kernel: CppKernel, name: str) -> tuple[KernelCall, CxxSource]:
     kinds: list[ArgKind] = [p.kind for p in kernel.params]
     if kernel.checked:
         kinds.append("ptr")
-    args = tuple((p.kind, p.name) for p in kernel.params)
+    args = tuple(
+        ("address", f"{p.name}.data_ptr() + {p.start * program.buffers[p.name].dtype.itemsize}")
+        if p.start else (p.kind, p.name)
+        for p in kernel.params
+    )  # fmt: skip
     return KernelCall(name, args, kernel.checked), CxxSource(kernel.text, kernel.name, tuple(kinds))
 
 

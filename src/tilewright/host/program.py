@@ -28,7 +28,7 @@ class KernelCall:
     """What the host program needs to know of a generated kernel."""
 
     name: str  # as shown: cpp_fused_..., triton_poi_fused_...
-    args: tuple[tuple[str, str], ...]  # (kind, buffer or symbol)
+    args: tuple[tuple[str, str], ...]  # (kind, buffer or symbol; the text of an "address")
     checked: bool
     device: int | None = None  # of a CUDA kernel
     narrow: tuple[Expr, ...] = ()  # at most 2**31 - 1, or `{name}_wide` is to be called

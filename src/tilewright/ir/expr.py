@@ -232,7 +232,13 @@ def _known(node: Expr, name: str) -> frozenset[Any]:
 
 
 def loads(*roots: Expr) -> list[Expr]:
-    return [node for node in walk(*roots) if node.op == "load"]
+    if len(roots) == 1:
+        return list(roots[0].memo("loads", _loads))
+    return list(dict.fromkeys(node for root in roots for node in root.memo("loads", _loads)))
+
+
+def _loads(root: Expr) -> tuple[Expr, ...]:
+    return tuple(node for node in walk(root) if node.op == "load")
 
 
 def syms(*roots: Expr) -> set[Expr]:

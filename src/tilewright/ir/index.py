@@ -108,6 +108,12 @@ def mul(*factors: IndexLike) -> Expr:
     total: Poly = {(): 1}
     for factor in factors:
         p = poly(as_index(factor))
+        if not p.keys() - {()}:
+            total = _scaled(total, p.get((), 0))
+            continue
+        if total.keys() == {()}:
+            total = _scaled(p, total[()])
+            continue
         product: Poly = {}
         for m1, c1 in total.items():
             for m2, c2 in p.items():
@@ -117,12 +123,23 @@ def mul(*factors: IndexLike) -> Expr:
     return from_poly(total)
 
 
+def _scaled(p: Poly, by: int) -> Poly:
+    return {m: c * by for m, c in p.items()} if by else {}
+
+
 def neg(a: IndexLike) -> Expr:
-    return mul(a, -1)
+    return from_poly(_scaled(poly(as_index(a)), -1))
 
 
 def sub(a: IndexLike, b: IndexLike) -> Expr:
-    return add(a, neg(b))
+    return from_poly(_difference(a, b))
+
+
+def _difference(a: IndexLike, b: IndexLike) -> Poly:
+    total = dict(poly(as_index(a)))
+    for m, c in poly(as_index(b)).items():
+        total[m] = total.get(m, 0) - c
+    return total
 
 
 def product(sizes: Iterable[IndexLike]) -> Expr:
@@ -284,6 +301,8 @@ def _known_nonneg(e: Expr) -> bool:
     if bounds(e)[0] >= 0:
         return True
     p = poly(e)
+    if _is_plain(p):
+        return False
     # One atom after the other, without going back: symbols last, as the ends of variables are
     # made of them. Trying every order would find little more and take exponential time.
     atoms = {a for m in p for a in m}
@@ -318,12 +337,41 @@ def _ends(atom: Expr) -> tuple[Expr | None, Expr | None]:
             return None, None
 
 
+def _is_plain(p: Poly) -> bool:
+    """Whether no two factors meet and every end is a literal: then bounds say all there is."""
+    for m in p:
+        if len(m) > 1:
+            return False
+        for atom in m:
+            if atom.op == "sym" or (atom.op in ("var", "imod", "index")
+                                    and atom.src[-1].op != "const"):  # fmt: skip
+                return False
+    return True
+
+
 def known_le(a: IndexLike, b: IndexLike) -> bool:
-    return known_nonneg(sub(b, a))
+    return _nonneg(_difference(b, a))
 
 
 def known_lt(a: IndexLike, b: IndexLike) -> bool:
-    return known_le(add(a, 1), b)
+    distance = _difference(b, a)
+    distance[()] = distance.get((), 0) - 1
+    return _nonneg(distance)
+
+
+def _nonneg(p: Poly) -> bool:
+    """`known_nonneg` of a polynomial, which mostly is told without making an expression of it."""
+    if _is_plain(p):
+        low: float = 0
+        for m, c in p.items():
+            if not m or not c:
+                low += c
+                continue
+            ends = bounds(m[0])
+            low += _times(c, ends[0] if c > 0 else ends[1])
+        if low >= 0 or not any(a.op == "imod" for m in p for a in m):
+            return low >= 0
+    return known_nonneg(from_poly(p))
 
 
 def _within(rest: Expr, b: Expr) -> bool:

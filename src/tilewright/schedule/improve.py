@@ -124,10 +124,10 @@ class _State:
             for node in ring:
                 for b in sorted(node.reads | node.writes):
                     found += [n for n in self.users.get(b, ())[:8] if n.name not in names]
-            names.update(dict.fromkeys(n.name for n in found))
+            new = list(dict.fromkeys(n.name for n in found))
+            room = max(0, NEIGHBOURHOOD - len(names)) if names else len(new)
+            names.update(dict.fromkeys(new[:room]))
             ring = found
-            if len(names) >= NEIGHBOURHOOD:
-                break
         places = sorted({self.place[name] for name in names})
         return [n for k in places for n in self.slots[k] if n.name in names]
 

@@ -51,6 +51,7 @@ PARALLEL_WORK = 8192  # iterations below which starting threads costs more than 
 class Param:
     kind: Literal["ptr", "int", "float"]
     name: str  # a buffer, or a symbol
+    start: int = 0  # the element of the buffer that is pointed to
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Kernel:
         self.w = Writer(self._name, self._load)
         exprs = [e for m in self.members for e in m.exprs]
         self.flag = uses_flag(*exprs)
+        self.starts = _starts(self.members)
         self.rewritten = _rewritten(self.members)
         self.outer = (*self.shape.outer, *self.shape.serial)
         self.carried: dict[str, Carried] = carried(self)
@@ -165,6 +167,7 @@ class Kernel:
         if buffer in self.rows:
             row = self.rows[buffer]
             return f"{row.name}[{self._row_index(row, index)}]"
+        index = ix.sub(index, self.starts.get(buffer, 0))
         return f"{self._pointer(buffer)}[{self.w.index(index)}]"
 
     def _row_index(self, row: Row, index: Expr) -> str:
@@ -202,7 +205,7 @@ class Kernel:
             self._parallel()
         if self.flag:
             body.line("if (tw_bad) *tw_err |= tw_bad;")
-        params = [Param("ptr", b) for b in self.pointers]
+        params = [Param("ptr", b, self.starts.get(b, 0)) for b in self.pointers]
         types = [f"{memory_type(self.buffers[b].dtype)}*" for b in self.pointers]
         for e in self.numbers:
             params.append(Param("float" if e.dtype == torch.float64 else "int", e.arg.name))
@@ -598,6 +601,16 @@ def _row(name: str, blocks: Sequence[tuple[list[tuple[Expr, Expr]], Expr]]) -> R
     for end, (_, start) in zip(ends[1:], blocks[1:], strict=True):
         low, high = ix.minimum(low, start), ix.maximum(high, end)
     return Row(name, ix.add(ix.sub(high, low), 1), low)
+
+
+def _starts(members: Sequence[Nest]) -> dict[str, int]:
+    """The first element of each buffer, as far as literals tell. The kernel is given its address:
+    kernels that differ in nothing else are one."""
+    found: dict[str, list[int]] = {}
+    for m in members:
+        for buffer, indices in m.indices.items():
+            found.setdefault(buffer, []).extend(ix.poly(i).get((), 0) for i in indices)
+    return {b: min(literals) for b, literals in found.items() if min(literals) > 0}
 
 
 def _rewritten(members: Sequence[Nest]) -> set[str]:
