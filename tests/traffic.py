@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests import kernels as user
 from tilewright import config, metrics
 from tilewright.backend import count_fx
 
@@ -67,6 +68,7 @@ def count(case: Case, device: str = "cpu") -> Counted:
     torch._dynamo.reset()
     metrics.reset()
     with (
+        user.seen(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.device(device),
         config.patch(dict(case.options)),
@@ -361,6 +363,14 @@ CASES = [
     Case("PF-59", 21, sin_thrice, "f32[3] f32[3]"),
     Case("PF-60", 21, sin_thrice, "f32[3]", honest=18),
     Case("PF-61", 45, attend_twice, "f32[3] f32[3] f32[3]", honest=45),
+    Case("PF-55", 18, user.Sin.apply, "f32[3]", train=True, honest=12),
+    Case("PF-56", 27, user.TwoSin.apply, "f32[3]", train=True, honest=21),
+    Case("PF-62", 50, user.add, "f32[10]" * 2, honest=40),
+    Case("PF-63", 70, user.added_beside, "f32[10]" * 2, honest=60),
+    Case("PF-64", 80, user.added_before, "f32[10]" * 2, bound=70, honest=60),
+    Case("PF-65", 70, user.added_view, "f32[10]" * 2, honest=60),
+    Case("PF-66", 80, user.added_before_view, "f32[10]" * 2, bound=70, honest=60),
+    Case("PF-67", 50, user.added_to_itself, "f32[10]", bound=40, honest=30),
     # at real sizes
     Case("layer norm", 126750464, lambda x, w, b: F.layer_norm(x, (768,), w, b),
          "f32[32768,768] f32[768] f32[768]", train=True, floor=125829120),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import TracingContext
+from torch._higher_order_ops import triton_kernel_wrap
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright import capture, config
-from tilewright.graph import decompositions
+from tilewright.graph import decompositions, user_kernels
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.partition import partitioner
 from tilewright.lower.table import family
@@ -86,6 +88,7 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
     def compiled(graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
         # outside the tracing modes: literals are folded with real tensors
         with config.patch(chosen), _disable_current_modes():
+            user_kernels.rename(graph.graph)
             if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
             program = compile_one(graph, boundary)
@@ -111,12 +114,19 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         partition_fn=partitioner(family),
         keep_inference_input_mutations=True,
     )
-    if recording is None:
-        return aot(gm, example_inputs)
-    with capture.watching(recording):
-        function = aot(gm, example_inputs)
+    with _own_answers():
+        if recording is None:
+            return aot(gm, example_inputs)
+        with capture.watching(recording):
+            function = aot(gm, example_inputs)
     recording.returned(function, example_inputs)
     return function
+
+
+def _own_answers() -> Any:
+    """Torch asks what a user's Triton kernel writes to. It has an answer of its own, which needs a
+    card and the whole of its other compiler."""
+    return mock.patch.object(triton_kernel_wrap, "get_mutated_tensors", user_kernels.written)
 
 
 def _on_card(value: Any) -> bool:

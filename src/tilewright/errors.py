@@ -178,7 +178,7 @@ class VerifyError(TilewrightError):
 
 
 class BuildError(TilewrightError):
-    """A compiler refused a generated source."""
+    """A compiler refused a source; `line` is the one of it the compiler names, `why` its words."""
 
     def __init__(
         self,
@@ -189,10 +189,14 @@ class BuildError(TilewrightError):
         stage: str = "build",
         site: Site | None = None,
         hint: str = "",
+        line: int = 0,
+        why: str = "",
     ) -> None:
         super().__init__(message, stage=stage, site=site, hint=hint)
         self.command = tuple(command)
         self.stderr = stderr
+        self.line = line
+        self.why = why
 
     def details(self) -> list[tuple[str, str]]:
         rows = super().details()
@@ -208,6 +212,18 @@ def _shorten(text: str) -> str:
         dropped = len(lines) - 2 * half
         lines = [*lines[:half], f"... {dropped} lines left out ...", *lines[-half:]]
     return "\n           ".join(lines)
+
+
+class UserKernelError(TilewrightError):
+    """A Triton kernel of the user's that Triton does not compile: its words, and where."""
+
+    def __init__(self, message: str, *, where: str, report: str) -> None:
+        super().__init__(message, stage="build")
+        self.where = where
+        self.report = report
+
+    def details(self) -> list[tuple[str, str]]:
+        return [*super().details(), ("at", self.where), ("triton", _shorten(self.report))]
 
 
 class NoValidChoicesError(TilewrightError):

@@ -17,7 +17,8 @@ from tilewright.codegen.triton import kernel as triton
 from tilewright.errors import stage
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.simplify import simplify
-from tilewright.host import artifact, cudagraphs, kernels
+from tilewright.graph.user_kernels import Launch
+from tilewright.host import artifact, cudagraphs, kernels, user_kernels
 from tilewright.host.artifact import Artifact, Source
 from tilewright.host.program import HostProgram, KernelCall, assemble
 from tilewright.ir.program import Program
@@ -91,6 +92,7 @@ def write(plan: Schedule) -> Artifact:
     with stage("generate"):
         groups = [step.group for step in plan.steps]
         made = [_generate(plan.program, group, k) for k, group in enumerate(groups)]
+        made = user_kernels.named(made)
     sources = {call.name: source for call, source in filter(None, made)}
     found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
     found.build()  # compilers run while the host program is written
@@ -130,7 +132,8 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
 def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Source] | None:
     """The kernel of a group, for the device its buffers are on; None for an opaque call."""
     if group.call is not None:
-        return None
+        launch = isinstance(group.call.target, Launch)
+        return user_kernels.user_kernel(program, group.call) if launch else None
     nodes = dict.fromkeys(n for m in group.nodes for n in m.origin.nodes)
     ops = "_".join(dict.fromkeys(re.sub(r"_\d+$", "", n) for n in nodes))[:60].strip("_")
     device = program.buffers[min(group.writes)].device

@@ -22,8 +22,9 @@ from tilewright.host import support
 from tilewright.ir.program import Program
 from tilewright.lower.graph import lower
 from tilewright.runtime import launch
-from tilewright.runtime.interpret import Interpreted
+from tilewright.runtime.interpret import Interpreted, repaired
 from tilewright.runtime.triton_build import Built, TritonSource
+from tilewright.runtime.user_kernel import executed
 
 CARD = torch.device("cuda", 0)
 
@@ -44,11 +45,27 @@ def _cells(count: int) -> torch.Tensor:
 
 def interpreted(source: TritonSource, built: Built, device: int) -> launch.Launcher:
     """In place of `launch.load`."""
+    if source.order_of:
+        return _users(source, built)
     kernel = Interpreted(source.text, source.name, source.types, dict(built.config.constants))
 
     def call(stream: int, x: int, y: int, z: int, *args: Any) -> None:
         assert (stream, y, z) == (7, 1, 1)
         kernel(x, *(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
+
+    return call
+
+
+def _users(source: TritonSource, built: Built) -> launch.Launcher:
+    """A kernel of a user's: it may have helpers, and a grid of more than one dimension."""
+    function = executed(source.text, interpreted=True)[source.name]
+    names = [name for name, _ in source.params]
+
+    def call(stream: int, x: int, y: int, z: int, *args: Any) -> None:
+        assert stream == 7
+        given = dict(zip(names, args, strict=True))
+        with repaired():
+            function.run(grid=(x, y, z), warmup=False, **given, **dict(built.config.constants))
 
     return call
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from tilewright.graph import user_kernels
+
 
 class Undigestible(Exception):
     """The graph refers to something whose identity cannot be told across processes."""
@@ -57,7 +59,7 @@ def _lines(gm: torch.fx.GraphModule, scope: _Scope) -> Iterator[str]:
         if node.op == "get_attr":
             yield f"{node.name} = {_attribute(gm, str(node.target), scope)}"
             continue
-        args = _argument((node.args, node.kwargs))
+        args = _arguments(node)
         meta = _value(node.meta.get("val"), scope)
         new = node.meta.get("unbacked_bindings")
         yield f"{node.name} = {node.op} {_target(node)} {args} : {meta} {new or ''}"
@@ -82,6 +84,16 @@ def _target(node: torch.fx.Node) -> str:
     if name is None or module is None or "<" in name:
         raise Undigestible(f"{target} has no name to find it by")
     return f"{module}.{name}"
+
+
+def _arguments(node: torch.fx.Node) -> str:
+    if node.target not in user_kernels.WRAPPERS:
+        return _argument((node.args, node.kwargs))
+    given = {k: v for k, v in node.kwargs.items() if not k.endswith("_idx")}
+    try:
+        return f"{user_kernels.identity(node)} {_argument(given)}"
+    except user_kernels.Unmovable as why:
+        raise Undigestible(f"a user's kernel with {why}") from why
 
 
 def _argument(value: Any) -> str:
@@ -168,12 +180,13 @@ def _captured_lines(gm: torch.fx.GraphModule, scope: _Scope) -> Iterator[str]:
                     raise Undigestible(f"an attribute of type {type(value).__name__}")
                 target = f"constant {_attribute(gm, str(node.target), scope)}"
             case "call_function":
-                target = _settled(node.target)
+                kernel = node.target in user_kernels.WRAPPERS
+                target = str(node.target) if kernel else _settled(node.target)
             case "call_method" | "output":
                 target = str(node.target)
             case _:
                 raise Undigestible(f"a node that is a {node.op}")
-        yield f"{node.name} = {node.op} {target} {_argument((node.args, node.kwargs))}"
+        yield f"{node.name} = {node.op} {target} {_arguments(node)}"
     yield from _symbols(scope)
 
 

@@ -184,7 +184,7 @@ def keep_prices(node: Node, facts: Facts) -> tuple[int, int]:
         return 1, 0
     if _is_number(node):
         return LAST_RESORT, 0
-    if isinstance(value, (tuple, list)) or node.target in UNINITIALISED:
+    if isinstance(value, (tuple, list, dict)) or node.target in UNINITIALISED:
         return INFINITE, 0
     if not isinstance(value, torch.Tensor):  # an object that is handed on
         return 0, 0

@@ -414,7 +414,10 @@ def _written_args(node: Node) -> Iterator[Node]:
     them the original memory where it can, and in eager no copy of it may be the same memory."""
     given: Any = ()
     schema = getattr(node.target, "_schema", None)
-    if node.target in _FUNCTIONAL:
+    if node.target is triton_kernel_wrapper_functional:
+        values: Any = node.kwargs["kwargs"]
+        given = [values[name] for name in node.kwargs["tensors_to_clone"]]  # type: ignore[union-attr]
+    elif node.target in _FUNCTIONAL:
         given = (node.args, node.kwargs)
     elif schema is not None and schema.is_mutable:
         given = [_argument(node, k, argument.name) for k, argument in enumerate(schema.arguments)
@@ -422,9 +425,7 @@ def _written_args(node: Node) -> Iterator[Node]:
     yield from (n for n in pytree.tree_leaves(given) if isinstance(n, Node))
 
 
-_FUNCTIONAL: frozenset[Any] = frozenset((
-    auto_functionalized, auto_functionalized_v2, triton_kernel_wrapper_functional,
-))  # fmt: skip
+_FUNCTIONAL: frozenset[Any] = frozenset((auto_functionalized, auto_functionalized_v2))
 
 
 def _is_random(node: Node) -> bool:
@@ -458,6 +459,8 @@ def _is_droppable(node: Node) -> bool:
         return False
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.returns) and not _writes(node) and not _is_random(node)
+    if node.target is triton_kernel_wrapper_functional:
+        return True  # all it does is write to tensors nobody wants
     return node.target is operator.getitem or node.target in _NUMBERS
 
 

@@ -25,13 +25,15 @@ from tilewright.host.spare import Spare
 from tilewright.runtime import cxx, launch, store
 from tilewright.runtime.cxx import CxxSource, Submitted
 from tilewright.runtime.triton_build import TritonSource
+from tilewright.runtime.user_kernel import UserSource
 from tilewright.target import Target
 from tilewright.tune import kernels as tune
+from tilewright.tune import user_kernels
 from tilewright.tune.kernels import Waiting
 
 log = logging.getLogger("tilewright.build")
 
-Source = CxxSource | TritonSource | Spare
+Source = CxxSource | TritonSource | UserSource | Spare
 
 
 @dataclass
@@ -49,6 +51,9 @@ class Artifact:
     def build(self) -> Building:
         """Start building what is missing, of every language, and return at once."""
         found = self.kernels.values()
+        for source in found:
+            if isinstance(source, UserSource):
+                user_kernels.submit(source)
         return Building(
             cxx.submit([s for s in found if isinstance(s, CxxSource)]),
             [tune.submit(s) for s in found if isinstance(s, TritonSource)],
@@ -72,6 +77,10 @@ class Artifact:
                     functions[name] = next(compiled).function
                 case TritonSource():
                     self._launcher(name, source, next(built), functions, grids)
+                case UserSource():
+                    functions[name] = user_kernels.load(source)
+                    if source.wide is not None:
+                        functions[f"{name}_wide"] = user_kernels.later(source.widened())
                 case Spare():
                     functions[name] = source
         call = self.host.load(functions, constants, locations, grids)

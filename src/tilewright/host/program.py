@@ -33,6 +33,17 @@ class KernelCall:
     device: int | None = None  # of a CUDA kernel
     narrow: tuple[Expr, ...] = ()  # at most 2**31 - 1, or `{name}_wide` is to be called
     plain: bool = False  # a Python function of tensors and numbers
+    launch: UserLaunch | None = None  # of a user's kernel, in place of `args`
+
+
+@dataclass(frozen=True)
+class UserLaunch:
+    """What a user's kernel is called with: a grid for each setting, the values of its keys if there
+    are several, and its arguments."""
+
+    grids: tuple[tuple[Any, Any, Any], ...]
+    keys: tuple[Any, ...]
+    given: tuple[Any, ...]
 
 
 @dataclass
@@ -208,6 +219,9 @@ class _Assembly:
         sites = "".join(f"  @{node}@" for node in places.values())
         self.lines.append(f"# {', '.join(origins)}{sites}")
         site = next(iter(places.values()), "none")
+        if kernel.launch is not None:
+            self._user_kernel(kernel, kernel.launch)
+            return
         if kernel.device is not None:
             self._launch(kernel, kernel.device, site)
             return
@@ -226,16 +240,22 @@ class _Assembly:
         if kernel.checked:
             self._checked[device][kernel.name] = f"@{site}@"
             args.append(f"flag{device}.addresses[{len(self._checked[device]) - 1}]")
-        called = kernel.name
-        if kernel.narrow:
-            small = " and ".join(f"{number(e)} < 2147483648" for e in kernel.narrow)
-            called = f"({kernel.name} if {small} else {kernel.name}_wide)"
-        away = device != self._device
-        if away:
-            self.lines.append(f"before = exchange_device({device})")
-        self.lines.append(f"{called}({', '.join(args)})")
-        if away:
-            self.lines.append("exchange_device(before)")
+        self._on_device(device, f"{_narrow(kernel)}({', '.join(args)})")
+
+    def _user_kernel(self, kernel: KernelCall, launch: UserLaunch) -> None:
+        grids = [", ".join(self._argument(n) for n in grid) for grid in launch.grids]
+        args = ["0" if kernel.device is None else f"stream{kernel.device}", grids[0]]
+        if len(grids) > 1:
+            args[1] = f"lambda: ({', '.join(f'({grid})' for grid in grids)})"
+            args.append(self._argument(launch.keys))
+        args += [self._argument(value) for value in launch.given]
+        self._on_device(kernel.device, f"{_narrow(kernel)}({', '.join(args)})")
+
+    def _on_device(self, device: int | None, line: str) -> None:
+        if device is None or device == self._device:
+            self.lines.append(line)
+            return
+        self.lines += [f"before = exchange_device({device})", line, "exchange_device(before)"]
 
     def _call(self, call: Opaque) -> None:
         args = [self._argument(a) for a in call.args]
@@ -299,4 +319,12 @@ class _Assembly:
                 return "None"
 
 
-__all__ = ["HostProgram", "Kernel", "KernelCall", "assemble"]
+def _narrow(kernel: KernelCall) -> str:
+    """What is called: the kernel, or for large numbers its wide form."""
+    if not kernel.narrow:
+        return kernel.name
+    small = " and ".join(f"{number(e)} < 2147483648" for e in kernel.narrow)
+    return f"({kernel.name} if {small} else {kernel.name}_wide)"
+
+
+__all__ = ["HostProgram", "Kernel", "KernelCall", "UserLaunch", "assemble"]

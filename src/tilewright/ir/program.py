@@ -146,6 +146,7 @@ class Opaque:
     binds: tuple[tuple[str, Any], ...] = ()  # (symbol, path into the result) for unbacked sizes
     single: bool = True  # the result is one tensor, not a tuple
     aliases: bool = False  # a result may share memory with an operand
+    fills: tuple[str, ...] = ()  # those of `mutates` it writes to without reading them
     out: View | None = None  # where the only result is written, by a target that takes `out=`
 
     @cached_property

@@ -247,6 +247,16 @@ class Lowering:
             self.exposed |= self.program.nodes[-1].reads | self.program.nodes[-1].writes
         return made[0] if single else type(value)(made)
 
+    def launch(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+               mutates: tuple[str, ...], fills: tuple[str, ...]) -> None:  # fmt: skip
+        """A call that gives nothing back: all it does is write to buffers."""
+        self.flush_writes(mutates)
+        self.program.nodes.append(
+            Opaque(
+                self.fresh("call"), target, args, kwargs, (), mutates, self.origin(), fills=fills
+            )
+        )
+
     # ---- mutation
 
     def flush_writes(self, buffers: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -24,6 +25,7 @@ from tilewright.lower.opaque import fallback, opaque_arguments, same_layout, sto
 from tilewright.lower.sizes import symbols_of, unbacked, undefined
 from tilewright.lower.table import LOWERINGS, Unsupported
 from tilewright.lower.tensor import Tensor, cost, is_stored
+from tilewright.lower.user_kernels import launched
 from tilewright.lower.wrappers import FUNCTIONS
 
 aten = torch.ops.aten
@@ -136,6 +138,8 @@ def _call(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 def _lowered(ctx: Lowering, node: torch.fx.Node) -> Any:
     """The node's value by a lowering of ours."""
+    if node.target is triton_kernel_wrapper_functional:
+        return launched(ctx, node)
     if node.target in FUNCTIONS:
         return FUNCTIONS[node.target](ctx, node)
     lowering = LOWERINGS.get(node.target)

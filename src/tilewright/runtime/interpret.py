@@ -138,7 +138,7 @@ def _to_bfloat16(src: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _repaired() -> Generator[None]:
+def repaired() -> Generator[None]:
     builder = interpreter.InterpreterBuilder
     folds, cast = interpreter._patch_reduce_scan, builder.cast_impl
 
@@ -186,7 +186,7 @@ class Interpreted:
     def __call__(self, programs: int, *args: int | float) -> None:
         given = [_argument(a, t) for a, t in zip(args, self._types, strict=True)]
         builder = interpreter.interpreter_builder
-        with _repaired():
+        with repaired():
             scope = interpreter._patch_lang(self._fn)
             # triton before 3.7 counts on numpy taking an array of one element for a number
             scope.set_attr(tl.core.tensor, "__index__", lambda t: int(t.handle.data.item()))
@@ -214,4 +214,4 @@ def _argument(value: int | float, kind: Any) -> Any:
     return tl.tensor(interpreter.TensorHandle(data, kind), kind)
 
 
-__all__ = ["Interpreted", "helpers", "libdevice", "plain"]
+__all__ = ["Interpreted", "helpers", "libdevice", "plain", "repaired"]

@@ -35,7 +35,7 @@ HIDDEN = 4  # room for the parameters Triton appends; a kernel reads as many as 
 
 # How a parameter of each Triton type is passed: p address, i 32 bits, l 64 bits, f and d floats.
 # Small integers are read from the low bytes of a word.
-_KINDS = {"i1": "i", "i8": "i", "u8": "i", "i16": "i", "u16": "i", "i32": "i", "u32": "i",
+KINDS = {"i1": "i", "i8": "i", "u8": "i", "i16": "i", "u16": "i", "i32": "i", "u32": "i",
           "i64": "l", "u64": "l", "fp32": "f", "fp64": "d"}  # fmt: skip
 _CTYPES: dict[str, Any] = {"p": ctypes.c_uint64, "i": ctypes.c_int64, "l": ctypes.c_int64,
                            "f": ctypes.c_float, "d": ctypes.c_double}  # fmt: skip
@@ -43,7 +43,7 @@ _CTYPES: dict[str, Any] = {"p": ctypes.c_uint64, "i": ctypes.c_int64, "l": ctype
 
 def kinds_of(source: TritonSource) -> str:
     """A letter per parameter, a capital where it must be a multiple of 16."""
-    found = ["p" if kind.startswith("*") else _KINDS[kind] for kind in source.types]
+    found = ["p" if kind.startswith("*") else KINDS[kind] for kind in source.types]
     return "".join(letter.upper() if name in source.aligned else letter
                    for letter, (name, _) in zip(found, source.params, strict=True))  # fmt: skip
 

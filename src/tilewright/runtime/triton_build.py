@@ -37,13 +37,16 @@ _TIMEOUT = 300.0  # seconds for one kernel; a hanging compiler costs only that k
 class TritonConfig:
     """One way to compile a kernel: values of its `tl.constexpr` parameters, and its threads."""
 
-    constants: tuple[tuple[str, int], ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
     num_warps: int = 4
     num_stages: int = 1
     maxnreg: int | None = None
+    num_ctas: int = 1
 
     def options(self) -> dict[str, Any]:
         found: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.num_ctas != 1:
+            found["num_ctas"] = self.num_ctas
         return found if self.maxnreg is None else {**found, "maxnreg": self.maxnreg}
 
     def __str__(self) -> str:
@@ -75,6 +78,7 @@ class TritonSource:
     sizes: tuple[tuple[str, int], ...] = ()  # likely values of what the grid depends on
     device: int = 0  # where it will run; not part of what is built
     options: tuple[tuple[str, Any], ...] = (("enable_fp_fusion", False),)
+    order_of: tuple[str, ...] = ()  # all its parameters, if constants are not the last of them
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -89,13 +93,14 @@ class TritonSource:
 
     def order(self, chosen: TritonConfig) -> dict[str, Any]:
         constants = dict(chosen.constants)
+        names = self.order_of or tuple(name for name, _ in self.params)
         return {
             "text": self.text,
             "name": self.name,
             "signature": {**dict(self.params), **dict.fromkeys(constants, "constexpr")},
             "constants": constants,
             "attributes": {(k,): [["tt.divisibility", 16]]
-                           for k, (name, _) in enumerate(self.params) if name in self.aligned},
+                           for k, name in enumerate(names) if name in self.aligned},
             "capability": self.capability,
             "options": {**dict(self.options), **chosen.options()},
         }  # fmt: skip
@@ -143,15 +148,18 @@ def build(source: TritonSource) -> Built:
 
 def start_all(source: TritonSource) -> None:
     """Start building every configuration; `compile_all` waits for them."""
-    for chosen in source.configs:
-        _workshop.binary(source, chosen)
+    binaries(source)
+
+
+def binaries(source: TritonSource) -> list[tuple[TritonConfig, Future[Binary]]]:
+    """Every configuration, under way."""
+    return [(c, _workshop.binary(source, c)) for c in source.configs]
 
 
 def compile_all(source: TritonSource) -> list[Built]:
     """Every configuration that compiles and fits, in parallel, in order; for measuring them."""
-    waits = [(c, _workshop.binary(source, c)) for c in source.configs]
     found: list[Built] = []
-    for chosen, wait in waits:
+    for chosen, wait in binaries(source):
         try:
             binary = wait.result()
         except BuildError:
@@ -222,7 +230,7 @@ class _Workshop:
             elif seen:
                 result.set_result(min(seen, key=lambda b: b.binary.stack))
             else:
-                result.set_exception(error or _too_big(source))
+                result.set_exception(error or too_big(source))
 
         self.binary(source, source.configs[k]).add_done_callback(done)
 
@@ -231,7 +239,7 @@ class _Workshop:
             self._binaries = {k: f for k, f in self._binaries.items() if not f.done()}
 
 
-def _too_big(source: TritonSource) -> BuildError:
+def too_big(source: TritonSource) -> BuildError:
     return BuildError(
         f"no configuration of {source.name} fits in {source.shared_memory} bytes of shared memory",
         command=("triton",),
@@ -339,7 +347,8 @@ class _Pool:
             made = pickle.load(file)
         os.unlink(self._result(number))
         if "error" in made:
-            raise _refused(order, made["error"], made["trace"])
+            raise _refused(order, made["error"], made["trace"], made.get("line", 0),
+                           made.get("why", ""))  # fmt: skip
         return made
 
     def _give_up(self) -> None:
@@ -353,12 +362,15 @@ class _Pool:
             self._process.stdin.close()
 
 
-def _refused(order: dict[str, Any], why: str, trace: str) -> BuildError:
+def _refused(order: dict[str, Any], why: str, trace: str, line: int = 0, said: str = ""
+             ) -> BuildError:  # fmt: skip
     return BuildError(
         f"Triton did not compile the kernel {order['name']}: {why.splitlines()[0]}",
         command=("triton.compile", f"sm_{order['capability']}", str(order["options"])),
         stderr=trace or why,
         hint="this is a fault of tilewright: please report it with the program",
+        line=line,
+        why=said,
     )
 
 

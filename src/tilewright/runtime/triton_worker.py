@@ -99,7 +99,8 @@ def run(order: Order) -> NoReturn:
         try:
             result = build(order)
         except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(),
+                      **place(error, order["text"])}  # fmt: skip
         draft = f"{order['result']}.{os.getpid()}.tmp"
         with open(draft, "wb") as file:
             pickle.dump(result, file)
@@ -107,6 +108,23 @@ def run(order: Order) -> NoReturn:
         status = 0
     finally:
         os._exit(status)  # no exit handlers: they belong to the parent
+
+
+def place(error: BaseException, text: str) -> dict[str, Any]:
+    """What Triton says of a line of the source, and which line that is."""
+    found: dict[str, Any] = {}
+    cause: BaseException | None = error
+    while cause is not None:  # the innermost says most
+        node: Any = getattr(cause, "node", None)
+        source = getattr(cause, "src", None)
+        start = text.find(source) if isinstance(source, str) else -1
+        if start >= 0 and hasattr(node, "lineno"):
+            found["line"] = text.count("\n", 0, start) + node.lineno
+        said = getattr(cause, "error_message", None) or (None if node is not None else str(cause))
+        if said:
+            found["why"] = f"{said}".strip().splitlines()[0]
+        cause = cause.__cause__
+    return found
 
 
 def build(order: Order) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch._ops import OpOverload
 
+from tilewright.graph.user_kernels import Launch
 from tilewright.ir.program import Handle, Node, Opaque, leaves
 from tilewright.schedule.access import disjoint, touched
 
@@ -69,7 +70,9 @@ def _apart(a: Node, b: Node, buffer: str) -> bool:
 
 def has_effects(call: Opaque) -> bool:
     """Whether a call must keep its place among others: it checks, draws random numbers, mutates,
-    or is code we know nothing of."""
+    or is code we know nothing of. Of a user's kernel all that it reads and writes is known."""
+    if isinstance(call.target, Launch):
+        return False
     if not isinstance(call.target, OpOverload) or not call.results or call.mutates:
         return True
     return torch.Tag.nondeterministic_seeded in call.target.tags

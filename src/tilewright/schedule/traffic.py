@@ -130,7 +130,7 @@ def _touched_by_call(group: Group, buffer: str, whole: int, filled: set[str]) ->
     if not parts:
         return whole  # a result
     # a target without contents can only be written; what an op does with others is its own affair
-    return extent * (2 if buffer in filled else 1)
+    return extent * (2 if buffer in filled and buffer not in call.fills else 1)
 
 
 def _read(group: Group, buffer: str, whole: int) -> int:
