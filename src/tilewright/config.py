@@ -130,6 +130,12 @@ max_autotune_gemm_backends: str = option(
     "No effect yet. Comma list, in any case, of who may offer products; empty: nobody.",
     affects_code=True,
 )
+max_autotune_gemm_search_space: str = option(
+    "DEFAULT",
+    "Configurations of product templates to try: DEFAULT lists, or EXHAUSTIVE; in any case.",
+    affects_code=True,
+    check=lambda s: s.upper() in ("DEFAULT", "EXHAUSTIVE"),
+)
 coordinate_descent_tuning: bool = option(
     False,
     "Refine the best measured configuration one parameter at a time.",

@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 from tilewright import config
 from tilewright.gemm.problem import GemmProblem
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr
 from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import TritonSource
 
@@ -37,11 +39,20 @@ Source = CxxSource | TritonSource | LibrarySource
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: what is built, and what it is called with, in the problem's names."""
+    """One launch: what is built, and what it is called with, in the problem's names.
+
+    Two arguments may be memory of the kernel's own: `workspace`, of so many float32 elements with
+    any contents, and `counters`, of so many int32 elements that are zero before each launch and
+    zero again after it: they are made once for a stream, and kept.
+    """
 
     name: str  # as shown: triton_tem_fused_addmm_relu, cpp_fused_..., extern_kernels.mm
     source: Source
     arguments: tuple[Argument, ...]
+    checked: bool = False  # it takes the address of an error flag as its last argument
+    assume: tuple[Expr, ...] = ()  # must be below 2**31 at a call, or `source.wide` is launched
+    workspace: Expr = ix.ZERO
+    counters: Expr = ix.ZERO
 
 
 class Candidate(Protocol):

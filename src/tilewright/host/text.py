@@ -11,26 +11,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer, Handle, View
-
-
-def number(e: Expr) -> str:
-    match e.op:
-        case "const":
-            return repr(e.arg)
-        case "sym":
-            return e.arg.name
-        case "iadd":
-            return "(" + " + ".join(number(s) for s in e.src) + ")"
-        case "imul":
-            return "*".join(number(s) for s in e.src)
-        case "ifloordiv":
-            return f"({number(e.src[0])} // ({number(e.src[1])}))"
-        case "imod":
-            return f"({number(e.src[0])} % ({number(e.src[1])}))"
-        case "imin" | "imax":
-            return f"{e.op[1:]}({number(e.src[0])}, {number(e.src[1])})"
-        case _:
-            raise ValueError(f"the host program cannot compute {e.op}")
+from tilewright.ir.show import number
 
 
 def numbers(es: Sequence[Expr]) -> str:

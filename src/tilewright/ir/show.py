@@ -58,6 +58,27 @@ def brief(e: Expr) -> str:
             return f"{e.op}({', '.join(brief(s) for s in e.src)})"
 
 
+def number(e: Expr) -> str:
+    """A size as Python text, in the names of its symbols."""
+    match e.op:
+        case "const":
+            return repr(e.arg)
+        case "sym":
+            return e.arg.name
+        case "iadd":
+            return "(" + " + ".join(number(s) for s in e.src) + ")"
+        case "imul":
+            return "*".join(number(s) for s in e.src)
+        case "ifloordiv":
+            return f"({number(e.src[0])} // ({number(e.src[1])}))"
+        case "imod":
+            return f"({number(e.src[0])} % ({number(e.src[1])}))"
+        case "imin" | "imax":
+            return f"{e.op[1:]}({number(e.src[0])}, {number(e.src[1])})"
+        case _:
+            raise ValueError(f"the host program cannot compute {e.op}")
+
+
 def show_nest(nest: Nest) -> str:
     loops = ", ".join(f"{v.arg} < {brief(v.src[0])}" for v in nest.loops)
     folds = ", ".join(f"{v.arg} < {brief(v.src[0])}" for v in nest.reduce)

@@ -1,7 +1,8 @@
 """Generated Triton kernels on CPU tensors, in Triton's interpreter: for tests and for looking.
 
-Two things of the interpreter are replaced while a kernel runs: folds and scans, which it does
-element by element in Python, and rounding to bfloat16, which it does not carry into the exponent.
+Three things of the interpreter are replaced while a kernel runs: folds and scans, which it does
+element by element in Python, rounding to bfloat16, which it does not carry into the exponent, and
+products of bfloat16, of which it multiplies the bits.
 """
 
 # The interpreter has no types, and its parts have no public names.
@@ -137,10 +138,17 @@ def _to_bfloat16(src: Any) -> Any:
     return interpreter.TensorHandle(bits, tl.bfloat16)
 
 
+def _from_bfloat16(a: Any) -> Any:
+    """What a product takes: the interpreter would multiply the bits."""
+    if a.dtype.scalar != tl.bfloat16:
+        return a
+    return interpreter.TensorHandle((a.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
 @contextlib.contextmanager
 def repaired() -> Generator[None]:
     builder = interpreter.InterpreterBuilder
-    folds, cast = interpreter._patch_reduce_scan, builder.cast_impl
+    folds, cast, dot = interpreter._patch_reduce_scan, builder.cast_impl, builder.create_dot
 
     def patch(scope: Any) -> None:
         for module in (tl, tl.core):
@@ -152,14 +160,18 @@ def repaired() -> Generator[None]:
             return _to_bfloat16(src)
         return cast(self, src, dst_type)
 
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, _from_bfloat16(a), _from_bfloat16(b), *rest)
+
     interpreter._patch_reduce_scan = patch
-    builder.cast_impl = cast_impl
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             yield
     finally:
-        interpreter._patch_reduce_scan, builder.cast_impl = folds, cast
+        interpreter._patch_reduce_scan = folds
+        builder.cast_impl, builder.create_dot = cast, dot
 
 
 class Interpreted:

@@ -60,9 +60,9 @@ class TritonSource:
     `aligned` names those taken for multiples of 16. `options` hold for every configuration.
 
     Its grid is the product of each extent (Python text, in the host program's names) divided by its
-    block (a constant's name), rounded up. `wide` is the same kernel with 64-bit indices, for calls
-    with sizes that need them. `sample` are likely values of the parameters: a number, or the dtype
-    and elements of a buffer.
+    block (a constant's name, or a number), rounded up. `wide` is the same kernel with 64-bit
+    indices, for calls with sizes that need them. `sample` are likely values of the parameters: a
+    number, or the dtype and elements of a buffer.
     """
 
     text: str
@@ -87,8 +87,8 @@ class TritonSource:
     def programs(self, chosen: TritonConfig) -> str:
         """The number of programs, as text of the host program."""
         blocks = dict(chosen.constants)
-        parts = [f"(({extent}) + {int(blocks[name]) - 1}) // {blocks[name]}"
-                 for extent, name in self.grid]  # fmt: skip
+        sizes = [(extent, int(blocks.get(name, name))) for extent, name in self.grid]
+        parts = [f"(({extent}) + {block - 1}) // {block}" for extent, block in sizes]
         return " * ".join(f"({part})" for part in parts) or "1"
 
     def order(self, chosen: TritonConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, loads, substitute, syms, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
-from tilewright.ir.program import Nest, Program, Store
+from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
 from tilewright.schedule.segments import Segment
 from tilewright.target import Target
@@ -100,15 +100,17 @@ class Kernel:
         self.pointers: dict[str, str] = {}
         self.numbers: dict[Expr, str] = {}
         self.checked = False
-        self.assume: list[Expr] = []
+        self.assume: list[Expr] | None = None
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
-        self.assume = [] if index_type == "tl.int64" else self.assume
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends = {a: self.w.support(*found) for a, found in self._ends.items()}
-        self.w.coarse = self._coarse()
-        self.w.valued = _valued(shape.members)
+        self.w.coarse = coarse([e for m in shape.members for e in m.exprs],
+                               {self.buffers[b].dtype for m in shape.members for b in m.writes
+                                if b not in self.local})  # fmt: skip
+        self.w.valued = valued([e for m in shape.members for e in m.exprs],
+                               [s for m in shape.members for s in m.stores])  # fmt: skip
         self.rewritten = _rewritten(shape.members)
         self.written: set[str] = set()  # since the last barrier
         self.online: dict[Expr, OnlineFold] = {}
@@ -118,38 +120,19 @@ class Kernel:
 
     def _is_narrow(self) -> bool:
         """Whether 32-bit indices do; what depends on unbounded sizes is assumed and reported."""
-        exprs = [e for m in self.shape.members for e in m.exprs]
-        extents = [a.extent for a in self.shape.axes]
-        largest = max(b for c in self.configs for _, b in c.blocks)
-        for e in [*extents, *(n for n in walk(*exprs) if n.op in INDEX_OPS)]:
-            low, high = ix.bounds(e)
-            if (math.isfinite(high) and high + largest > LARGEST) or (
-                math.isfinite(low) and low < -LARGEST
-            ):
-                return False
         touched = {b for m in self.shape.members for b in m.reads | m.writes}
-        spans = [_span(self.buffers[b].size, self.buffers[b].stride) for b in sorted(touched)]
-        self.assume = [s for s in dict.fromkeys([*extents, *spans])
-                       if ix.bounds(s)[1] + largest > LARGEST]  # fmt: skip
-        return not any(ix.value_of(s) is not None for s in self.assume)
+        self.assume = narrow(
+            [e for m in self.shape.members for e in m.exprs],
+            [a.extent for a in self.shape.axes],
+            [self.buffers[b] for b in sorted(touched)],
+            max(b for c in self.configs for _, b in c.blocks),
+        )
+        return self.assume is not None
 
     def _is_full(self, axis: Axis) -> bool:
         """Whether every block of every configuration is inside the axis."""
         size = axis.size
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
-
-    def _coarse(self) -> frozenset[Expr]:
-        """Operations that need not be exact, as all results are rounded to sixteen bits or less."""
-        results = {self.buffers[b].dtype for m in self.shape.members for b in m.writes
-                   if b not in self.local}  # fmt: skip
-        if not all(d.is_floating_point and d.itemsize <= 2 for d in results):
-            return frozenset()
-        nodes = list(walk(*(e for m in self.shape.members for e in m.exprs)))
-        steps = [n for n in nodes if n.op in STEPS
-                 or (n.op == "cast" and not n.dtype.is_floating_point)]  # fmt: skip
-        exact = {s for n in steps for s in n.src}
-        return frozenset(n for n in nodes if n.op in COARSE and n.dtype == torch.float32
-                         and n not in exact)  # fmt: skip
 
     # ---- naming
 
@@ -181,11 +164,11 @@ class Kernel:
         names = [*self.pointers.values(), *self.numbers.values()]
         head = [*names, *(["err"] if self.checked else []),
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].blocks)]  # fmt: skip
-        text = "\n".join([*_imports(w.lines), "", "", "@triton.jit",
+        text = "\n".join([*imports(w.lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *w.lines]) + "\n"  # fmt: skip
         grid = tuple((a.extent, a.block) for a in self.shape.parallel)
         return TritonKernel(text, full, params, grid, self.configs[0], self.configs, self.checked,
-                            tuple(self.assume))  # fmt: skip
+                            tuple(self.assume or ()))  # fmt: skip
 
     def _params(self) -> tuple[Param, ...]:
         found: list[Param] = []
@@ -400,7 +383,34 @@ class Kernel:
                 if n.arg == store.buffer and n.src == (store.index,)]  # fmt: skip
 
 
-def _imports(lines: Sequence[str]) -> list[str]:
+def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buffer],
+           largest: int) -> list[Expr] | None:  # fmt: skip
+    """Numbers that must be below 2**31 at a call for 32-bit indices to do; None where they cannot.
+    Lanes outside an axis go `largest` beyond its end."""
+    for e in [*extents, *(n for n in walk(*exprs) if n.op in INDEX_OPS)]:
+        low, high = ix.bounds(e)
+        if (math.isfinite(high) and high + largest > LARGEST) or (
+            math.isfinite(low) and low < -LARGEST
+        ):
+            return None
+    spans = [_span(b.size, b.stride) for b in buffers]
+    assumed = [s for s in dict.fromkeys([*extents, *spans]) if ix.bounds(s)[1] + largest > LARGEST]
+    return None if any(ix.value_of(s) is not None for s in assumed) else assumed
+
+
+def coarse(exprs: Sequence[Expr], results: set[torch.dtype]) -> frozenset[Expr]:
+    """Operations that need not be exact, as all results are rounded to sixteen bits or less."""
+    if not all(d.is_floating_point and d.itemsize <= 2 for d in results):
+        return frozenset()
+    nodes = list(walk(*exprs))
+    steps = [n for n in nodes if n.op in STEPS
+             or (n.op == "cast" and not n.dtype.is_floating_point)]  # fmt: skip
+    exact = {s for n in steps for s in n.src}
+    return frozenset(n for n in nodes if n.op in COARSE and n.dtype == torch.float32
+                     and n not in exact)  # fmt: skip
+
+
+def imports(lines: Sequence[str]) -> list[str]:
     body = "\n".join(lines)
     helpers = [name for name in ("tri", "tri_special") if re.search(rf"\b{name}\.", body)]
     found = ["import triton", "import triton.language as tl"]
@@ -411,10 +421,10 @@ def _imports(lines: Sequence[str]) -> list[str]:
     return found
 
 
-def _valued(members: Sequence[Nest]) -> frozenset[Expr]:
+def valued(exprs: Sequence[Expr], stores: Sequence[Store]) -> frozenset[Expr]:
     """Symbols that are numbers of the program, such as seeds, and not only sizes."""
     found: set[Expr] = set()
-    for node in walk(*(e for m in members for e in m.exprs)):
+    for node in walk(*exprs):
         if node.op == "load":
             operands = node.src[1:]
         elif node.op == "index":
@@ -426,7 +436,7 @@ def _valued(members: Sequence[Nest]) -> frozenset[Expr]:
         else:
             operands = node.src
         found |= {s for s in operands if s.op == "sym"}
-    found |= {s.value for m in members for s in m.stores if s.value.op == "sym"}
+    found |= {s.value for s in stores if s.value.op == "sym"}
     return frozenset(found)
 
 

@@ -1,0 +1,411 @@
+"""Configurations of Triton templates: which there are, which fit, and which to try first.
+
+Each template has a heuristic: a singleton that lists configurations for a problem, taken from a
+table per architecture, scaled to the problem's sizes, each once. `estimate` is a roofline model of
+a configuration on a problem; candidates are tried in its order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright import config
+from tilewright.codegen.triton.configs import clamp, power
+from tilewright.gemm.problem import GemmProblem
+from tilewright.ir import index as ix
+from tilewright.target import Target
+
+MOST_REGISTERS = 255  # a thread can have
+MOST_PARTIAL = 64 << 20  # bytes of shares that a split of k may leave in memory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class GemmConfig:
+    """Blocks of the result and of k, and how a program runs: stages of its pipeline, its warps, how
+    many rows of blocks are walked together, and how many programs share a block's loop over k."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    group_m: int = 8
+    split_k: int = 1
+
+    @property
+    def accumulator_registers(self) -> float:
+        """Of a thread, for the block of the result alone."""
+        return self.block_m * self.block_n / (32 * self.num_warps)
+
+
+def _made(rows: str) -> tuple[GemmConfig, ...]:
+    """`m n k stages warps [group]` per line."""
+    return tuple(GemmConfig(*map(int, row.split())) for row in rows.split(";"))
+
+
+# ---- tables, for operands of two bytes
+
+_HOPPER = _made(
+    "128 256 64 3 8; 128 128 64 4 8; 128 128 64 3 4; 256 128 64 3 8; 64 256 64 4 4;"
+    "64 128 64 4 4; 128 64 64 4 4; 64 64 64 4 4; 64 64 128 4 4; 64 128 128 3 4; 128 64 128 3 4;"
+    "64 32 128 4 4; 64 16 128 5 4; 32 64 128 4 4; 32 128 64 4 4; 32 32 128 5 4;"
+    "16 64 128 4 4; 16 128 64 5 4; 16 32 256 4 4; 16 128 128 3 4; 16 64 256 3 4; 16 32 128 6 4;"
+    "16 16 256 5 2; 16 32 128 5 2"
+)
+_AMPERE = _made(
+    "128 256 32 3 8; 128 128 32 4 4; 128 128 64 3 8; 256 128 32 3 8; 128 64 32 4 4;"
+    "64 128 32 4 4; 64 128 64 3 4; 128 64 64 3 4; 64 64 64 3 4; 64 64 32 5 4; 64 32 64 4 4;"
+    "32 64 64 5 4; 32 64 128 3 4; 32 32 128 4 4; 16 64 128 4 4; 16 128 64 4 4; 16 32 256 3 4;"
+    "16 32 128 5 2; 16 16 256 3 2"
+)
+_SMALL = _made(  # cards with 100 KiB of shared memory
+    "128 128 32 3 8; 128 64 32 4 4; 64 128 32 4 4; 128 256 32 2 8; 64 64 64 3 4; 64 64 32 4 4;"
+    "64 32 64 4 4; 32 64 64 4 4; 32 32 128 3 4; 16 64 128 3 4; 16 32 128 4 4; 16 128 64 3 4;"
+    "16 16 256 2 2"
+)
+TABLES: dict[str, tuple[GemmConfig, ...]] = {
+    "sm_80": _AMPERE, "sm_86": _SMALL, "sm_89": _SMALL, "sm_90": _HOPPER, "sm_100": _HOPPER,
+    "sm_120": _SMALL,
+}  # fmt: skip
+_SUMS = _made(  # two products in one accumulator; not scaled to the sizes
+    "64 64 32 2 4; 64 64 32 3 8; 64 64 32 4 16; 64 32 32 4 8; 32 64 32 4 8; 128 128 32 1 8;"
+    "64 64 64 1 8; 32 32 128 1 8; 64 64 16 2 4; 32 32 16 1 2"
+)
+_INT8 = _made(
+    "128 256 128 3 8; 128 128 128 3 8; 64 128 128 4 4; 128 64 128 4 4; 64 64 128 4 4;"
+    "64 64 64 3 4; 32 64 128 4 4; 16 64 256 3 4; 16 32 256 4 4"
+)
+_ROWS = _made(  # without the matrix unit: many bytes of the right operand in flight
+    "1 16 256 3 4; 1 8 512 3 4; 1 32 128 3 4; 1 64 64 3 4; 1 128 32 3 4; 1 4 1024 2 4;"
+    "1 32 256 2 8; 1 128 64 2 8; 1 64 128 2 8; 1 8 256 4 2; 1 256 16 3 4"
+)
+_BLOCKS = (16, 32, 64, 128, 256)
+
+
+def exhaustive() -> Iterator[GemmConfig]:
+    """Every combination whose accumulator a thread's registers can hold."""
+    for m, n, k, stages, warps in itertools.product(_BLOCKS, _BLOCKS, _BLOCKS, range(1, 6),
+                                                    (2, 4, 8)):  # fmt: skip
+        made = GemmConfig(m, n, k, stages, warps)
+        if made.accumulator_registers <= MOST_REGISTERS:
+            yield made
+
+
+# ---- what fits
+
+
+def operand_bytes(problem: GemmProblem) -> int:
+    return max(o.dtype.itemsize for o in problem.operands)
+
+
+def get_shared_memory_estimation(problem: GemmProblem, config: GemmConfig, *,
+                                 epilogue: bool = False) -> int:  # fmt: skip
+    """Bytes of shared memory: the stages of both operands' tiles; with `epilogue` an upper bound
+    that counts turning the accumulator for the store as if it did not use the same memory."""
+    c = config
+    size = operand_bytes(problem) * (c.block_m + c.block_n) * c.block_k * c.num_stages + 128
+    if not epilogue:
+        return size
+    element = 4 if problem.op in ("addmm", "baddbmm") else problem.dtype.itemsize
+    return size + element * c.block_m * (c.block_n + 16 // element)
+
+
+def exceeds(problem: GemmProblem, config: GemmConfig) -> str:
+    """Why a configuration cannot run on the card, or an empty string. Nothing is compiled."""
+    need, have = get_shared_memory_estimation(problem, config), problem.target.shared_memory
+    if need > have:
+        return f"needs {need} bytes of shared memory, and a block may have {have}"
+    if config.accumulator_registers > MOST_REGISTERS:
+        return f"needs {config.accumulator_registers:.0f} registers for its accumulator alone"
+    return ""
+
+
+def scaled(configs: Iterable[GemmConfig], problem: GemmProblem) -> Iterator[GemmConfig]:
+    """Blocks no larger than the problem, and no more warps than blocks can feed; each once."""
+    _, m, n, k = problem.hints
+    least_k = 32 if not problem.operands[0].dtype.is_floating_point else 16
+    seen: set[GemmConfig] = set()
+    for c in configs:
+        bm, bn = (clamp(16, min(b, power(s)), b) for b, s in ((c.block_m, m), (c.block_n, n)))
+        bk = clamp(least_k, min(c.block_k, power(k)), max(c.block_k, least_k))
+        made = replace(c, block_m=bm, block_n=bn, block_k=bk,
+                       num_warps=max(1, min(c.num_warps, bm * bn // 256)))  # fmt: skip
+        if made not in seen:
+            seen.add(made)
+            yield made
+
+
+def _wider(configs: Iterable[GemmConfig], factor: int) -> Iterator[GemmConfig]:
+    """For operands `factor` times as wide: as many bytes of k."""
+    for c in configs:
+        yield replace(c, block_k=max(16, c.block_k // factor))
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card sustains: teraflops of its matrix units on two-byte floats, terabytes a second
+    from memory, bytes a microsecond from its cache into one SM."""
+
+    flops: float
+    memory: float
+    cache: float = 90_000.0
+    launch: float = 2.0  # microseconds of a kernel that does nothing
+    latency: float = 0.7  # microseconds from asking memory to having
+
+
+CARDS = {
+    "sm_80": Card(260, 1.6, 70_000), "sm_86": Card(70, 0.5, 50_000),
+    "sm_89": Card(150, 0.8, 60_000), "sm_90": Card(680, 4.2), "sm_100": Card(1500, 7.0),
+    "sm_120": Card(350, 1.6, 60_000),
+}  # fmt: skip
+
+
+def rate(problem: GemmProblem) -> float:
+    """How fast the matrix units are on the problem's operands, of what they do on two bytes."""
+    dtype = problem.operands[0].dtype
+    if dtype == torch.float32:
+        return 0.45 if torch.get_float32_matmul_precision() != "highest" else 0.06
+    return 2.0 if dtype.itemsize == 1 else 1.0
+
+
+def traffic(problem: GemmProblem) -> int:
+    """Bytes that must move between memory and the card."""
+    b, m, n, k = problem.hints
+    moved = 0
+    for k_of, operand in enumerate(problem.operands):
+        moved += b * k * (n if k_of % 2 else m) * operand.dtype.itemsize
+    operands = {o.view.buffer for o in problem.operands}
+    outside = [name for name in problem.reads if name not in operands]
+    for name in (*outside, *problem.writes):
+        buffer = problem.memory[name]
+        moved += min(max(ix.likely(buffer.numel), 0), b * m * n) * buffer.dtype.itemsize
+    return moved
+
+
+def resident(problem: GemmProblem, c: GemmConfig, dot: bool) -> int:
+    """Programs that an SM runs at once."""
+    target = problem.target
+    registers = min(MOST_REGISTERS, c.accumulator_registers + 64 if dot else 128)
+    memory = max(get_shared_memory_estimation(problem, c), 1024)
+    threads = 32 * c.num_warps
+    by_threads = min(target.threads_per_sm // threads, int(65536 // (registers * threads)))
+    return max(1, min(target.shared_memory_per_sm // memory, by_threads))
+
+
+def _efficiency(target: Target, c: GemmConfig) -> float:
+    """Of the matrix units, with blocks of this shape: small ones are fed too slowly, and those of
+    less than 64 rows do not reach Hopper's own."""
+    area = c.block_m * c.block_n
+    steps = ((128 * 256, 1.0), (128 * 128, 0.9), (128 * 64, 0.75), (0, 0.6))
+    found = next(share for least, share in steps if area >= least)
+    if target.capability >= (9, 0) and c.block_m < 64:
+        found *= 0.5
+    return found * (0.8 if c.num_stages < 3 else 1.0)
+
+
+def estimate(problem: GemmProblem, c: GemmConfig, dot: bool = True) -> float:
+    """Microseconds a configuration takes, roughly."""
+    b, m, n, k = (max(1, s) for s in problem.hints)
+    target = problem.target
+    card = CARDS.get(target.arch.rstrip("af"), CARDS["sm_80"])
+    tiles = b * -(-m // c.block_m) * -(-n // c.block_n)
+    rounds = -(-k // (c.block_k * c.split_k)) * (len(problem.operands) // 2)
+    live = resident(problem, c, dot)
+    programs = tiles * c.split_k
+    per_sm = -(-programs // target.sms)
+    at_once = min(live, per_sm)
+    flops = 2 * c.block_m * c.block_n * c.block_k
+    speed = card.flops * 1e6 / target.sms * rate(problem) * _efficiency(target, c)
+    compute = flops / (speed if dot else speed * 0.02)
+    loaded = (c.block_m + c.block_n) * c.block_k * operand_bytes(problem)
+    one = max(compute, loaded / card.cache)
+    # a block of k takes at least its share of the latency, however little there is to do
+    step = max(at_once * one, card.latency / max(1, c.num_stages - 1))
+    busy = -(-per_sm // live) * rounds * step
+    memory = traffic(problem) / (card.memory * 1e6) / min(1.0, programs / target.sms)
+    return card.launch + card.latency + max(busy, memory) + _sharing(problem, c, tiles, card)
+
+
+def _sharing(problem: GemmProblem, c: GemmConfig, tiles: int, card: Card) -> float:
+    """Of a split k: shares go to cache and come back."""
+    if c.split_k == 1:
+        return 0.0
+    moved = 2 * 4 * tiles * c.split_k * c.block_m * c.block_n
+    return 1.5 + 0.05 * c.split_k + moved / (card.memory * 2e6)
+
+
+# ---- heuristics of templates
+
+
+class TemplateHeuristic:
+    """No configurations: what a template without heuristics has."""
+
+    def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
+        """For a problem, each once; the model orders them later."""
+        return iter(())
+
+
+class MMTemplateHeuristic(TemplateHeuristic):
+    """From the tables. A test or a user may set `mm_configs` or `exhaustive_configs`."""
+
+    dot = True  # whether it uses the matrix unit
+
+    def __init__(self) -> None:
+        self.mm_configs: Sequence[GemmConfig] = ()  # none: the architecture's own
+        self.exhaustive_configs: Sequence[GemmConfig] = ()
+
+    def table(self, problem: GemmProblem) -> Iterable[GemmConfig]:
+        """What is tried for a problem, before scaling."""
+        is_float = problem.operands[0].dtype.is_floating_point
+        if config.max_autotune_gemm_search_space.upper() == "EXHAUSTIVE" and is_float:
+            return self.exhaustive_configs or exhaustive()
+        if self.mm_configs:
+            return self.mm_configs
+        if not is_float:
+            return _INT8
+        known = TABLES.get(problem.target.arch.rstrip("af"), _AMPERE)
+        return _wider(known, max(1, operand_bytes(problem) // 2))
+
+    def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
+        fitting = (c for c in scaled(self.table(problem), problem) if not exceeds(problem, c))
+        return itertools.islice(fitting, config.test_configs.max_mm_configs)
+
+
+class PersistentHeuristic(MMTemplateHeuristic):
+    """Only where there are more blocks than the card runs at once."""
+
+    def table(self, problem: GemmProblem) -> Iterable[GemmConfig]:
+        found = super().table(problem)
+        if self.mm_configs or self.exhaustive_configs:
+            return found
+        return [c for c in found if c.block_m * c.block_n >= 128 * 64]
+
+
+class MMPlusMMHeuristic(MMTemplateHeuristic):
+    """Blocks of k must be shorter than k, and nothing is scaled."""
+
+    def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
+        k = problem.hints[3]
+        table = self.mm_configs or _SUMS
+        fitting = (c for c in table if c.block_k < k and not exceeds(problem, c))
+        return itertools.islice(fitting, config.test_configs.max_mm_configs)
+
+
+class SplitKHeuristic(MMTemplateHeuristic):
+    """The loop over k shared out, where blocks are fewer than the card runs at once."""
+
+    def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
+        fitting = (s for c in scaled(self.table(problem), problem) for s in self.splits(problem, c)
+                   if not exceeds(problem, s))  # fmt: skip
+        return itertools.islice(fitting, config.test_configs.max_mm_configs)
+
+    def splits(self, problem: GemmProblem, c: GemmConfig) -> Iterator[GemmConfig]:
+        b, m, n, k = problem.hints
+        if c.split_k > 1:  # a list of one's own says how
+            yield c
+            return
+        tiles = b * -(-m // c.block_m) * -(-n // c.block_n)
+        room = problem.target.sms * resident(problem, c, self.dot)
+        if tiles == 0 or not problem.operands[0].dtype.is_floating_point:
+            return
+        for split in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128):
+            share = 4 * tiles * split * c.block_m * c.block_n
+            if tiles * split > 2 * room or k < 2 * split * c.block_k or share > MOST_PARTIAL:
+                return
+            yield replace(c, split_k=split)
+
+
+class RowsHeuristic(SplitKHeuristic):
+    """Without the matrix unit, for a few rows; with and without shares of k."""
+
+    dot = False
+
+    def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
+        _, m, n, k = problem.hints
+        table = self.mm_configs or _ROWS
+        seen: dict[GemmConfig, None] = {}
+        for c in table:
+            rows = power(m)
+            bn, bk = min(c.block_n, power(n)), min(max(c.block_k // rows, 16), power(k))
+            seen[replace(c, block_m=rows, block_n=bn, block_k=bk)] = None
+        every = (s for c in seen for s in itertools.chain((c,), self.splits(problem, c)))
+        return itertools.islice(dict.fromkeys(every), config.test_configs.max_mm_configs)
+
+
+# ---- the registry
+
+_Key = tuple[str, str | None, str | None]  # template, device type, op; None: any
+_registered: dict[_Key, type[TemplateHeuristic]] = {}
+_instances: dict[type[TemplateHeuristic], TemplateHeuristic] = {}
+
+
+def _uid(template: str) -> str:
+    return template if "::" in template else f"triton::{template}"
+
+
+def register_template_heuristic(template: str, device_type: str | None = None,
+                                op: str | None = None) -> Any:  # fmt: skip
+    """Class decorator: the heuristic of a template (`mm` or `triton::mm`) on a device, of an op."""
+
+    def register(cls: type[TemplateHeuristic]) -> type[TemplateHeuristic]:
+        _registered[_uid(template), device_type, op] = cls
+        return cls
+
+    return register
+
+
+def get_registered_heuristic_class(template: str, device_type: str, op: str
+                                   ) -> type[TemplateHeuristic] | None:  # fmt: skip
+    """The nearest registration: what names the device and the op goes before what does not."""
+    uid = _uid(template)
+    for key in ((uid, device_type, op), (uid, None, op), (uid, device_type, None),
+                (uid, None, None)):  # fmt: skip
+        if key in _registered:
+            return _registered[key]
+    return None
+
+
+def get_template_heuristic(template: str, device_type: str, op: str) -> TemplateHeuristic:
+    """The one instance of the heuristic's class in this process."""
+    cls = get_registered_heuristic_class(template, device_type, op)
+    if cls is None:
+        log.error("no heuristic is registered for the template %s: it offers nothing", template)
+        cls = TemplateHeuristic
+    if cls not in _instances:
+        _instances[cls] = cls()
+    return _instances[cls]
+
+
+@contextmanager
+def override_template_heuristics(
+    device_type: str, template_op_pairs: Sequence[tuple[str, str]],
+    override_heuristic_class: type[TemplateHeuristic] = TemplateHeuristic
+) -> Generator[None]:  # fmt: skip
+    """Inside, the named (template, op) have this heuristic; without one, no configurations."""
+    before = dict(_registered)
+    for template, op in template_op_pairs:
+        _registered[_uid(template), device_type, op] = override_heuristic_class
+    try:
+        yield
+    finally:
+        _registered.clear()
+        _registered.update(before)
+        _instances.pop(override_heuristic_class, None)
+
+
+for _name, _class in (("mm", MMTemplateHeuristic), ("bmm", MMTemplateHeuristic),
+                      ("mm_plus_mm", MMPlusMMHeuristic), ("mm_split_k", SplitKHeuristic),
+                      ("mv", RowsHeuristic), ("mm_persistent", PersistentHeuristic)):  # fmt: skip
+    register_template_heuristic(_name)(_class)

@@ -1,0 +1,153 @@
+"""The Triton provider: each template with each of its configurations is a candidate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tilewright import config
+from tilewright.codegen import triton as codegen
+from tilewright.gemm import heuristics
+from tilewright.gemm.heuristics import GemmConfig, MMTemplateHeuristic
+from tilewright.gemm.problem import GemmProblem
+from tilewright.gemm.provider import Effort, Kernel, register
+from tilewright.gemm.templates import COUNTERS, WORKSPACE, Rendered, TritonTemplate, allow_tf32
+from tilewright.ir import index as ix
+from tilewright.ir.expr import syms
+from tilewright.runtime import store
+from tilewright.runtime.triton_build import TritonConfig, TritonSource
+
+FEWEST_SMS = 68  # a smaller card is better served by its libraries
+MOST: dict[Effort, int | None] = {"none": 1, "quick": 8, "default": 20, "max": None}
+_RESULTS = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_OPERANDS = frozenset((torch.float16, torch.bfloat16, torch.float32))
+
+
+@dataclass(frozen=True)
+class TritonCandidate:
+    """A template with one configuration, for one problem."""
+
+    problem: GemmProblem
+    template: TritonTemplate
+    config: GemmConfig
+    name: str
+    estimate: float
+    provider: str = "TRITON"
+
+    @property
+    def description(self) -> str:
+        facts = self.template.facts(self.problem, self.config)
+        found = [f"{name}={facts[name]}" for name in sorted(facts)]
+        found += [f"num_stages={self.config.num_stages}", f"num_warps={self.config.num_warps}"]
+        return ", ".join(found)
+
+    @property
+    def key(self) -> str:
+        return store.key("triton", _version(), self.template.digest, self.problem.key,
+                         self.description)  # fmt: skip
+
+    def kernel(self, label: str = "") -> Kernel:
+        """`label` names what is fused: sorted operator names, joined by underscores."""
+        name = f"triton_tem_fused_{label or self.problem.op}"
+        made = self.template.render(self.problem, self.config, name)
+        source = self._source(made)
+        if made.assume:
+            wide = self.template.render(self.problem, self.config, name, wide=True)
+            source = replace(source, wide=self._source(wide))
+        arguments = tuple(argument for argument, _, _ in made.params)
+        return Kernel(name, source, arguments, made.checked, made.assume, made.workspace,
+                      made.counters)  # fmt: skip
+
+    def _source(self, made: Rendered) -> TritonSource:
+        p, c = self.problem, self.config
+        constants = self.template.constants(p, c)
+        params = tuple((name, kind) for _, name, kind in made.params)
+        params += (("err", "*i64"),) if made.checked else ()
+        major, minor = p.target.capability
+        hints = {s.arg.name: s.arg.hint for s in p.symbols}
+        return TritonSource(
+            made.text,
+            made.name,
+            params,
+            (TritonConfig(tuple(constants.items()), c.num_warps, c.num_stages),),
+            capability=10 * major + minor,
+            shared_memory=p.target.shared_memory,
+            aligned=frozenset(name for (kind, of), name, _ in made.params
+                              if kind == "ptr" or (hints.get(of) or 1) % 16 == 0),
+            grid=((made.programs, "1"),),
+            sample=(*(self._sample(made, of, hints) for (_, of), _, _ in made.params),
+                    *([(torch.int64, 1)] if made.checked else [])),
+            sizes=tuple(sorted((s.arg.name, ix.likely(s)) for s in syms(*p.sizes))),
+            device=next((b.device.index or 0 for b in p.buffers), 0),
+        )  # fmt: skip
+
+    def _sample(self, made: Rendered, name: str, hints: dict[str, int | None]) -> object:
+        if name == WORKSPACE:
+            return torch.float32, max(1, ix.likely(made.workspace))
+        if name == COUNTERS:
+            return torch.int32, max(1, ix.likely(made.counters))
+        if name in self.problem.memory:
+            buffer = self.problem.memory[name]
+            last = [(ix.likely(n) - 1) * ix.likely(s)
+                    for n, s in zip(buffer.size, buffer.stride, strict=True)]  # fmt: skip
+            return buffer.dtype, max(1, 1 + sum(last))
+        return hints.get(name) or 16
+
+
+@register
+class TritonProvider:
+    name = "TRITON"
+
+    def supports(self, problem: GemmProblem) -> str:
+        """Why no template may be offered, or an empty string."""
+        target = problem.target
+        if not target.is_gpu:
+            return "Triton kernels run on cards"
+        if target.sms < FEWEST_SMS:
+            return f"a card of {target.sms} SMs is better served by its libraries"
+        if not (config.max_autotune or config.max_autotune_gemm):
+            return "nothing is measured without max_autotune or max_autotune_gemm"
+        dtypes = {o.dtype for o in problem.operands}
+        if len(dtypes) != 1:
+            return "the operands have different types"
+        (operand,) = dtypes
+        whole = operand == torch.int8 and problem.dtype == torch.int32
+        if not whole and not (operand in _OPERANDS and problem.dtype in _RESULTS):
+            return f"no template multiplies {operand} into {problem.dtype}"
+        if any(ix.value_of(s) == 0 for s in problem.sizes[:3]):
+            return "the result is empty"
+        if problem.is_batched and any(o.is_plain and o.view.stride[0] is ix.ZERO
+                                      for o in problem.operands):  # fmt: skip
+            return "an operand is the same for the whole batch"
+        return ""
+
+    def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[TritonCandidate]:
+        if self.supports(problem):
+            return []
+        ordered = sorted(_all(problem), key=lambda found: found[2])
+        return [TritonCandidate(problem, template, chosen, f"triton_{template.name}_{k}", time)
+                for k, (template, chosen, time) in enumerate(ordered[: MOST[effort]])]  # fmt: skip
+
+
+def _all(problem: GemmProblem) -> Iterator[tuple[TritonTemplate, GemmConfig, float]]:
+    for template in TritonTemplate.all_templates.values():
+        if template.limits(problem):
+            continue
+        found = heuristics.get_template_heuristic(template.uid, "cuda", problem.op)
+        dot = not isinstance(found, MMTemplateHeuristic) or found.dot
+        for chosen in found.get_template_configs(problem):
+            yield template, chosen, heuristics.estimate(problem, chosen, dot)
+
+
+@functools.cache
+def _version() -> str:
+    """Of what writes the kernels: measurements of another version's are not theirs."""
+    folders = (Path(__file__).parent, Path(codegen.__file__).parent)
+    return store.key(*(f.read_bytes() for d in folders for f in sorted(d.glob("*.py"))))
+
+
+__all__ = ["TritonCandidate", "TritonProvider", "allow_tf32"]
