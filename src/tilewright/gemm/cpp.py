@@ -6,7 +6,7 @@ the time for arithmetic, packing and finishing; the first few are worth measurin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,11 +34,16 @@ from tilewright.runtime.cxx import ArgKind, CxxSource, key_of
 
 MOST: dict[Effort, int] = {"none": 1, "quick": 2, "default": 4, "max": 10}
 FEW = 16  # rows of a product that is read once and not packed
-TILES = {"avx512": ((14, 2), (9, 3), (24, 1)), "avx2": ((6, 2), (4, 3), (12, 1)),
+REGISTERS = {"avx512": 28, "avx2": 12, "scalar": 8}  # for sums; others hold what is multiplied
+TILES = {"avx512": ((14, 2), (9, 3), (28, 1)), "avx2": ((6, 2), (4, 3), (12, 1)),
          "scalar": ((4, 2),)}  # fmt: skip
-DEPTHS = (384, 256, 512)  # steps of k between two visits to the sums
-# Nanoseconds per element, of one core.
-COPY, TURN, READ = 0.1, 0.25, 0.15
+DEPTHS = (384, 768, 256)  # steps of k between two visits to the sums
+# Nanoseconds per element on one core of an EPYC of 2021 (AVX2): the fits that ordered what was
+# measured there.
+COPY, TURN = 0.3, 0.5  # packing all of an operand
+NEXT = 0.15  # packing what is needed next, fetched ahead
+READ = 0.06  # from a cache that is shared
+ROW, TURNED_ROW = 0.05, 0.15  # finishing
 COMMON = frozenset({"cast", "add", "mul", "sub", "where"})  # say nothing about an epilogue
 
 
@@ -108,9 +113,9 @@ class CppProvider:
     def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[CppCandidate]:
         if self.supports(problem):
             return ()
-        found = sorted(dict.fromkeys(configurations(problem)), key=lambda c: estimate(problem, c))
-        threads = options.cpp.threads
-        return [CppCandidate(problem, c, i, threads) for i, c in enumerate(found[: MOST[effort]])]
+        found = _varied(problem, configurations(problem))[: MOST[effort]]
+        found.sort(key=lambda c: estimate(problem, c))
+        return [CppCandidate(problem, c, i, options.cpp.threads) for i, c in enumerate(found)]
 
 
 # ---- what can be fused
@@ -156,6 +161,19 @@ def configurations(problem: GemmProblem) -> Iterator[Config]:
     yield from _streams(problem, *((problem.m, problem.n) if m <= n else (problem.n, problem.m)))
 
 
+def _varied(problem: GemmProblem, configs: Iterable[Config]) -> list[Config]:
+    """By what the model says, but of those that differ in their depth alone all others later: the
+    model knows little about depth."""
+    found = sorted(dict.fromkeys(configs), key=lambda c: estimate(problem, c))
+    best = estimate(problem, found[0])
+    kinds: dict[tuple[object, ...], Config] = {}
+    for c in found:
+        if estimate(problem, c) <= 1.2 * best:
+            kinds.setdefault((c.way, c.q, c.rows, c.pack_p), c)
+    first = list(kinds.values())
+    return [*first, *(c for c in found if c not in first)]
+
+
 def _name(loop: Expr) -> Literal["m", "n"]:
     return "m" if loop.arg == "m" else "n"
 
@@ -175,8 +193,8 @@ def _packed(problem: GemmProblem, q: Expr) -> Iterator[Config]:
         width = vecs * lanes_of(problem)
         for most in DEPTHS:
             kc = _depth(problem, most * 4 // size)
-            # half of the second-level cache for rows of P, a quarter for sums
-            pc = max(1, min(192, problem.target.l2 // 2 // (kc * size)) // rows) * rows
+            # at most half of the second-level cache for rows of P, a quarter for sums
+            pc = max(1, min(96, problem.target.l2 // 2 // (kc * size)) // rows) * rows
             qc = max(1, min(512, problem.target.l2 // 4 // (pc * size)) // width) * width
             for pack in (False, True) if in_place else (True,):
                 yield Config("packed", _name(q), rows, vecs, kc, pc, qc, pack, True)
@@ -187,13 +205,11 @@ def _dots(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
     count = ix.likely(few.src[0])
     if count > FEW or not all(_along_k(problem, o) for o in side(problem, many)):
         return
-    registers = 24 if problem.target.isa == "avx512" else 12
     pack_p = not all(is_in_place(problem, o, problem.k) for o in side(problem, many))
     pack_q = not all(is_in_place(problem, o, problem.k) for o in side(problem, few))
-    for vecs in {min(max(count, 1), v) for v in (1, 2, 3, 4)}:
-        rows = min(registers // vecs, 8)
-        kc = _depth(problem, 1024)
-        pc = 48 // rows * rows
+    for vecs in range(1, min(max(count, 1), 6) + 1):
+        rows = min(REGISTERS[problem.target.isa] // vecs, 8)
+        kc, pc = _depth(problem, 1024), 48 // rows * rows
         yield Config("dot", _name(few), rows, vecs, kc, pc, FEW // vecs * vecs, pack_p, pack_q)
 
 
@@ -202,22 +218,29 @@ def _along_k(problem: GemmProblem, o: Operand) -> bool:
 
 
 def _streams(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
-    """The long side contiguous along its own loop."""
+    """The long side contiguous along its own loop: read in place for few rows, or each thread packs
+    what it needs next."""
     count = max(1, ix.likely(few.src[0]))
     along = [any(ix.coefficient(n.src[0], many) is ix.ONE for n in loads(o.value))
              for o in side(problem, many)]  # fmt: skip
-    if count > FEW or not all(along):
+    if not all(along):
         return
-    registers = 24 if problem.target.isa == "avx512" else 12
+    registers, most = REGISTERS[problem.target.isa], TILES[problem.target.isa][0][0]
     pack_p = not all(is_in_place(problem, o, problem.k) for o in side(problem, few))
     pack_q = not all(is_in_place(problem, o, many) for o in side(problem, many))
-    most = 14 if problem.target.isa == "avx512" else 6
-    rows = min(count, most) if count % most == 0 else -(-count // -(-count // most))
-    vecs = max(1, min(8, registers // rows))
-    width = vecs * lanes_of(problem)
-    kc = _depth(problem, 512)
-    pc = -(-count // rows) * rows
-    yield Config("stream", _name(many), rows, vecs, kc, pc, 4 * width, pack_p, pack_q)
+    size = sum_dtype(problem).itemsize
+    for rows in sorted(range(min(3, count), min(most, count) + 1), key=lambda r: _up(count, r))[:2]:
+        vecs = max(1, min(8, registers // rows))
+        width = vecs * lanes_of(problem)
+        pc = min(_up(count, rows), 264 // rows * rows)
+        if count <= FEW:
+            for most_k, wide in ((512, 256), (16, 1024)):
+                kc, qc = _depth(problem, most_k), _up(wide, width)
+                yield Config("stream", _name(many), rows, vecs, kc, pc, qc, pack_p, pack_q)
+        if count > FEW // 2 and rows * vecs > registers * 3 // 4:
+            qc = max(1, problem.target.l2 // 4 // (pc * size) // width) * width
+            kc = _depth(problem, 384 * 4 // size)
+            yield Config("stream", _name(many), rows, vecs, kc, pc, qc, pack_p, True)
 
 
 # ---- the model
@@ -227,20 +250,27 @@ def estimate(problem: GemmProblem, c: Config) -> float:
     """Microseconds on one core."""
     b, m, n, k = problem.hints
     q, p = (n, m) if c.q == "n" else (m, n)
-    passes = len(problem.operands) // 2
+    k *= len(problem.operands) // 2
     width = c.vecs * (1 if c.way == "dot" else lanes_of(problem))
-    padded = _up(p, c.rows) * _up(q, width) * k * passes
-    ns = padded / (6 * lanes_of(problem)) / (0.8 if c.way == "dot" else 0.9)
+    arithmetic = _up(p, c.rows) * _up(q, width) * k / (6 * lanes_of(problem)) / _efficiency(c)
+    packing = 0.0
     if c.way == "packed":
-        ns += passes * q * k * _packing(problem, c.q, "q")
-        ns += passes * p * k * READ
-    else:
-        ns += passes * (p if c.way == "dot" else q) * k * READ
+        packing = q * k * _packing(problem, c.q, "q")
+    elif c.way == "stream" and c.pack_q:
+        packing = q * k * NEXT * -(-p // c.pc)
     if c.pack_p:
-        blocks = -(-q // c.qc) if c.way == "packed" else 1
-        ns += passes * p * k * blocks * _packing(problem, "m" if c.q == "n" else "n", "k")
-    ns += m * n * (COPY if c.way == "dot" or rows_along(problem).arg == c.q else TURN)
+        blocks = -(-q // c.qc) if c.way != "dot" else 1
+        packing += p * k * blocks * _packing(problem, "m" if c.q == "n" else "n", "k")
+    along = c.way == "dot" or rows_along(problem).arg == c.q
+    ns = max(arithmetic, (p + q) * k * READ) + packing + m * n * (ROW if along else TURNED_ROW)
     return b * ns / 1000
+
+
+def _efficiency(c: Config) -> float:
+    """The part of the multiply-add units' peak that the innermost loop reaches."""
+    loads = (c.rows + c.vecs) / (c.rows * c.vecs)
+    visits = 16 / (c.kc + 16) / c.vecs if c.way == "stream" else 0.0  # to the sums
+    return (0.8 if c.way == "dot" else 0.93) * min(1.0, 0.9 / max(loads, 0.75)) - visits
 
 
 def _packing(problem: GemmProblem, name: str, along: str) -> float:

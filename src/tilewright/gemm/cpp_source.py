@@ -16,7 +16,7 @@ from tilewright.gemm.problem import GemmProblem, Operand
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
 from tilewright.ir.build import cast, op
-from tilewright.ir.expr import Expr, const, load, loads, substitute
+from tilewright.ir.expr import Expr, const, load, loads, substitute, var
 from tilewright.ir.program import Store
 
 Way = Literal["packed", "stream", "dot"]
@@ -258,6 +258,7 @@ class _Source:
                 w.line("auto fill = [&](int64_t count) __attribute__((always_inline)) {")
                 with w.block("for (int64_t i = 0; i < kc; ++i)"):
                     w.line("const int64_t k = k0 + i;")
+                    self._fetch_next(w, o)
                     self._fill(w, o, self.q, ("q0", "count"), f"out[i*{width} + at]")
                 w.line("};")
                 w.line(f"if (cols == {width}) fill({width}); else fill(cols);")
@@ -278,6 +279,13 @@ class _Source:
 
         operands = side(self.problem, self.q)
         return self._function(head, lambda w: self._passes(w, operands, lambda o: one(w, o)))
+
+    def _fetch_next(self, w: Writer, o: Operand) -> None:
+        """Have the same step of the next panel brought near: steps are too far apart for the
+        processor to see where this goes."""
+        if o.is_plain:
+            there = substitute(o.value.src[0], {self.q: ix.add(var("q0", ix.ONE), self.width)})
+            w.line(f"__builtin_prefetch(&{self._element(o.view.buffer, there, w)});")
 
     def _walks(self, o: Operand, first: Expr, second: Expr) -> Expr:
         """The loop along which an operand is read: the first unless only the second is better."""

@@ -107,6 +107,40 @@ __attribute__((noinline)) void tile(typename S::T* out, int64_t out_stride, cons
             *(V*)(out + r * out_stride + v * S::LANES) = sum[r][v];
 }
 
+// The lanes of a vector added up, halves first.
+template <class V>
+TW_INLINE auto across(V v) {
+    constexpr int N = sizeof(V) / sizeof(v[0]);
+    if constexpr (N == 16)
+        return across(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                      __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+    else if constexpr (N == 8)
+        return across(__builtin_shufflevector(v, v, 0, 1, 2, 3) +
+                      __builtin_shufflevector(v, v, 4, 5, 6, 7));
+    else if constexpr (N == 4)
+        return across(__builtin_shufflevector(v, v, 0, 1) + __builtin_shufflevector(v, v, 2, 3));
+    else
+        return v[0] + v[1];
+}
+
+// One step of LANES elements along k for VECS rows of q and ROWS rows of p. What there is less of is
+// held in registers, beside the sums.
+template <class S, class V, class T>
+TW_INLINE void dots_step(V (&sum)[S::VECS][S::ROWS], const T* const* p, const T* const* q,
+                         int64_t k) {
+    constexpr bool HOLD_Q = S::VECS <= S::ROWS;
+    constexpr int HELD = HOLD_Q ? S::VECS : S::ROWS, OTHER = HOLD_Q ? S::ROWS : S::VECS;
+    V held[HELD];
+#pragma GCC unroll 32
+    for (int h = 0; h < HELD; ++h) held[h] = *(const V*)((HOLD_Q ? q : p)[h] + k);
+#pragma GCC unroll 32
+    for (int o = 0; o < OTHER; ++o) {
+        const V other = *(const V*)((HOLD_Q ? p : q)[o] + k);
+#pragma GCC unroll 32
+        for (int h = 0; h < HELD; ++h) madd(sum[HOLD_Q ? h : o][HOLD_Q ? o : h], held[h], other);
+    }
+}
+
 // out[VECS][ROWS] (+)= the dot products of VECS rows of q and ROWS rows of p, all along k
 template <class S>
 __attribute__((noinline)) void dots(typename S::T* out, int64_t out_stride,
@@ -120,24 +154,23 @@ __attribute__((noinline)) void dots(typename S::T* out, int64_t out_stride,
 #pragma GCC unroll 32
         for (int r = 0; r < S::ROWS; ++r) sum[v][r] = V{};
     int64_t k = 0;
-    for (; k + S::LANES <= kc; k += S::LANES) {
-        V a[S::ROWS];
-#pragma GCC unroll 32
-        for (int r = 0; r < S::ROWS; ++r) a[r] = *(const V*)(p[r] + k);
-#pragma GCC unroll 32
-        for (int v = 0; v < S::VECS; ++v) {
-            const V b = *(const V*)(q[v] + k);
-#pragma GCC unroll 32
-            for (int r = 0; r < S::ROWS; ++r) madd(sum[v][r], a[r], b);
-        }
+    for (; k + S::LANES <= kc; k += S::LANES) dots_step<S>(sum, p, q, k);
+    if (k < kc) {  // the rest, with zeros behind it
+        T some[S::ROWS + S::VECS][S::LANES] = {};
+        const T *p_rest[S::ROWS], *q_rest[S::VECS];
+        for (int r = 0; r < S::ROWS + S::VECS; ++r)
+            for (int64_t at = 0; at < kc - k; ++at)
+                some[r][at] = r < S::ROWS ? p[r][k + at] : q[r - S::ROWS][k + at];
+        for (int r = 0; r < S::ROWS; ++r) p_rest[r] = some[r];
+        for (int v = 0; v < S::VECS; ++v) q_rest[v] = some[S::ROWS + v];
+        dots_step<S>(sum, p_rest, q_rest, 0);
     }
+#pragma GCC unroll 32
     for (int v = 0; v < S::VECS; ++v)
+#pragma GCC unroll 32
         for (int r = 0; r < S::ROWS; ++r) {
-            T total = T(0);
-            for (int i = 0; i < S::LANES; ++i) total += sum[v][r][i];
-            for (int64_t at = k; at < kc; ++at) total += p[r][at] * q[v][at];
             T* to = out + v * out_stride + r;
-            *to = first ? total : *to + total;
+            *to = first ? across(sum[v][r]) : *to + across(sum[v][r]);
         }
 }
 
