@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from tilewright import options
 from tilewright.errors import UnknownModeError
@@ -114,20 +115,124 @@ allow_buffer_reuse: bool = option(
 
 max_autotune: bool = option(
     False,
-    "Measure candidates: configurations of loop kernels, later also of products.",
+    "Measure candidates: configurations of loop kernels, and who computes products.",
     affects_code=True,
 )
 max_autotune_gemm: bool = option(
-    False,
-    "No effect yet. Measure candidates for products and convolutions only.",
-    affects_code=True,
+    False, "Measure candidates for products and convolutions only.", affects_code=True
 )
 max_autotune_pointwise: bool = option(
     False, "Measure configurations of loop kernels on the card.", affects_code=True
 )
 max_autotune_gemm_backends: str = option(
     "ATEN,TRITON,CPP",
-    "No effect yet. Comma list, in any case, of who may offer products; empty: nobody.",
+    "Comma list, in any case, of who may offer products; empty: nobody.",
+    affects_code=True,
+)
+max_autotune_conv_backends: str = option(
+    "ATEN,TRITON",
+    "No effect yet. Comma list, in any case, of who may offer convolutions; empty: nobody.",
+    affects_code=True,
+)
+max_autotune_gemm_search_space: str = option(
+    "DEFAULT",
+    "Candidates templates offer for products: `EXHAUSTIVE` offers and tries all; any case.",
+    affects_code=True,
+    check=lambda name: name.upper() in ("DEFAULT", "EXHAUSTIVE"),
+)
+max_autotune_allow_flexible_layouts: bool = option(
+    False, "Accepted and ignored: layouts are decided before anything is chosen.", affects_code=True
+)
+max_autotune_prune_choices_based_on_shared_mem: bool = option(
+    False,
+    "Accepted and ignored: what does not fit in shared memory is never offered.",
+    affects_code=True,
+)
+max_autotune_report_choices_stats: bool = option(
+    True, "Have the table of choices among what `autotune_show` shows.", affects_code=False
+)
+autotune_effort: Literal["none", "quick", "default", "max"] = option(
+    "default",
+    "How much is tried: `none` (the model or what was measured before), `quick` (what is "
+    "estimated near the best), `default`, `max` (everything).",
+    affects_code=True,
+)
+autotune_budget_seconds: float | None = option(
+    None,
+    "Wall-clock seconds one graph may spend on tuning, up to the candidate under way; "
+    "none: no limit. The best so far is taken, and the next run goes on from there.",
+    affects_code=True,
+    check=lambda seconds: seconds >= 0,
+)
+autotune_show: bool = option(
+    False, "Show progress and a table of every choice on stderr.", affects_code=False
+)
+autotune_num_choices_displayed: int | None = option(
+    10,
+    "Rows of that table, fastest first; none: all.",
+    affects_code=False,
+    check=lambda n: n >= 0,
+)
+autotune_local_cache: bool = option(
+    True, "Take measurements of earlier runs from the cache folder.", affects_code=False
+)
+autotune_remote_cache: bool | None = option(
+    None,
+    "No effect yet. Share measurements through a server; none: if there is one.",
+    affects_code=False,
+)
+autotune_in_subproc: bool = option(
+    False, "No effect yet. Time candidates in a process of their own.", affects_code=False
+)
+autotune_multi_device: bool = option(
+    False, "No effect yet. Time candidates on all cards at once.", affects_code=False
+)
+max_autotune_subproc_result_timeout_seconds: float = option(
+    60.0, "No effect yet. Seconds a candidate may take in its own process.", affects_code=False
+)
+precompilation_timeout_seconds: int = option(
+    300,
+    "Accepted and ignored: each compiler has a time limit of its own.",
+    affects_code=False,
+)
+pipeline_max_autotune_gemm: bool = option(
+    False,
+    "Accepted and ignored: candidates are always built while others are timed.",
+    affects_code=False,
+)
+autotune_fallback_to_aten: bool = option(False, "Accepted and ignored.", affects_code=False)
+epilogue_fusion: bool = option(
+    True, "Let a product compute what is done to its result.", affects_code=True
+)
+prologue_fusion: bool = option(
+    True, "Let a product compute what is done to its operands.", affects_code=True
+)
+benchmark_epilogue_fusion: bool = option(
+    True,
+    "Accepted and ignored: fused and separate kernels always compete on total time.",
+    affects_code=True,
+)
+max_epilogue_benchmarked_choices: int = option(
+    1,
+    "Accepted and ignored: every candidate competes with what is fused to it.",
+    affects_code=True,
+)
+benchmark_fusion: bool = option(
+    False, "Accepted and ignored: fusion is decided by the bytes it saves.", affects_code=True
+)
+benchmark_kernel: bool = option(False, "Accepted and ignored.", affects_code=True)
+inductor_default_autotune_warmup: int = option(
+    25, "Accepted and ignored: warming up ends when the times are steady.", affects_code=False
+)
+inductor_default_autotune_rep: int = option(
+    100, "Accepted and ignored: measuring ends when the noise is small.", affects_code=False
+)
+enable_caching_generated_triton_templates: bool = option(
+    True, "Accepted and ignored: equal problems are rendered once.", affects_code=False
+)
+deterministic: bool = option(
+    False,
+    "Measure nothing: a library's call, or else the first candidate, is taken.",
     affects_code=True,
 )
 max_autotune_gemm_search_space: str = option(
@@ -186,13 +291,13 @@ class TestConfigs(Group):
 
     autotune_choice_name_regex: str | None = option(
         None,
-        "No effect yet. Keep only candidates whose name matches.",
+        "Keep only candidates whose name matches somewhere.",
         affects_code=True,
         check=is_regex,
     )
     autotune_choice_desc_regex: str | None = option(
         None,
-        "No effect yet. Keep only candidates whose description matches.",
+        "Keep only candidates whose description matches somewhere.",
         affects_code=True,
         check=is_regex,
     )

@@ -62,6 +62,10 @@ class Delta:
     counters: Mapping[str, Counter[str]] = field(default_factory=_no_groups)
 
 
+# Counters of what this process measured and built, which a cached graph does not do again.
+_OF_THIS_PROCESS = ("select_algorithm_", "benchmarking.")
+
+
 def snapshot() -> Delta:
     """The counters as they are now, to be passed to `delta` later."""
     return Delta(
@@ -96,7 +100,8 @@ def delta(before: Delta) -> Delta:
 
 
 def _added(now: Counter[str], before: Counter[str]) -> Counter[str]:
-    return Counter({key: n - before[key] for key, n in now.items() if n != before[key]})
+    changed = {key: n - before[key] for key, n in now.items() if n != before[key]}
+    return Counter({k: n for k, n in changed.items() if not k.startswith(_OF_THIS_PROCESS)})
 
 
 def apply(change: Delta) -> None:

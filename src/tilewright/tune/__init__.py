@@ -1,5 +1,12 @@
 """Choosing by measuring: anything with candidates, a choice, and its record.
 
-- `clock.py`   how long a kernel takes on the card
-- `kernels.py` the configuration of a loop kernel: the model's, or the fastest measured
+- `results.py`  what a trial, a time and a verdict are; the rule that decides
+- `clock.py`    how long a run takes, on a card and on a CPU
+- `choices.py`  filters, the user's functions, the model's order and cut
+- `race.py`     who is sampled how often
+- `records.py`  what is remembered: rows in SQLite, a log of decisions
+- `failures.py` why a candidate is rejected
+- `display.py`  progress and tables, when asked for
+- `select.py`   `choose`, which brings them together
+- `kernels.py`  the configuration of a loop kernel
 """

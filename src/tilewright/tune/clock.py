@@ -1,72 +1,204 @@
-"""How long a launch takes on the card: replays of a CUDA graph of many launches.
+"""How long a run takes: on a card by replays of a CUDA graph, on a CPU by batches of calls.
 
-Each launch has the next of several sets of buffers, which together exceed the card's cache, so that
-memory is what is measured. The median of the replays counts.
+Each launch has the next of several sets of buffers, which together exceed the cache of a card, so
+that memory is what is measured. A `Bench` is one candidate made ready; a sample of it is the mean
+over some hundreds of microseconds of runs. Who takes how many samples is not decided here.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-LAUNCHES = 20  # in one graph
-REPLAYS = 7
+from tilewright.target import Target
+
 Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
 
-
-def microseconds(run: Run, sets: int, device: int) -> float:
-    """The median time of one launch; infinite for one that fails."""
-    try:
-        with torch.cuda.device(device):
-            return _measured(run, sets)
-    except RuntimeError:
-        return float("inf")
+SAMPLE = 400.0  # microseconds of runs in a sample: many times what starting a replay costs
+MOST_LAUNCHES = 200  # in one graph
+MOST_CALLS = 1000  # in one batch on a CPU
+IDLE = 0.02  # seconds after which a card may have lowered its clock
+WARM = 0.01  # seconds of work that bring it back
 
 
-def _measured(run: Run, sets: int) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for k in range(sets):  # loads the module, warms the clocks
-            run(stream.cuda_stream, k)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for k in range(LAUNCHES):
-                run(torch.cuda.current_stream().cuda_stream, k % sets)
-        times = [_replay(graph) for _ in range(REPLAYS)]
-    return statistics.median(times) / LAUNCHES
+class Bench(Protocol):
+    def sample(self) -> float:
+        """Microseconds of one run."""
+        ...
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
+class Clock(Protocol):
+    is_quiet: bool  # whether other processes' work leaves its times as they are
+
+    def bench(self, run: Run, sets: int) -> Bench:
+        """Make a run ready: all of it is done once on every set. Raises what the run raises."""
+        ...
+
+    def broken(self) -> str:
+        """Why the device cannot be used any more by this process, or nothing."""
+        ...
+
+
+def of(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+# ---- on a card
+
+
+class CudaClock:
+    is_quiet = True  # what is measured happens on the card alone
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._last = -math.inf  # when the card last worked
+
+    def bench(self, run: Run, sets: int) -> Bench:
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            return _Replay(self, run, sets, self._stream)
+
+    def timed(self, work: Callable[[], None], stream: torch.cuda.Stream) -> float:
+        """Microseconds on the card between the start and the end of some work."""
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            self._warm(work, stream)
+            took = _between(work)
+        self._last = time.perf_counter()
+        return took
+
+    def _warm(self, work: Callable[[], None], stream: torch.cuda.Stream) -> None:
+        """The same work for a while, if the card has been idle."""
+        now = time.perf_counter()
+        if now - self._last < IDLE:
+            return
+        while time.perf_counter() - now < WARM:
+            work()
+            stream.synchronize()
+
+    def broken(self) -> str:
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
+
+def _between(work: Callable[[], None]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    graph.replay()
+    work()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1000
 
 
-def sets_beyond_cache(size: int, device: int) -> int:
-    """How many sets of `size` bytes exceed the card's cache; a few at most."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
+class _Replay:
+    """Many launches in one graph, each on the next set."""
+
+    def __init__(self, clock: CudaClock, run: Run, sets: int, stream: torch.cuda.Stream) -> None:
+        self._clock = clock
+        self._run = run
+        self._sets = sets
+        self._stream = stream
+        with torch.cuda.stream(stream):
+            self._once()  # loads what is loaded at the first launch
+            stream.synchronize()
+            about = _between(self._once) / sets  # at most: a launch by itself waits for the host
+        self._launches = _whole(SAMPLE / max(about, 1.0), sets, MOST_LAUNCHES)
+        self._work = self._recorded()
+        found = self.sample()
+        if found * self._launches < SAMPLE / 4 and self._launches < MOST_LAUNCHES:
+            self._launches = _whole(SAMPLE / max(found, 0.1), sets, MOST_LAUNCHES)
+            self._work = self._recorded()
+
+    def sample(self) -> float:
+        return self._clock.timed(self._work, self._stream) / self._launches
+
+    def _once(self) -> None:
+        for k in range(self._sets):
+            self._run(self._stream.cuda_stream, k)
+
+    def _recorded(self) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # not torch.cuda.graph(): that empties the allocator's cache every time
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._all()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
+
+    def _all(self) -> None:
+        for k in range(self._launches):
+            self._run(self._stream.cuda_stream, k % self._sets)
+
+
+def _whole(count: float, sets: int, most: int) -> int:
+    """About `count` launches, so that every set has equally many; every set at least once."""
+    return max(1, round(min(count, most) / sets)) * sets
+
+
+# ---- on a CPU
+
+
+class CpuClock:
+    is_quiet = False  # whatever else runs takes its cores and caches
+
+    def bench(self, run: Run, sets: int) -> Bench:
+        return _Batch(run, sets)
+
+    def broken(self) -> str:
+        return ""
+
+
+class _Batch:
+    """Calls one after the other, with caches as warm as the calls before leave them."""
+
+    def __init__(self, run: Run, sets: int) -> None:
+        self._run = run
+        self._sets = sets
+        self._next = 0
+        self._calls = sets
+        self.sample()
+        self._calls = _whole(SAMPLE / max(self.sample(), 0.1), sets, MOST_CALLS)
+        if sets * self.sample() > SAMPLE:
+            self._calls = 1  # the sets take turns between samples
+
+    def sample(self) -> float:
+        run, sets, first = self._run, self._sets, self._next
+        start = time.perf_counter_ns()
+        for k in range(first, first + self._calls):
+            run(0, k % sets)
+        took = time.perf_counter_ns() - start
+        self._next = (first + self._calls) % sets
+        return took / 1000 / self._calls
+
+
+# ---- buffers
+
+
+def sets_beyond_cache(size: int, device: torch.device) -> int:
+    """How many sets of `size` bytes exceed the cache; a few at most."""
+    target = Target.of(device)
+    cache = target.l2 * max(1, target.cores)
     return max(1, min(8, 2 * cache // max(size, 1) + 1))
 
 
-def filled(dtype: torch.dtype, count: int, device: int) -> torch.Tensor:
-    """Memory with plausible contents: small floats, and integers that are safe as indices."""
-    where = torch.device("cuda", device)
-    if dtype.is_floating_point:
-        wide = torch.rand(count, device=where)
-        return wide.to(dtype) if dtype != torch.float32 else wide
-    return torch.zeros(count, dtype=dtype, device=where)
-
-
-def interleaved(runs: Sequence[Run], sets: int, device: int, rounds: int = 3) -> list[float]:
-    """The best of several medians for each run, taken in turns so that drift meets all alike."""
-    best = [float("inf")] * len(runs)
-    for _ in range(rounds):
-        for k, run in enumerate(runs):
-            best[k] = min(best[k], microseconds(run, sets, device))
-    return best
+def filled(dtype: torch.dtype, count: int, device: torch.device) -> torch.Tensor:
+    """Memory with plausible contents: small floats, and integers that are safe as indices. The
+    user's random numbers are not touched."""
+    if not dtype.is_floating_point:
+        return torch.zeros(count, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.rand(count, generator=generator, device=device).to(dtype)

@@ -1,25 +1,29 @@
 """The configuration of a loop kernel: the model's first, or with autotuning the fastest measured.
 
-What was measured is kept in the store under the kernel and the card, and never measured again.
+Configurations are trials like any other: built in parallel, timed by the same clock, compared with
+what the model's configuration computes, and remembered.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from tilewright import config, metrics
+from tilewright.errors import NoValidChoicesError
 from tilewright.runtime import launch, store, triton_build
 from tilewright.runtime.triton_build import Built, TritonConfig, TritonSource
-from tilewright.tune import clock
+from tilewright.tune import clock, records
+from tilewright.tune.clock import Run
+from tilewright.tune.records import Choice
+from tilewright.tune.results import Subject
+from tilewright.tune.select import AlgorithmSelectorCache
 
-FASTER = 0.98  # of the time of what is chosen so far: less of a gain is noise
 MOST_STEPS = 16  # configurations coordinate descent may try
 MOST_BYTES = 8 << 30  # of sample buffers; a larger kernel keeps the model's choice
 
@@ -52,7 +56,8 @@ def chosen(source: TritonSource, waiting: Waiting) -> Built:
 
 
 def _wanted(source: TritonSource) -> bool:
-    return (config.max_autotune or config.max_autotune_pointwise) and len(source.configs) > 1
+    asked = config.max_autotune or config.max_autotune_pointwise
+    return asked and not config.deterministic and len(source.configs) > 1
 
 
 def measured(source: TritonSource, first: Built) -> Built:
@@ -61,72 +66,162 @@ def measured(source: TritonSource, first: Built) -> Built:
     if bench.size > MOST_BYTES:
         metrics.counters["tune"]["too large to measure"] += 1
         return first
-    candidates = [first, *(b for b in triton_build.compile_all(source) if b != first)]
-    times = bench.times(candidates)
-    best, least = first, times[0]
-    for built, time in zip(candidates, times, strict=True):
-        if time < least * FASTER:
-            best, least = built, time
-    if config.coordinate_descent_tuning:
-        best, least = _descend(source, bench, best, least)
+    bench.reference = first
+    subject = _subject(source, bench)
+    others = [c for c in source.configs if c != first.config]
+    try:
+        best = _raced(subject, [_Configured(bench, c) for c in (first.config, *others)])
+        if config.coordinate_descent_tuning:
+            best = _descended(subject, bench, best)
+    except NoValidChoicesError:
+        return first
     metrics.counters["tune"]["kernels measured"] += 1
-    _remember(source, best.config, least, dict(zip(map(_text, candidates), times, strict=True)))
-    return best
+    records.choose(subject, _manner(), Choice(best.key, best.description))
+    return best.built
 
 
-def _text(built: Built) -> str:
-    return str(built.config)
+class _LoopSelector(AlgorithmSelectorCache):
+    """Without the user's filters and functions, which are for products; counted elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preprocessing_fns.clear()
+
+    def count(self, what: str, number: int = 1) -> None:
+        metrics.counters["tune"][what] += number
+
+
+_selector = _LoopSelector()
+
+
+def _raced(subject: Subject, trials: Sequence[_Configured]) -> _Configured:
+    verdict = _selector(subject, trials)
+    return next(t for t in trials if t is verdict.winner)
 
 
 class _Bench:
-    """Sample arguments of a kernel, in several sets, and launches over them."""
+    """Sample arguments of a kernel, in several sets, and what the model's configuration makes of
+    the first of them."""
+
+    reference: Built
 
     def __init__(self, source: TritonSource) -> None:
         self.source = source
+        self.device = torch.device("cuda", source.device)
         self.size = sum(s[0].itemsize * s[1] for s in source.sample if isinstance(s, tuple))
-        self._sets: list[list[Any]] = []
 
-    def times(self, candidates: list[Built]) -> list[float]:
-        device = self.source.device
-        if not self._sets:
-            count = clock.sets_beyond_cache(self.size, device)
-            self._sets = [[self._argument(s) for s in self.source.sample] for _ in range(count)]
-        runs = [self._run(b) for b in candidates]
-        return clock.interleaved(runs, len(self._sets), device)
+    @cached_property
+    def count(self) -> int:
+        return clock.sets_beyond_cache(self.size, self.device)
+
+    @cached_property
+    def sets(self) -> list[list[Any]]:
+        return [[self._argument(s) for s in self.source.sample] for _ in range(self.count)]
 
     def _argument(self, sample: Any) -> Any:
         if isinstance(sample, tuple):
             dtype, count = sample
-            return clock.filled(dtype, count, self.source.device)
+            return clock.filled(dtype, count, self.device)
         return sample
 
-    def _run(self, built: Built) -> Callable[[int, int], None]:
+    def run(self, built: Built) -> Run:
         kernel = launch.load(self.source, built, self.source.device)
         programs = eval(self.source.programs(built.config), {}, dict(self.source.sizes))
 
         def run(stream: int, which: int) -> None:
-            kernel(stream, programs, 1, 1, *self._sets[which])
+            kernel(stream, programs, 1, 1, *self.sets[which])
 
         return run
+
+    @cached_property
+    def expected(self) -> list[torch.Tensor]:
+        return self.results(self.run(self.reference))
+
+    def results(self, run: Run) -> list[torch.Tensor]:
+        """All memory after a run; it is afterwards as before."""
+        memory = [a for a in self.sets[0] if isinstance(a, torch.Tensor)]
+        before = [m.clone() for m in memory]
+        with torch.cuda.device(self.device):
+            run(torch.cuda.current_stream().cuda_stream, 0)
+        after = [m.clone() for m in memory]
+        for m, old in zip(memory, before, strict=True):
+            m.copy_(old)
+        return after
+
+
+class _Configured:
+    """A loop kernel in one configuration, as a trial. There is no estimate: configurations are
+    listed best first."""
+
+    provider = "LOOP"
+    is_library = False
+    estimate = 0.0
+
+    def __init__(self, bench: _Bench, chosen: TritonConfig) -> None:
+        self.config = chosen
+        self.description = _described(chosen)
+        self.name = f"{bench.source.name}({self.description})"
+        self.key = bench.source.key(chosen)
+        self._bench = bench
+        self._source = replace(bench.source, configs=(chosen,))
+
+    def start(self) -> None:
+        triton_build.submit(self._source)
+
+    @cached_property
+    def built(self) -> Built:
+        return triton_build.build(self._source)
+
+    @cached_property
+    def _run(self) -> Run:
+        return self._bench.run(self.built)
+
+    def finish(self) -> None:
+        _ = self._run
+
+    def run(self, stream: int, which: int) -> None:
+        self._run(stream, which)
+
+    def check(self) -> str:
+        if self.built == self._bench.reference:
+            return ""
+        found = self._bench.results(self._run)
+        pairs = zip(found, self._bench.expected, strict=True)
+        return next((why for a, b in pairs if (why := difference(a, b))), "")
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Why two results of one kernel are not the same up to the order of sums."""
+    if not expected.dtype.is_floating_point:
+        wrong = int((found != expected).sum())
+        return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
+    a, b = found.double(), expected.double()
+    if bool((a.isnan() != b.isnan()).any()):
+        return "not-a-number in other places"
+    a, b = a.nan_to_num(), b.nan_to_num()
+    scale = b.abs().mean() + b.abs()
+    few = 8 * torch.finfo(expected.dtype).eps if expected.dtype.itemsize < 4 else 1e-3
+    wrong = int(((a - b).abs() > few * scale).sum())
+    return f"{wrong} of {b.numel()} elements are off" if wrong else ""
 
 
 # ---- coordinate descent
 
 
-def _descend(source: TritonSource, bench: _Bench, best: Built, least: float
-             ) -> tuple[Built, float]:  # fmt: skip
+def _descended(subject: Subject, bench: _Bench, best: _Configured) -> _Configured:
     """Change one number at a time by a factor of two for as long as that is faster."""
-    tried = {*source.configs, best.config}
-    improved = True
-    while improved and len(tried) < MOST_STEPS + len(source.configs):
-        improved = False
+    tried = {*bench.source.configs, best.config}
+    most = MOST_STEPS + len(bench.source.configs)
+    while len(tried) < most:
         fresh = [c for c in _neighbours(best.config) if c not in tried]
         tried.update(fresh)
-        found = triton_build.compile_all(replace(source, configs=tuple(fresh)))
-        for built, time in zip(found, bench.times(found), strict=True):
-            if time < least * FASTER:
-                best, least, improved = built, time, True
-    return best, least
+        if not fresh:
+            break
+        found = _raced(subject, [best, *(_Configured(bench, c) for c in fresh)])
+        if found is best:
+            break
+        best = found
+    return best
 
 
 def _neighbours(at: TritonConfig) -> Iterator[TritonConfig]:
@@ -143,27 +238,36 @@ def _neighbours(at: TritonConfig) -> Iterator[TritonConfig]:
 # ---- the record
 
 
-def _key(source: TritonSource) -> str:
-    card = torch.cuda.get_device_name(source.device)
-    return store.key(*(source.key(c) for c in source.configs), repr(source.sizes),
-                     repr(source.sample), card, str(config.coordinate_descent_tuning))  # fmt: skip
+def _subject(source: TritonSource, bench: _Bench | None = None) -> Subject:
+    key = store.key(*(source.key(c) for c in source.configs), repr(source.sizes),
+                    repr(source.sample))  # fmt: skip
+    sets = 1 if bench is None else bench.count
+    return Subject(key, source.name, torch.device("cuda", source.device), sets,
+                   {"sizes": dict(source.sizes)})  # fmt: skip
+
+
+def _manner() -> str:
+    return "descent" if config.coordinate_descent_tuning else "listed"
 
 
 def _known(source: TritonSource) -> TritonConfig | None:
-    data = store.get(store.path(_key(source), ".choice"))
-    if data is None:
+    if not config.autotune_local_cache:
         return None
-    kept = json.loads(data)["config"]
+    found = records.chosen(_subject(source), _manner())
+    if found is None:
+        return None
     metrics.counters["tune"]["choices found"] += 1
-    return TritonConfig(tuple((n, v) for n, v in kept["constants"]), kept["num_warps"],
-                        kept["num_stages"], kept["maxnreg"])  # fmt: skip
+    return _parsed(found.description)
 
 
-def _remember(source: TritonSource, best: TritonConfig, least: float, times: dict[str, float]
-              ) -> None:  # fmt: skip
-    if not math.isfinite(least):
-        return
-    kept = {"constants": best.constants, "num_warps": best.num_warps,
-            "num_stages": best.num_stages, "maxnreg": best.maxnreg}  # fmt: skip
-    record = {"config": kept, "microseconds": least, "measured": times}
-    store.put_atomic(store.path(_key(source), ".choice"), json.dumps(record).encode())
+def _described(chosen: TritonConfig) -> str:
+    numbers = {**dict(chosen.constants), **chosen.options()}
+    return ", ".join(f"{name}={value}" for name, value in numbers.items())
+
+
+def _parsed(description: str) -> TritonConfig:
+    numbers = {name: int(value) for name, _, value in
+               (part.partition("=") for part in description.split(", "))}  # fmt: skip
+    warps, stages = numbers.pop("num_warps"), numbers.pop("num_stages")
+    registers = numbers.pop("maxnreg", None)
+    return TritonConfig(tuple(numbers.items()), warps, stages, registers)

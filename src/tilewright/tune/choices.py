@@ -1,0 +1,211 @@
+"""Choices under trial, and what decides which of them are tried.
+
+A `ChoiceCaller` is a trial with what has become known of it. Before anything is built, the choices
+pass the filters of `config.test_configs` and then the user's functions (`add_preprocessing_fn`);
+those the model finds too slow for the effort asked are left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tilewright import config
+from tilewright.tune.clock import Bench
+from tilewright.tune.results import Subject, Timing, Trial, timing
+
+Effort = Literal["none", "quick", "default", "max"]
+# For each effort: how far beyond the best estimate is still tried, and how many at most.
+_REACH: dict[Effort, tuple[float, int]] = {
+    "none": (1.0, 0),
+    "quick": (1.3, 8),
+    "default": (2.0, 40),
+    "max": (math.inf, 1 << 30),
+}
+
+
+@dataclass(eq=False)
+class ChoiceCaller:
+    """A trial, and what is known of it so far."""
+
+    trial: Trial
+    reason: str = ""  # why it is rejected
+    lasting: bool = False  # whether it would be rejected next time too
+    samples: list[float] = field(default_factory=list[float])  # microseconds
+    timing: Timing | None = None  # where not simply that of the samples
+    bench: Bench | None = None
+    ready: bool = False  # built and loaded
+    checked: bool = False  # its result was compared, and is right
+    final: bool = False  # it was in the finals
+    remembered: bool = False  # its time is of an earlier run
+    build_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.trial.name
+
+    @property
+    def description(self) -> str:
+        return self.trial.description
+
+    @property
+    def provider(self) -> str:
+        return self.trial.provider
+
+    def hash_key(self) -> str:
+        return self.trial.key
+
+    @property
+    def time(self) -> Timing:
+        """As far as it is known; infinite without a sample."""
+        if self.timing is not None:
+            return self.timing
+        return timing(self.samples) if self.samples else Timing(math.inf, 0.0, 0)
+
+    def reject(self, reason: str, *, lasting: bool) -> None:
+        self.reason, self.lasting = reason, lasting
+        self.bench = None
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.description})"
+
+
+class ExternKernelCaller(ChoiceCaller):
+    """A library's call."""
+
+
+class TritonTemplateCaller(ChoiceCaller):
+    """A kernel of a Triton template."""
+
+
+def caller(trial: Trial) -> ChoiceCaller:
+    if trial.is_library:
+        return ExternKernelCaller(trial)
+    return TritonTemplateCaller(trial) if trial.provider == "TRITON" else ChoiceCaller(trial)
+
+
+# ---- filters and the user's functions
+
+Preprocessing = Callable[[list[ChoiceCaller]], Iterable[ChoiceCaller]]
+
+
+def by_name(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
+    """Those whose name matches `config.test_configs.autotune_choice_name_regex`."""
+    return _matching(choices, config.test_configs.autotune_choice_name_regex, lambda c: c.name)
+
+
+def by_description(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
+    """Those whose description matches `config.test_configs.autotune_choice_desc_regex`."""
+    pattern = config.test_configs.autotune_choice_desc_regex
+    return _matching(choices, pattern, lambda c: c.description)
+
+
+def _matching(choices: list[ChoiceCaller], pattern: str | None,
+              text: Callable[[ChoiceCaller], str]) -> list[ChoiceCaller]:  # fmt: skip
+    if pattern is None:
+        return choices
+    found = re.compile(pattern)
+    return [c for c in choices if found.search(text(c))]
+
+
+FILTERS: tuple[Preprocessing, ...] = (by_name, by_description)
+_OPTION: dict[Preprocessing, str] = {
+    by_name: "test_configs.autotune_choice_name_regex",
+    by_description: "test_configs.autotune_choice_desc_regex",
+}
+
+
+def preprocessed(choices: Sequence[ChoiceCaller], functions: Sequence[Preprocessing]
+                 ) -> list[ChoiceCaller]:  # fmt: skip
+    """What the functions leave, each applied to what the one before left."""
+    kept = list(choices)
+    for function in functions:
+        before, kept = kept, list(function(kept))
+        for choice in before:
+            if choice not in kept:
+                choice.reject(_removed_by(function), lasting=False)
+    return _distinct(kept)
+
+
+def _removed_by(function: Preprocessing) -> str:
+    option = _OPTION.get(function)
+    if option is None:
+        return f"removed by the preprocessing function {getattr(function, '__name__', function)!r}"
+    group, leaf = option.split(".")
+    return f"left out by config.{option} = {getattr(getattr(config, group), leaf)!r}"
+
+
+def _distinct(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
+    """Without those that would run what an earlier one runs."""
+    first: dict[str, ChoiceCaller] = {}
+    for choice in choices:
+        same = first.setdefault(choice.hash_key(), choice)
+        if same is not choice:
+            choice.reject(f"is the same as {same.name}", lasting=False)
+    return list(first.values())
+
+
+# ---- the order, and the cut
+
+
+def effort() -> Effort:
+    """What the options ask for."""
+    if config.max_autotune_gemm_search_space.upper() == "EXHAUSTIVE":
+        return "max"
+    return config.autotune_effort
+
+
+def ordered(choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+    """Libraries first, so that there is something to take from the start; then by the model."""
+    return sorted(choices, key=lambda c: (not c.trial.is_library, _estimate(c)))
+
+
+def _estimate(choice: ChoiceCaller) -> float:
+    estimate = choice.trial.estimate
+    return estimate if estimate > 0 else 0.0  # no model: among the first
+
+
+def out_of_reach(choices: Sequence[ChoiceCaller], effort: Effort) -> dict[ChoiceCaller, str]:
+    """Those not to build, of choices in order, and why. Libraries are always tried."""
+    factor, most = _REACH[effort]
+    modelled = [e for c in choices if (e := _estimate(c)) > 0]
+    limit = factor * min(modelled, default=0.0)
+    others = [c for c in choices if not c.trial.is_library]
+    effort_text = f"(config.autotune_effort = {effort!r})"
+    found = dict.fromkeys(others[most:], f"{most} with better estimates are tried {effort_text}")
+    for choice in others:
+        if _estimate(choice) > limit:
+            found[choice] = (
+                f"estimated at {choice.trial.estimate:.3g} us, when {factor:.3g} times the best "
+                f"estimate is {limit:.3g} us {effort_text}"
+            )
+    return found
+
+
+# ---- feedback
+
+Saver = Callable[..., None]
+
+
+def tell(savers: Sequence[Saver], subject: Subject, choices: Sequence[ChoiceCaller],
+         milliseconds: Mapping[ChoiceCaller, float]) -> None:  # fmt: skip
+    """Call every saver with (timings, name, inputs, choices, function giving the timings[, build
+    seconds by choice]): five arguments if that is all it takes."""
+    inputs = list(subject.facts.get("inputs", ()))
+    name = str(subject.facts.get("op", subject.title))
+    builds = {c: c.build_seconds for c in choices if c.ready}
+    for saver in savers:
+        given = [dict(milliseconds), name, inputs, list(choices), lambda: dict(milliseconds)]
+        saver(*given, *([builds] if _takes_six(saver) else []))
+
+
+def _takes_six(saver: Saver) -> bool:
+    try:
+        inspect.signature(saver).bind(*range(6))
+    except TypeError:
+        return False
+    return True

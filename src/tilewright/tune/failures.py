@@ -1,0 +1,38 @@
+"""Why a candidate is rejected, in words, when building or running it raised."""
+
+from __future__ import annotations
+
+from tilewright.errors import BuildError
+
+# Part of the driver's message -> what it means here.
+_DRIVER = {
+    "illegal memory access": "illegal memory access: a fault of its template or of its compiler",
+    "misaligned address": "misaligned address: a fault of its template or of its compiler",
+    "unspecified launch failure": "launch failure: config.autotune_in_subproc = True keeps such a "
+    "candidate from harming this process",
+    "invalid argument": "invalid argument: the card may be too small for it",
+    "too many resources": "it needs more registers or shared memory than the card has",
+}
+
+
+def is_a_rejection(error: Exception) -> bool:
+    """Whether an error speaks of the candidate; any other is a fault of ours and goes on."""
+    from_triton = type(error).__module__.split(".")[0] == "triton"
+    return from_triton or isinstance(error, (RuntimeError, MemoryError, OSError))
+
+
+def explained(error: Exception) -> tuple[str, bool]:
+    """Why, and whether the same would happen again."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    lower = str(error).lower()
+    if isinstance(error, BuildError):
+        # a compiler that was killed, or is not installed, has not said anything of this source
+        return f"did not build: {text}", bool(error.stderr) and "ended" not in text
+    if "out of memory" in lower or isinstance(error, MemoryError):
+        return f"out of memory: {text}", False
+    for part, meaning in _DRIVER.items():
+        if part in lower:
+            return f"{meaning} ({text})", True
+    if type(error).__name__ == "OutOfResources":
+        return f"{_DRIVER['too many resources']} ({text})", True
+    return f"{type(error).__name__}: {text}", False

@@ -1,0 +1,292 @@
+"""What was measured, for ever: one row per (subject, trial, environment), in SQLite.
+
+The file is shared by all processes of a user. A measurement is never taken twice in the same
+environment, and a choice among the same trials is never made twice. A file that cannot be read is
+set aside and started anew: losing it costs time, never a wrong answer. Every decision is a line of
+`tuning.jsonl` as well, for people and scripts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+
+from tilewright import caches, metrics
+from tilewright.runtime import store
+from tilewright.tune.results import Subject, Timing
+
+log = logging.getLogger("tilewright.tune")
+
+VERSION = 1  # of the tables
+_PATIENCE = 10.0  # seconds to wait for another process's write
+LOG_BYTES = 8 << 20  # of the decision log; then it starts anew, and one old file is kept
+
+_TABLES = """
+create table if not exists trials (
+    subject text, trial text, environment text, name text, provider text,
+    reason text, median_us real, spread real, samples integer, checked integer, final integer,
+    at real,
+    primary key (subject, trial, environment));
+create table if not exists choices (
+    subject text, offered text, environment text, trial text, description text, at real,
+    primary key (subject, offered, environment));
+create table if not exists subjects (subject text primary key, title text, facts text);
+"""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a trial: how long it takes, or why it is rejected."""
+
+    trial: str  # its key
+    name: str
+    provider: str
+    timing: Timing | None = None
+    reason: str = ""
+    checked: bool = False  # its result was compared with the reference
+    final: bool = False  # it was sampled until it was clear who is faster
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which trial was chosen."""
+
+    trial: str
+    description: str
+
+
+def measured(subject: Subject) -> dict[str, Row]:
+    """What earlier runs in this environment found, by trial."""
+    where = (subject.key, environment(subject.device))
+    query = ("select trial, name, provider, reason, median_us, spread, samples, checked, final "
+             "from trials where subject = ? and environment = ?")  # fmt: skip
+    found = _with(lambda db: db.execute(query, where).fetchall(), [])
+    return {row[0]: _row(*row) for row in found}
+
+
+def _row(trial: str, name: str, provider: str, reason: str, median: float | None,
+         spread: float, samples: int, *marks: int) -> Row:  # fmt: skip
+    time = None if median is None else Timing(median, spread, samples)
+    return Row(trial, name, provider, time, reason, *map(bool, marks))
+
+
+def keep(subject: Subject, rows: Sequence[Row]) -> None:
+    """Add or replace rows."""
+    where, now = environment(subject.device), time.time()
+    values = [(subject.key, r.trial, where, r.name, r.provider, r.reason, *_numbers(r.timing),
+               int(r.checked), int(r.final), now) for r in rows]  # fmt: skip
+    about = (subject.key, subject.title, _json(subject.facts))
+
+    def write(db: sqlite3.Connection) -> None:
+        with db:
+            db.execute("insert or replace into subjects values (?, ?, ?)", about)
+            db.executemany(
+                "insert or replace into trials values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values
+            )
+
+    if values:
+        _with(write, None)
+
+
+def _numbers(found: Timing | None) -> tuple[float | None, ...]:
+    return (None, None, None) if found is None else (found.median_us, found.spread, found.samples)
+
+
+def chosen(subject: Subject, offered: str) -> Choice | None:
+    """What was chosen in this environment when the same was offered."""
+    where = (subject.key, offered, environment(subject.device))
+    query = ("select trial, description from choices "
+             "where subject = ? and offered = ? and environment = ?")  # fmt: skip
+    found = _with(lambda db: db.execute(query, where).fetchone(), None)
+    return Choice(*found) if found else None
+
+
+def choose(subject: Subject, offered: str, choice: Choice) -> None:
+    values = (subject.key, offered, environment(subject.device), choice.trial, choice.description,
+              time.time())  # fmt: skip
+
+    def write(db: sqlite3.Connection) -> None:
+        with db:
+            db.execute("insert or replace into choices values (?, ?, ?, ?, ?, ?)", values)
+
+    _with(write, None)
+
+
+def elsewhere(subject: Subject) -> list[str]:
+    """Other environments in which this subject was measured: what a miss differs from."""
+    query = "select distinct environment from trials where subject = ? and environment != ?"
+    where = (subject.key, environment(subject.device))
+    return [row[0] for row in _with(lambda db: db.execute(query, where).fetchall(), [])]
+
+
+# ---- the environment
+
+
+def environment(device: torch.device) -> str:
+    """All that a time depends on beside the kernel: the processor and the versions, as text."""
+    if device.type == "cuda":
+        # torch types this index as int, but it is None for a plain "cuda": the current card
+        index = cast("int | None", device.index)
+        return _card(torch.cuda.current_device() if index is None else index)
+    return f"{_cpu()} | {torch.get_num_threads()} threads | torch {torch.__version__}"
+
+
+@functools.cache
+def _card(index: int) -> str:
+    card = torch.cuda.get_device_properties(index)
+    parts = [card.name, f"sm_{card.major}{card.minor}", f"{card.multi_processor_count} SMs",
+             f"torch {torch.__version__}", f"triton {_version('triton')}",
+             f"driver {_driver()}"]  # fmt: skip
+    return " | ".join(parts)
+
+
+@functools.cache
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        match = re.search(r"Module[^\n]*?\s(\d+(?:\.\d+)+)", text)
+        if match:
+            return match[1]
+    return "unknown"
+
+
+# ---- the file
+
+
+class _File:
+    """The database of the cache folder in use, opened once per process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._open: tuple[Path, int, sqlite3.Connection] | None = None
+
+    def connection(self) -> sqlite3.Connection:
+        path, pid = store.root() / "tuning.db", os.getpid()
+        if self._open is not None:
+            was, owner, db = self._open
+            if was == path and owner == pid and path.exists():
+                return db
+            self.close()
+        db = _opened(path)
+        self._open = path, pid, db
+        return db
+
+    def close(self) -> None:
+        with self.lock:
+            if self._open is not None and self._open[1] == os.getpid():
+                self._open[2].close()
+            self._open = None
+
+    def set_aside(self, why: Exception) -> None:
+        """Move a broken file away, with what belongs to it."""
+        path = store.root() / "tuning.db"
+        self.close()
+        to = path.with_name(f"{path.name}.broken-{int(time.time())}-{os.getpid()}")
+        for suffix in ("-wal", "-shm", ""):
+            with contextlib.suppress(OSError):
+                os.replace(f"{path}{suffix}", f"{to}{suffix}")
+        log.warning("the tuning records cannot be read (%s); they are now %s, and new ones are "
+                    "begun: what they held will be measured again", why, to)  # fmt: skip
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=_PATIENCE, check_same_thread=False)
+    try:
+        db.execute("pragma journal_mode = wal")
+        db.execute("pragma synchronous = normal")
+        found = db.execute("pragma user_version").fetchone()[0]
+        if found not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"it is of version {found}, not {VERSION}")
+        if found == 0:
+            db.executescript(f"begin immediate; {_TABLES} pragma user_version = {VERSION}; commit;")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+_file = _File()
+caches.register(_file.close)
+
+
+def _with(work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+    """Do something with the database. One that is broken is begun anew; one that cannot be used
+    now (locked, full disk, read-only) is done without."""
+    with _file.lock:
+        for _ in range(2):
+            try:
+                return work(_file.connection())
+            except sqlite3.OperationalError as error:
+                metrics.counters["tune"][f"records not used: {error}"] += 1
+                return otherwise
+            except sqlite3.DatabaseError as error:
+                _file.set_aside(error)
+    return otherwise
+
+
+# ---- the log of decisions
+
+
+def log_path() -> Path:
+    return store.root() / "tuning.jsonl"
+
+
+def write_log(entry: Mapping[str, Any]) -> None:
+    """One line. Lines of several processes do not mix: each is one write at the end."""
+    path = log_path()
+    line = (_json({"at": time.time(), **entry}) + "\n").encode()
+    try:
+        if path.exists() and path.stat().st_size + len(line) > LOG_BYTES:
+            os.replace(path, path.with_name(path.name + ".1"))
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, line)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        metrics.counters["tune"][f"log not written: {error.strerror}"] += 1
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_plain(value), default=str)
+
+
+def _plain(value: Any) -> Any:
+    """With keys that JSON can have, and floats it can."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

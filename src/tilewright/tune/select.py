@@ -1,0 +1,496 @@
+"""`choose`: of several trials that compute the same, the one to run.
+
+Filters, the model's order, builds in worker processes while others are timed, a race of samples,
+verification of whoever may win, and a record of it all. Libraries come first, so that there is
+always something to take: a budget that ends, or an interrupt, loses nothing that was measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright import caches, config, metrics
+from tilewright.errors import NoValidChoicesError, TilewrightError
+from tilewright.runtime import store
+from tilewright.tune import choices as trying
+from tilewright.tune import clock, display, race, records
+from tilewright.tune.choices import ChoiceCaller, Effort, Preprocessing, Saver, caller
+from tilewright.tune.clock import Clock
+from tilewright.tune.failures import explained, is_a_rejection
+from tilewright.tune.records import Choice, Row
+from tilewright.tune.results import Source, Subject, Timing, Trial, Verdict, preferred
+
+__all__ = [
+    "AlgorithmSelectorCache", "Subject", "Timing", "Trial", "Verdict", "add_feedback_saver",
+    "add_preprocessing_fn", "budget", "choose", "clear_feedback_savers",
+    "clear_preprocessing_fns", "get_algorithm_selector_cache",
+]  # fmt: skip
+
+log = logging.getLogger("tilewright.tune")
+Benchmark = Callable[[Sequence[ChoiceCaller]], Mapping[ChoiceCaller, float]]
+
+
+def choose(subject: Subject, trials: Sequence[Trial]) -> Verdict:
+    """The trial to run, built. Raises `NoValidChoicesError` when there is none."""
+    return get_algorithm_selector_cache()(subject, trials)
+
+
+class AlgorithmSelectorCache:
+    """Chooses, and remembers what was chosen. There is one of it per process; its methods are the
+    places where a test, or a user, may put others in."""
+
+    def __init__(self) -> None:
+        self.preprocessing_fns: list[Preprocessing] = list(trying.FILTERS)
+        self.feedback_saver_fns: list[Saver] = []
+
+    def __call__(self, subject: Subject, trials: Sequence[Trial]) -> Verdict:
+        tuning = _Tuning(self, subject, [caller(t) for t in trials])
+        try:
+            return tuning.verdict()
+        finally:
+            tuning.keep()
+
+    def count(self, what: str, number: int = 1) -> None:
+        metrics.counters["inductor"][what] += number
+
+    def lookup(self, tuning: _Tuning, choices: Sequence[ChoiceCaller],
+               benchmark: Benchmark | None) -> dict[ChoiceCaller, float]:  # fmt: skip
+        """Milliseconds of each choice: remembered, or else measured; infinite where rejected."""
+        missing = tuning.missing(choices)
+        if missing and benchmark is not None:
+            benchmark(missing)
+        return {c: _milliseconds(c) for c in choices}
+
+    def autotune(self, tuning: _Tuning, choices: Sequence[ChoiceCaller]
+                 ) -> Mapping[ChoiceCaller, float]:  # fmt: skip
+        """Measure."""
+        self.count("select_algorithm_autotune")
+        return self.make_benchmark_fn(tuning)(choices)
+
+    def make_benchmark_fn(self, tuning: _Tuning) -> Benchmark:
+        return tuning.benchmark
+
+    def benchmark_choice(self, choice: ChoiceCaller, tuning: _Tuning) -> float:
+        """One sample of one choice, in milliseconds."""
+        return tuning.sample(choice) / 1000
+
+
+def _milliseconds(choice: ChoiceCaller) -> float:
+    return math.inf if choice.reason else choice.time.median_us / 1000
+
+
+class _Tuning:
+    """One question on its way to an answer."""
+
+    def __init__(self, selector: AlgorithmSelectorCache, subject: Subject,
+                 choices: list[ChoiceCaller]) -> None:  # fmt: skip
+        self.selector = selector
+        self.subject = subject
+        self.choices = choices
+        self.began = time.perf_counter()
+        self.deadline = _deadline(self.began)
+        self.effort: Effort = trying.effort()
+        self.complete = True
+        self._clock: Clock | None = None
+        self._unsaved: list[ChoiceCaller] = []
+        self._offered = ""
+        self.shown = display.of(subject)
+
+    # ---- from the trials to the verdict
+
+    def verdict(self) -> Verdict:
+        offered = trying.preprocessed(self.choices, self.selector.preprocessing_fns)
+        if not offered:
+            raise self._nothing()
+        order = trying.ordered(offered)
+        if config.deterministic:
+            # as given: what the model thinks may change from one version to the next
+            given = sorted(offered, key=lambda c: not c.trial.is_library)
+            return self._first_good(given, "only" if len(given) == 1 else "model")
+        self._offered = store.key(self.effort, *sorted(c.hash_key() for c in order))
+        if self.effort == "none":
+            return self._by_model(order)
+        if len(order) == 1:
+            return self._first_good(order, "only")
+        return self._measured(order)
+
+    def _by_model(self, order: list[ChoiceCaller]) -> Verdict:
+        """Without measuring: by earlier measurements, or else by the model."""
+        self.recall(order)
+        known = [c for c in order if c.remembered and not c.reason]
+        if known:
+            return self._fastest(known, "remembered")
+        alive = [c for c in order if not c.reason]
+        return self._first_good(sorted(alive, key=lambda c: c.trial.estimate), "model")
+
+    def _measured(self, order: list[ChoiceCaller]) -> Verdict:
+        self.recall(order)
+        known = self.known_choice(order)
+        if known is not None and self.is_good(known):
+            return self._done(known, "remembered")
+        tried: list[ChoiceCaller] = []
+        while True:
+            # what is rejected no longer counts as the best estimate, so others come within reach
+            alive = [c for c in order if not c.reason]
+            beyond = trying.out_of_reach(alive, self.effort)
+            fresh = [c for c in alive if c not in beyond and c not in tried]
+            if not fresh or (tried and self._late()):
+                break
+            tried += fresh
+            if tried == alive == fresh and len(tried) == 1:
+                return self._first_good(tried, "only")
+            self._look_up([c for c in tried if not c.reason])
+        for choice, why in beyond.items():
+            choice.reject(why, lasting=False)
+        alive = [c for c in tried if not c.reason]
+        if not alive and not self.complete:  # not even the first was reached
+            first = tried[0]
+            first.reason = ""
+            return self._first_good([first], "model")
+        remembered = all(c.remembered for c in alive)
+        alive.sort(key=order.index)
+        return self._fastest(alive, "remembered" if remembered else "measured")
+
+    def _look_up(self, choices: list[ChoiceCaller]) -> None:
+        selector = self.selector
+        found = selector.lookup(self, choices, lambda missing: selector.autotune(self, missing))
+        for choice, milliseconds in found.items():
+            if not choice.reason and not math.isfinite(milliseconds):
+                untried = not choice.samples and not self.complete
+                choice.reject("the budget was spent before it was tried" if untried
+                              else "no finite time was measured", lasting=False)  # fmt: skip
+            elif not choice.reason and milliseconds * 1000 != choice.time.median_us:
+                choice.timing = Timing(milliseconds * 1000, 0.0, 1)
+
+    def _fastest(self, alive: list[ChoiceCaller], source: Source) -> Verdict:
+        """Of choices in order of preference, the one to prefer, if it is good; or the next."""
+        while alive:
+            # who was not in the finals has too few samples to be compared with those who were
+            pool = [c for c in alive if c.final or c.remembered] or alive
+            winner = pool[preferred([c.time for c in pool])]
+            if self.is_good(winner):
+                return self._done(winner, source)
+            alive = [c for c in alive if not c.reason]
+        raise self._nothing()
+
+    def _first_good(self, order: Iterable[ChoiceCaller], source: Source) -> Verdict:
+        for choice in order:
+            if self.is_good(choice):
+                return self._done(choice, source)
+        raise self._nothing()
+
+    def _done(self, winner: ChoiceCaller, source: Source) -> Verdict:
+        if source == "measured" and self.complete:
+            choice = Choice(winner.hash_key(), winner.description)
+            records.choose(self.subject, self._offered, choice)
+        times = {c.name: c.time for c in self.choices if c.samples or c.timing is not None}
+        rejected = {c.name: c.reason for c in self.choices if c.reason}
+        seconds = time.perf_counter() - self.began
+        verdict = Verdict(winner.trial, times, rejected, seconds, source, self.complete)
+        if source in ("measured", "remembered"):
+            tried = [c for c in self.choices if c.name in times or c.reason]
+            told = {c: _milliseconds(c) for c in tried}
+            trying.tell(self.selector.feedback_saver_fns, self.subject, tried, told)
+        display.logged(self.subject, verdict)
+        self.shown.decided(verdict, self.choices)
+        return verdict
+
+    # ---- records
+
+    def known_choice(self, order: Sequence[ChoiceCaller]) -> ChoiceCaller | None:
+        """What was chosen when the same was offered."""
+        if not config.autotune_local_cache:
+            return None
+        found = records.chosen(self.subject, self._offered)
+        return next((c for c in order if found and c.hash_key() == found.trial), None)
+
+    def recall(self, choices: Sequence[ChoiceCaller]) -> None:
+        """Take over what earlier runs found of these choices."""
+        if not config.autotune_local_cache:
+            return
+        rows = records.measured(self.subject)
+        if not rows and log.isEnabledFor(logging.INFO):
+            for other in records.elsewhere(self.subject):
+                log.info("%s was measured, but not here: %s; this is %s", self.subject.title,
+                         other, records.environment(self.subject.device))  # fmt: skip
+        for choice in choices:
+            row = rows.get(choice.hash_key())
+            if row is None or choice.samples:
+                continue
+            choice.checked |= row.checked
+            if row.reason:
+                choice.reject(f"{row.reason} (as an earlier run found)", lasting=False)
+            elif row.timing is not None:
+                choice.timing, choice.remembered, choice.final = row.timing, True, row.final
+
+    def missing(self, choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+        """Those to measure: without a time, or with one that was interrupted and may yet win."""
+        timed = [c for c in choices if c.time.samples and not c.reason]
+        best = min((c.time.median_us for c in timed), default=math.inf)
+        open_ = [c for c in timed if c.remembered and not c.final
+                 and c.time.median_us <= race.FINAL * best]  # fmt: skip
+        if len(open_) > 1 or len(timed) < len(choices):
+            for choice in open_:
+                choice.remembered, choice.timing = False, None
+        return [c for c in choices if not c.reason and not c.time.samples]
+
+    def keep(self) -> None:
+        """Write down what is not yet, also when interrupted."""
+        rows: list[Row] = []
+        for c in self._unsaved:
+            if c.reason and c.lasting:
+                rows.append(Row(c.hash_key(), c.name, c.provider, None, c.reason))
+            elif not c.reason and (c.samples or c.timing is not None):
+                rows.append(Row(c.hash_key(), c.name, c.provider, c.time, "", c.checked, c.final))
+        self._unsaved = []
+        records.keep(self.subject, rows)
+
+    def _changed(self, choice: ChoiceCaller) -> None:
+        if choice not in self._unsaved:
+            self._unsaved.append(choice)
+
+    # ---- measuring
+
+    def benchmark(self, order: Sequence[ChoiceCaller]) -> Mapping[ChoiceCaller, float]:
+        """Build, look, halve, verify, and let the last few take turns."""
+        self.shown.started(len(order))
+        clock = self.clock
+        try:
+            best = math.inf
+            for choice in self._built(order, all_first=not clock.is_quiet):
+                race.look(choice, best, self._take)
+                best = min(best, choice.time.median_us) if not choice.reason else best
+                self.shown.tried(choice)
+            tried = [c for c in order if c.samples and not c.reason]
+            fastest = race.halved(tried, self._take, self._late)
+            if not self._late():
+                finalists = self._verified(fastest)
+                race.finals([c for c in order if c in finalists], self._take, self._late)
+        finally:
+            self.keep()
+            for choice in order:
+                choice.bench = None
+            self.shown.stopped()
+        return {c: _milliseconds(c) for c in order}
+
+    def _built(self, order: Sequence[ChoiceCaller], all_first: bool) -> Iterable[ChoiceCaller]:
+        """Each choice once it is built, the next ones being built meanwhile; or, where building
+        would disturb the timing, all of them at the end."""
+        self._count_builds(order)
+        ahead = 2 * (config.compile_threads or len(os.sched_getaffinity(0)))
+        ready: list[ChoiceCaller] = []
+        for k, choice in enumerate(order):
+            if self._late() and (ready or k > 0):
+                self.complete = False
+                break
+            for later in order[k : k + ahead]:
+                self._guarded(later, later.trial.start)
+            if not choice.reason and self._finish(choice):
+                if all_first:
+                    ready.append(choice)
+                else:
+                    yield choice
+        for choice in ready:
+            if self._late() and choice is not ready[0]:
+                self.complete = False
+                return
+            yield choice
+
+    def _count_builds(self, order: Sequence[ChoiceCaller]) -> None:
+        key = store.key(self.subject.key, *sorted(c.hash_key() for c in order))
+        if key not in _waited_for:
+            _waited_for.add(key)
+            self.selector.count("select_algorithm_precompile")
+            self.selector.count("select_algorithm_num_precompiles", len(order))
+
+    def _verified(self, fastest: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+        """The fastest few whose results are right."""
+        found: list[ChoiceCaller] = []
+        for choice in fastest:
+            room = len(found) < race.FINALISTS or choice.trial.is_library
+            if room and self.is_good(choice):
+                found.append(choice)
+        return found
+
+    def is_good(self, choice: ChoiceCaller) -> bool:
+        """Whether a choice may win: it is built, and computes what it should."""
+        if choice.reason or not self._finish(choice):
+            return False
+        if not choice.checked:
+            wrong: list[str] = []
+            if not self._guarded(choice, lambda: wrong.append(choice.trial.check())):
+                return False
+            if wrong[0]:
+                choice.reject(f"its result is wrong: {wrong[0]}", lasting=True)
+                log.warning("%s: %s: %s", self.subject.title, choice.name, choice.reason)
+            choice.checked = True
+            self._changed(choice)
+        return not choice.reason
+
+    def _finish(self, choice: ChoiceCaller) -> bool:
+        if not choice.ready:
+            began = time.perf_counter()
+            choice.ready = self._guarded(choice, choice.trial.finish)
+            choice.build_seconds = time.perf_counter() - began
+            if not choice.ready:
+                self.selector.count("select_algorithm_num_precompilation_exceptions")
+        return choice.ready
+
+    def _take(self, choice: ChoiceCaller) -> bool:
+        """Take a sample."""
+
+        def take() -> None:
+            milliseconds = self.selector.benchmark_choice(choice, self)
+            choice.samples.append(milliseconds * 1000)
+
+        self._changed(choice)
+        if self._guarded(choice, take) and not math.isfinite(choice.samples[-1]):
+            choice.reject("no finite time was measured", lasting=False)
+        return not choice.reason
+
+    @property
+    def clock(self) -> Clock:
+        if self._clock is None:
+            self._clock = clock.of(self.subject.device)
+        return self._clock
+
+    def sample(self, choice: ChoiceCaller) -> float:
+        """One sample in microseconds; the first one makes the choice ready to be timed."""
+        if choice.bench is None:
+            kind = "gpu" if self.subject.device.type == "cuda" else "cpu"
+            self.selector.count(f"benchmarking.Benchmarker.benchmark_{kind}")
+            choice.bench = self.clock.bench(choice.trial.run, self.subject.sets)
+        return choice.bench.sample()
+
+    def _late(self) -> bool:
+        return time.perf_counter() >= self.deadline
+
+    # ---- what goes wrong
+
+    def _guarded(self, choice: ChoiceCaller, work: Callable[[], object]) -> bool:
+        """Do something with a choice; an error is why it is rejected."""
+        try:
+            work()
+        except Exception as error:
+            if not is_a_rejection(error):
+                raise
+            reason, lasting = explained(error)
+            choice.reject(reason, lasting=lasting)
+            self._changed(choice)
+            log.info("%s: %s is rejected: %s", self.subject.title, choice.name, reason)
+            broken = self.clock.broken()
+            if broken:
+                raise self._harmed(choice, broken) from error
+            return False
+        return True
+
+    def _harmed(self, choice: ChoiceCaller, broken: str) -> TilewrightError:
+        choice.lasting = True
+        return TilewrightError(
+            f"candidate {choice.name} for {self.subject.title} left the card unusable for this "
+            f"process: {broken}",
+            stage="tune",
+            hint="run the program again: this candidate is remembered and will not be tried; "
+            "config.autotune_effort = 'none' tries none at all",
+        )
+
+    def _nothing(self) -> NoValidChoicesError:
+        reasons = {c.name: c.reason for c in self.choices if c.reason}
+        offered = "none was offered" if not self.choices else "all were rejected"
+        hint = (
+            "add ATEN to config.max_autotune_gemm_backends (for a convolution: "
+            "config.max_autotune_conv_backends), so that there is a library's call to take"
+        )
+        filters = config.test_configs
+        if filters.autotune_choice_name_regex or filters.autotune_choice_desc_regex:
+            hint = (
+                "config.test_configs.autotune_choice_name_regex or ..._desc_regex may leave "
+                "nothing; " + hint
+            )
+        display.refused(self.subject, reasons)
+        return NoValidChoicesError(
+            f"no choices to select for {self.subject.title}: {offered}", reasons=reasons, hint=hint
+        )
+
+
+_waited_for: set[str] = set()
+caches.register(_waited_for.clear)
+
+
+# ---- the budget
+
+
+@dataclass
+class _Purse:
+    """The time there is for the questions that share a budget."""
+
+    deadline: float
+    left: int  # questions that are still to come
+
+    def share(self, now: float) -> float:
+        """Until when the next question may take: what nobody has used is for all to come."""
+        share = max(0.0, self.deadline - now) / max(1, self.left)
+        self.left -= 1
+        return now + share
+
+
+_purse: _Purse | None = None  # none: every question has a budget of its own
+
+
+def _deadline(now: float) -> float:
+    if _purse is not None:
+        return _purse.share(now)
+    return now + _seconds()
+
+
+def _seconds() -> float:
+    seconds = config.autotune_budget_seconds
+    return math.inf if seconds is None else seconds
+
+
+@contextlib.contextmanager
+def budget(subjects: int) -> Generator[None, None, None]:
+    """`config.autotune_budget_seconds` for this many questions together, asked inside."""
+    global _purse
+    before, _purse = _purse, _Purse(time.perf_counter() + _seconds(), subjects)
+    try:
+        yield
+    finally:
+        _purse = before
+
+
+# ---- the user's functions
+
+
+_selector = AlgorithmSelectorCache()
+
+
+def get_algorithm_selector_cache() -> AlgorithmSelectorCache:
+    return _selector
+
+
+def add_preprocessing_fn(fn: Preprocessing) -> None:
+    """Have `fn(choices) -> choices` called before anything is built: it may leave choices out,
+    reorder them, or only look."""
+    _selector.preprocessing_fns.append(fn)
+
+
+def clear_preprocessing_fns(clear_defaults: bool = False) -> None:
+    """Forget the user's functions; with `clear_defaults` the filters of `test_configs` too."""
+    _selector.preprocessing_fns[:] = [] if clear_defaults else trying.FILTERS
+
+
+def add_feedback_saver(fn: Saver) -> None:
+    """Have `fn(timings, name, inputs, choices, profiled_time_fn[, precompile_times])` called with
+    what was measured, in milliseconds, whenever something was chosen by measuring."""
+    _selector.feedback_saver_fns.append(fn)
+
+
+def clear_feedback_savers() -> None:
+    _selector.feedback_saver_fns.clear()
