@@ -8,5 +8,5 @@
 - `failures.py` why a candidate is rejected
 - `display.py`  progress and tables, when asked for
 - `select.py`   `choose`, which brings them together
-- `kernels.py`  the configuration of a loop kernel
+- `kernels.py`  the configuration of a loop kernel; `user_kernels.py` that of a user's kernel
 """

@@ -22,7 +22,7 @@ from tilewright.tune import clock, records
 from tilewright.tune.clock import Run
 from tilewright.tune.records import Choice
 from tilewright.tune.results import Subject
-from tilewright.tune.select import AlgorithmSelectorCache
+from tilewright.tune.select import internal
 
 MOST_STEPS = 16  # configurations coordinate descent may try
 MOST_BYTES = 8 << 30  # of sample buffers; a larger kernel keeps the model's choice
@@ -80,22 +80,8 @@ def measured(source: TritonSource, first: Built) -> Built:
     return best.built
 
 
-class _LoopSelector(AlgorithmSelectorCache):
-    """Without the user's filters and functions, which are for products; counted elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.preprocessing_fns.clear()
-
-    def count(self, what: str, number: int = 1) -> None:
-        metrics.counters["tune"][what] += number
-
-
-_selector = _LoopSelector()
-
-
 def _raced(subject: Subject, trials: Sequence[_Configured]) -> _Configured:
-    verdict = _selector(subject, trials)
+    verdict = internal(subject, trials)
     return next(t for t in trials if t is verdict.winner)
 
 

@@ -74,6 +74,8 @@ class Choice:
 
 def measured(subject: Subject) -> dict[str, Row]:
     """What earlier runs in this environment found, by trial."""
+    if not subject.key:
+        return {}
     where = (subject.key, environment(subject.device))
     query = ("select trial, name, provider, reason, median_us, spread, samples, checked, final "
              "from trials where subject = ? and environment = ?")  # fmt: skip
@@ -101,7 +103,7 @@ def keep(subject: Subject, rows: Sequence[Row]) -> None:
                 "insert or replace into trials values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values
             )
 
-    if values:
+    if values and subject.key:
         _with(write, None)
 
 
@@ -111,6 +113,8 @@ def _numbers(found: Timing | None) -> tuple[float | None, ...]:
 
 def chosen(subject: Subject, offered: str) -> Choice | None:
     """What was chosen in this environment when the same was offered."""
+    if not subject.key:
+        return None
     where = (subject.key, offered, environment(subject.device))
     query = ("select trial, description from choices "
              "where subject = ? and offered = ? and environment = ?")  # fmt: skip
@@ -119,6 +123,8 @@ def chosen(subject: Subject, offered: str) -> Choice | None:
 
 
 def choose(subject: Subject, offered: str, choice: Choice) -> None:
+    if not subject.key:
+        return
     values = (subject.key, offered, environment(subject.device), choice.trial, choice.description,
               time.time())  # fmt: skip
 

@@ -61,7 +61,7 @@ class Trial(Protocol):
 class Subject:
     """What is chosen for."""
 
-    key: str
+    key: str  # the same in every process; empty: nothing is remembered
     title: str
     device: torch.device
     sets: int = 1  # of buffers, which rotate past the cache

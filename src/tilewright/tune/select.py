@@ -29,7 +29,7 @@ from tilewright.tune.results import Source, Subject, Timing, Trial, Verdict, pre
 __all__ = [
     "AlgorithmSelectorCache", "Subject", "Timing", "Trial", "Verdict", "add_feedback_saver",
     "add_preprocessing_fn", "budget", "choose", "clear_feedback_savers",
-    "clear_preprocessing_fns", "get_algorithm_selector_cache",
+    "clear_preprocessing_fns", "get_algorithm_selector_cache", "internal",
 ]  # fmt: skip
 
 log = logging.getLogger("tilewright.tune")
@@ -468,7 +468,20 @@ def budget(subjects: int) -> Generator[None, None, None]:
 # ---- the user's functions
 
 
+class _Internal(AlgorithmSelectorCache):
+    """For configurations of one kernel: without the filters and the user's functions, which are
+    for products, and counted apart from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preprocessing_fns.clear()
+
+    def count(self, what: str, number: int = 1) -> None:
+        metrics.counters["tune"][what] += number
+
+
 _selector = AlgorithmSelectorCache()
+internal = _Internal()
 
 
 def get_algorithm_selector_cache() -> AlgorithmSelectorCache:

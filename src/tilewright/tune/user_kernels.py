@@ -2,14 +2,14 @@
 
 As with Triton's own autotuner the first launch with new values of the kernel's keys tries them all,
 on its own arguments; what it writes to is copied first, so trying changes nothing the program
-holds. What was measured is kept in the store, and never measured again.
+holds. What was measured is remembered, and never measured again.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from tilewright.graph.user_kernels import literal
 from tilewright.runtime import launch, store, triton_build
 from tilewright.runtime.triton_build import Built
 from tilewright.runtime.user_kernel import Run, UserSource, by_triton, interpreted, refused
-from tilewright.tune import clock
+from tilewright.tune.results import Subject
+from tilewright.tune.select import internal
 
 log = logging.getLogger("tilewright.tune")
 
@@ -109,54 +110,64 @@ class Tuned:
         usable = [k for k, run in enumerate(self.runs) if run is not None]
         if len(usable) == 1 or _capturing():  # nothing can be measured inside a recording
             return usable[0]
-        name = self._name(key)
-        which = _known(name, usable)
-        if which is None:
-            which = self._measured(grids, usable, args, name)
+        given = [_copy(a) if k in self.source.written else a for k, a in enumerate(args)]
+        trials = [self._trial(k, grids[k], given) for k in usable]
+        found = self.source.kernel
+        subject = Subject(self._name(key), found.name, self.source.device)
+        verdict = internal(subject, trials)
+        counted = "choices found" if verdict.source == "remembered" else "user kernels measured"
+        metrics.counters["tune"][counted] += 1
+        log.info("%s: %s", found.name, verdict.winner.description)
+        which = next(t.which for t in trials if t.name == verdict.winner.name)
         self.chosen[key] = which
         return which
 
-    def _measured(self, grids: tuple[Grid, ...], usable: list[int], args: tuple[Any, ...],
-                  name: str | None) -> int:  # fmt: skip
-        given = [_copy(a) if k in self.source.written else a for k, a in enumerate(args)]
-        launches = [self._launch(k, grids[k], given) for k in usable]
-        times = clock.interleaved(launches, 1, self.source.device.index or 0)
-        best = min(range(len(usable)), key=times.__getitem__)
-        metrics.counters["tune"]["user kernels measured"] += 1
-        settings = [str(self.source.kernel.settings[k]) for k in usable]
-        log.info("%s: %s", self.source.kernel.name, settings[best])
-        if name is not None and times[best] < float("inf"):
-            record = {"setting": usable[best], "measured": dict(zip(settings, times, strict=True))}
-            store.put_atomic(store.path(name, ".choice"), json.dumps(record).encode())
-        return usable[best]
-
-    def _launch(self, which: int, grid: Grid, given: list[Any]) -> Callable[[int, int], None]:
+    def _trial(self, which: int, grid: Grid, given: list[Any]) -> _Setting:
         run = self.runs[which]
         assert run is not None
-        return lambda stream, _: run(stream, *grid, *given)
+        return _Setting(which, str(self.source.kernel.settings[which]),
+                        lambda stream: run(stream, *grid, *given))  # fmt: skip
 
-    def _name(self, key: tuple[Any, ...]) -> str | None:
-        """Of the record in the store; None for a kernel that has no name beyond this process."""
+    def _name(self, key: tuple[Any, ...]) -> str:
+        """Of its records; empty for a kernel that has no name beyond this process."""
         found = self.source.kernel
         if not found.text:
-            return None
+            return ""
         settings = repr([([(n, literal(v)) for n, v in s.constants], s.options)
                          for s in found.settings])  # fmt: skip
         built = "" if self.source.static is None else repr(self.source.static.params)
         known = repr([(n, literal(v)) for n, v in self.source.constants])
-        card = torch.cuda.get_device_name(self.source.device)
-        return store.key("user kernel", found.text, settings, built, known, card, repr(key))
+        return store.key("user kernel", found.text, settings, built, known, repr(key))
 
 
-def _known(name: str | None, usable: list[int]) -> int | None:
-    data = store.get(store.path(name, ".choice")) if name is not None else None
-    if data is None:
-        return None
-    which = json.loads(data)["setting"]
-    if which not in usable:
-        return None
-    metrics.counters["tune"]["choices found"] += 1
-    return which
+@dataclass(frozen=True)
+class _Setting:
+    """A setting as a trial: built already, and as right as its author made it."""
+
+    which: int
+    description: str
+    launch: Callable[[int], None]
+    provider: str = "USER"
+    is_library: bool = False
+    estimate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"setting_{self.which}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.which}: {self.description}"
+
+    def start(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def run(self, stream: int, which: int) -> None:
+        self.launch(stream)
+
+    def check(self) -> str:
+        return ""
 
 
 def _capturing() -> bool:
