@@ -1,0 +1,473 @@
+"""What can be fused to a product: the loop kernels that make its operands and that use its result.
+
+Everything here is a pure question with an answer or a reason. A `Site` is a product call among the
+groups of a program; a `Fusion` is one way to compute it together with neighbouring groups, as a
+canonical `GemmProblem` and the names of the program's buffers behind the problem's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product as every
+from typing import Any
+
+import torch
+
+from tilewright import config
+from tilewright.gemm.problem import GemmProblem, Op, Operand, loops, plain
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, load, loads, rewrite, substitute, walk
+from tilewright.ir.ops import INDEX_OPS
+from tilewright.ir.program import Buffer, Opaque, Program, Store, View
+from tilewright.schedule.access import terms
+from tilewright.schedule.group import Group
+from tilewright.schedule.legality import is_alone
+from tilewright.schedule.sizes import hint_product
+from tilewright.target import Target
+
+aten = torch.ops.aten
+
+OPS: dict[Any, Op] = {
+    aten.mm.default: "mm", aten.mm.out: "mm", aten.addmm.default: "addmm",
+    aten.addmm.out: "addmm", aten.bmm.default: "bmm", aten.bmm.out: "bmm",
+    aten.baddbmm.default: "baddbmm", aten.baddbmm.out: "baddbmm",
+}  # fmt: skip
+DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+MORE_READ = 1.1  # times the bytes of an operand that its prologue may read instead
+MOVES = frozenset(("cast", "load", "const", "sym", "var", *INDEX_OPS))
+
+Place = tuple[Expr, ...]
+Values = dict[str, Expr]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A product with the groups it takes in, by their positions."""
+
+    problem: GemmProblem
+    names: Mapping[str, str]  # the problem's buffers -> the program's
+    before: tuple[int, ...] = ()  # groups that became prologues
+    after: int | None = None  # the group that became the epilogue
+
+
+@dataclass(frozen=True)
+class Site:
+    """A product call at `position` among the groups, alone and with what can be fused to it."""
+
+    position: int
+    call: Opaque
+    bare: Fusion
+    fusions: tuple[Fusion, ...]  # most fused first; none of them is the bare one
+    refused: Mapping[str, str]  # what was not fused, and why
+
+
+def is_product(group: Group) -> bool:
+    return group.call is not None and group.call.target in OPS
+
+
+def site(program: Program, groups: Sequence[Group], position: int) -> Site | str:
+    """The product at this position with its neighbours, or why only the library can compute it."""
+    call = groups[position].call
+    assert call is not None
+    found = _parsed(program, call)
+    if isinstance(found, str):
+        return found
+    finder = _Finder(program, groups, position, call, found)
+    return finder.site()
+
+
+# ---- the product alone
+
+
+def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
+    """The bare problem, still in the program's names."""
+    op = OPS[call.target]
+    tensors = [a for a in call.args if isinstance(a, View)]
+    scale = {"alpha": 1.0, "beta": 1.0, **call.kwargs}
+    if len(tensors) != (3 if op in ("addmm", "baddbmm") else 2) or len(call.args) != len(tensors):
+        return "its arguments are not all tensors in memory"
+    if set(scale) != {"alpha", "beta"} or any(isinstance(v, Expr) for v in scale.values()):
+        return "it is scaled by a number known only at run time"
+    if {t.dtype for t in tensors} - DTYPES or len({t.dtype for t in tensors}) != 1:
+        return f"no kernels for {', '.join(sorted(str(t.dtype) for t in tensors))}"
+    left, right = tensors[-2:]
+    result = _result(program, call)
+    batched = len(left.size) == 3
+    batch = left.size[0] if batched else ix.ONE
+    b, m, n, k = loops(batch, left.size[-2], right.size[-1], left.size[-1])
+    lead = (b,) if batched else ()
+    bias = None
+    if len(tensors) == 3:
+        expanded = _expanded(tensors[0], result.size)
+        bias = plain(expanded, (*lead, m, n))
+    used = {t.buffer for t in tensors} | {result.buffer}
+    return GemmProblem(
+        op, b, m, n, k,
+        (plain(left, (*lead, m, k)), plain(right, (*lead, k, n))),
+        result,
+        tuple(program.buffers[name] for name in sorted(used)),
+        Target.of(program.buffers[result.buffer].device),
+        bias, float(scale["alpha"]), float(scale["beta"]),
+    )  # fmt: skip
+
+
+def _result(program: Program, call: Opaque) -> View:
+    if call.out is not None:
+        return call.out
+    (name,) = call.results
+    assert name is not None
+    b = program.buffers[name]
+    return View(name, b.size, b.stride, ix.ZERO, b.dtype)
+
+
+def _expanded(view: View, size: tuple[Expr, ...]) -> View:
+    """The window spread over a larger shape, as broadcasting does."""
+    missing = len(size) - len(view.size)
+    own = [ix.ZERO if have is ix.ONE and want is not ix.ONE else stride
+           for have, stride, want in zip(view.size, view.stride, size[missing:],
+                                         strict=True)]  # fmt: skip
+    return replace(view, size=size, stride=(*[ix.ZERO] * missing, *own))
+
+
+# ---- its neighbours
+
+
+class _Finder:
+    def __init__(self, program: Program, groups: Sequence[Group], position: int, call: Opaque,
+                 problem: GemmProblem) -> None:  # fmt: skip
+        self.program = program
+        self.groups = groups
+        self.position = position
+        self.call = call
+        self.problem = problem
+        self.visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+        self.refused: dict[str, str] = {}
+
+    def site(self) -> Site:
+        after = self._epilogue() if config.epilogue_fusion else None
+        before = self._prologues() if config.prologue_fusion else []
+        fusions: list[Fusion] = []
+        for with_after, with_before in every((True, False), (True, False)):
+            if (with_after and after is None) or (with_before and not before):
+                continue
+            if with_after or with_before:
+                fusions.append(self._fusion(after if with_after else None,
+                                            before if with_before else []))  # fmt: skip
+        bare = _canonical(self.problem, self.program.buffers)
+        return Site(self.position, self.call, Fusion(*bare), tuple(fusions), dict(self.refused))
+
+    def _fusion(self, after: tuple[int, list[Store]] | None,
+                before: Sequence[tuple[int, Values]]) -> Fusion:  # fmt: skip
+        problem = self.problem
+        values = {name: value for _, made in before for name, value in made.items()}
+        if values:
+            operands = tuple(Operand(o.view, values[o.view.buffer], is_plain=False)
+                             if o.view.buffer in values else o
+                             for o in problem.operands)  # fmt: skip
+            problem = replace(problem, operands=operands)
+        if after is not None:
+            problem = replace(problem, epilogue=tuple(after[1]), keeps=self._is_kept(after[0]))
+        found, names = _canonical(problem, self.program.buffers)
+        return Fusion(found, names, tuple(k for k, _ in before),
+                      after[0] if after is not None else None)  # fmt: skip
+
+    # ---- epilogue
+
+    def _epilogue(self) -> tuple[int, list[Store]] | None:
+        """The group after the product that uses its result point by point, as stores over m, n."""
+        result = self.problem.result.buffer
+        after = [k for k in range(self.position + 1, len(self.groups))
+                 if result in self.groups[k].reads | self.groups[k].writes]  # fmt: skip
+        if not after:
+            return None
+        group = self.groups[after[0]]
+        found = self._stores(group, after[0])
+        if isinstance(found, str):
+            self.refused[group.nodes[0].name] = found
+            return None
+        return after[0], found
+
+    def _stores(self, group: Group, position: int) -> list[Store] | str:
+        problem = self.problem
+        reason = _not_pointwise(group) or self._cannot_wait(position)
+        if reason:
+            return reason
+        if group.writes & (self.call.reads | self.call.writes):
+            return "it overwrites what the product uses"
+        index = {n.src[0] for m in group.members for n in loads(*m.exprs)
+                 if n.arg == problem.result.buffer}  # fmt: skip
+        if len(index) != 1:
+            return "it reads the product in several ways"
+        (at,) = index
+        where = _solve(at, group.members[0].loops, problem.result, problem.place)
+        if where is None:
+            return "its loops are not those of the product"
+        inlined = _inlined(group, group.writes - group.local)
+        if isinstance(inlined, str):
+            return inlined
+        made = [Store(s.buffer, substitute(s.index, where), substitute(s.value, where))
+                for s in inlined]  # fmt: skip
+        return made
+
+    def _cannot_wait(self, position: int) -> str:
+        """Why the product cannot be computed as late as there."""
+        return self._disturbed(self.call.reads | self.call.writes, self.position, position)
+
+    def _disturbed(self, used: frozenset[str], start: int, end: int) -> str:
+        """Whether anything between two groups writes what a third uses."""
+        for group in self.groups[start + 1 : end]:
+            if group.writes & used:
+                return "what it reads is overwritten in between"
+        return ""
+
+    def _is_kept(self, epilogue: int) -> bool:
+        """Whether the product itself is needed in memory, fused or not."""
+        result = self.problem.result.buffer
+        others = (g for k, g in enumerate(self.groups) if k not in (self.position, epilogue))
+        return (result in self.visible or self.program.buffers[result].kind != "temporary"
+                or any(result in g.reads | g.writes for g in others))  # fmt: skip
+
+    # ---- prologues
+
+    def _prologues(self) -> list[tuple[int, Values]]:
+        """Groups that make nothing but operands of this product, with the value of each."""
+        makers: dict[int, list[Operand]] = {}
+        for operand in self.problem.operands:
+            maker = self._maker(operand)
+            if maker is not None:
+                makers.setdefault(maker, []).append(operand)
+        found: list[tuple[int, Values]] = []
+        for position, operands in makers.items():
+            values = self._operand_values(position, operands)
+            if isinstance(values, str):
+                self.refused[self.groups[position].nodes[0].name] = values
+            else:
+                found.append((position, values))
+        return found
+
+    def _maker(self, operand: Operand) -> int | None:
+        """The one group that writes an operand which only this product reads."""
+        name = operand.view.buffer
+        users = [k for k, g in enumerate(self.groups) if name in g.reads | g.writes]
+        if (len(users) != 2 or users[1] != self.position or name in self.visible
+                or self.program.buffers[name].kind != "temporary"):  # fmt: skip
+            return None
+        return users[0] if self.groups[users[0]].call is None else None
+
+    def _operand_values(self, position: int, operands: Sequence[Operand]) -> Values | str:
+        group = self.groups[position]
+        names = [o.view.buffer for o in operands]
+        made = group.writes - group.local
+        reason = _not_pointwise(group)
+        if reason:
+            return reason
+        if made != set(names):
+            return "it makes more than this operand"
+        all_views = [o.view for o in self.problem.operands if o.view.buffer in names]
+        if len(all_views) != len(set(names)):
+            return "it feeds both operands"
+        reason = self._disturbed(frozenset(group.reads), position, self.position)
+        if reason:
+            return reason
+        inlined = _inlined(group, made)
+        if isinstance(inlined, str):
+            return inlined
+        return self._placed(group, operands, {s.buffer: s for s in inlined})
+
+    def _placed(self, group: Group, operands: Sequence[Operand],
+                stores: Mapping[str, Store]) -> Values | str:  # fmt: skip
+        """Each operand's value at its own position in the product."""
+        values: Values = {}
+        for operand in operands:
+            store = stores[operand.view.buffer]
+            place = self._position_of(operand)
+            where = _solve(store.index, group.members[0].loops, operand.view, place)
+            if where is None:
+                return "its loops are not those of the operand"
+            value = substitute(store.value, where)
+            reason = _unwanted(self.program, operand, value)
+            if reason:
+                return reason
+            values[operand.view.buffer] = value
+        return values
+
+    def _position_of(self, operand: Operand) -> Place:
+        p = self.problem
+        lead = (p.batch,) if p.is_batched else ()
+        first = operand is p.operands[0]
+        return (*lead, p.m, p.k) if first else (*lead, p.k, p.n)
+
+
+def _not_pointwise(group: Group) -> str:
+    if group.call is not None:
+        return "it is a library call"
+    if group.parts or group.serial:
+        return "it is not a single loop nest"
+    first = frozenset(group.members[0].loops)
+    for m in group.members:
+        if m.reduce or m.ops & {"reduce", "scan"}:
+            return "it reduces"
+        if is_alone(m):
+            return is_alone(m)
+        if frozenset(m.loops) != first:
+            return "its parts have different loops"
+        if "index" in m.ops:
+            return "it checks indices"
+    return ""
+
+
+def _unwanted(program: Program, operand: Operand, value: Expr) -> str:
+    """Why computing an operand where it is read is no gain."""
+    read = {n.arg for n in loads(value)}
+    if not read:
+        return "it is a constant"
+    sizes = [program.buffers[b] for b in read]
+    reads = sum(hint_product(b.size) * b.dtype.itemsize for b in sizes)
+    if reads > MORE_READ * hint_product(operand.view.size) * operand.dtype.itemsize:
+        return "it reads more bytes than the operand has"
+    arithmetic = {n.op for n in walk(value)} - MOVES
+    if operand.dtype.itemsize <= 2 and arithmetic:
+        return "its arithmetic would be done again for every tile"
+    return ""
+
+
+# ---- indices and values
+
+
+def _solve(index: Expr, loops: Sequence[Expr], view: View, place: Place
+           ) -> dict[Expr, Expr] | None:  # fmt: skip
+    """The loops in terms of a position in the view, where the index walks all of the view once."""
+    found = terms(index, loops)
+    if found is None or found[1] is not view.offset or len(found[0]) != len(loops):
+        return None
+    steps = found[0]
+    dims = [(at, n, s) for at, n, s in zip(place, view.size, view.stride, strict=True)
+            if n is not ix.ONE]  # fmt: skip
+    for form in _merged(dims):
+        where = _radix(steps, form)
+        if where is not None:
+            return where
+    return None
+
+
+Dim = tuple[Expr, Expr, Expr]  # (position, size, stride)
+
+
+def _merged(dims: Sequence[Dim]) -> list[list[Dim]]:
+    """The dimensions as they are, and with neighbours that are one in memory taken as one."""
+    forms = [list(dims)]
+    for k in range(len(dims) - 1):
+        (at, n, s), (at2, n2, s2) = dims[k], dims[k + 1]
+        if s is ix.mul(n2, s2):
+            joined = (ix.add(ix.mul(at, n2), at2), ix.mul(n, n2), s2)
+            forms += _merged([*dims[:k], joined, *dims[k + 2 :]])
+    return forms
+
+
+def _radix(steps: Mapping[Expr, Expr], dims: Sequence[Dim]) -> dict[Expr, Expr] | None:
+    """Each loop as a digit of one dimension's position."""
+    left = dict(steps)
+    where: dict[Expr, Expr] = {}
+    for at, size, stride in dims:
+        below: Expr = ix.ONE
+        while below is not size:
+            v = next((v for v, s in left.items() if s is ix.mul(stride, below)), None)
+            if v is None:
+                return None
+            del left[v]
+            digit = ix.floordiv(at, below)
+            below = ix.mul(below, v.src[0])
+            where[v] = digit if below is size else ix.mod(digit, v.src[0])
+            if _exceeds(below, size):
+                return None
+    return None if left else where
+
+
+def _exceeds(a: Expr, b: Expr) -> bool:
+    return a is not b and not ix.known_le(a, b)
+
+
+def _inlined(group: Group, kept: set[str]) -> list[Store] | str:
+    """The group's stores of `kept`, in terms of what is in memory before it runs."""
+    made: dict[str, tuple[Expr, Expr]] = {}
+    found: list[Store] = []
+    touched: dict[str, set[Expr]] = {}
+    for m in group.members:
+        for s in m.stores:
+            for node in loads(*s.exprs):
+                if node.arg not in made:
+                    touched.setdefault(node.arg, set()).add(node.src[0])
+        stores = [_inline(s, made) for s in m.stores]
+        if any(isinstance(s, str) for s in stores):
+            return next(s for s in stores if isinstance(s, str))
+        for s in stores:
+            assert isinstance(s, Store)
+            made[s.buffer] = s.index, s.value
+            if s.buffer in kept:
+                found.append(s)
+    if any(touched.get(s.buffer, {s.index}) != {s.index} for s in found):
+        return "it overwrites what other points of it read"
+    if len({s.buffer for s in found}) != len(found):
+        return "it writes a buffer in parts"
+    return found
+
+
+def _inline(store: Store, made: Mapping[str, tuple[Expr, Expr]]) -> Store | str:
+    bad = False
+
+    def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        nonlocal bad
+        if node.op != "load" or node.arg not in made:
+            return None
+        index, value = made[node.arg]
+        bad |= index is not src[0] or len(src) > 1
+        return value
+
+    value = rewrite(store.value, rule)
+    return "it reads other points of what it computes" if bad else replace(store, value=value)
+
+
+# ---- canonical names
+
+
+def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
+               ) -> tuple[GemmProblem, dict[str, str]]:  # fmt: skip
+    """The problem in names of its own, and those names' buffers in the program."""
+    names: dict[str, str] = {}  # the program's -> the problem's
+    for mine, operand in zip(("a", "b", "a2", "b2"), problem.operands, strict=False):
+        names.setdefault(operand.view.buffer, mine)
+    if problem.bias is not None:
+        names.setdefault(problem.bias.view.buffer, "bias")
+    names.setdefault(problem.result.buffer, "c")
+    values = [o.value for o in problem.operands]
+    for node in loads(*values, *(e for s in problem.epilogue for e in s.exprs)):
+        names.setdefault(node.arg, f"x{len(names)}")
+    for s in problem.epilogue:
+        names.setdefault(s.buffer, f"y{len(names)}")
+    found = _renamed(problem, names)
+    buffers = sorted((replace(known[theirs], name=mine) for theirs, mine in names.items()),
+                     key=lambda b: b.name)  # fmt: skip
+    return replace(found, buffers=tuple(buffers)), {mine: theirs for theirs, mine in names.items()}
+
+
+def _renamed(problem: GemmProblem, names: Mapping[str, str]) -> GemmProblem:
+    def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        if node.op != "load":
+            return None
+        return load(names[node.arg], node.dtype, src[0], *src[1:])
+
+    def view(v: View) -> View:
+        return replace(v, buffer=names[v.buffer])
+
+    def operand(o: Operand) -> Operand:
+        return replace(o, view=view(o.view), value=rewrite(o.value, rule))
+
+    return replace(
+        problem,
+        operands=tuple(operand(o) for o in problem.operands),
+        bias=None if problem.bias is None else operand(problem.bias),
+        result=view(problem.result),
+        epilogue=tuple(Store(names[s.buffer], rewrite(s.index, rule), rewrite(s.value, rule),
+                             s.mode, s.mask) for s in problem.epilogue),
+    )  # fmt: skip
