@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from tilewright import config, dump, metrics
 from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import kernel as triton
 from tilewright.errors import stage
+from tilewright.gemm.choose import Implementation, choose
+from tilewright.gemm.provider import Argument
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.simplify import simplify
 from tilewright.graph.user_kernels import Launch
@@ -25,7 +27,7 @@ from tilewright.ir.program import Program
 from tilewright.ir.verify import verify
 from tilewright.lower.graph import lower
 from tilewright.schedule.group import Group
-from tilewright.schedule.plan import Schedule, schedule
+from tilewright.schedule.plan import Grouping, Schedule, arranged, planned
 from tilewright.target import Target
 
 log = logging.getLogger("tilewright.generate")
@@ -124,16 +126,27 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
     dump.stage("lowered", program)
 
     with stage("schedule"):
-        plan: Schedule = schedule(program, _cannot)
+        groups: Grouping = arranged(program, _cannot)
+
+    with stage("choose"):
+        groups.groups = choose(groups.program, groups.groups, _loop_kernel)
+
+    with stage("schedule"):
+        plan: Schedule = planned(groups)
     dump.stage("scheduled", plan)
     return plan
 
 
 def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Source] | None:
-    """The kernel of a group, for the device its buffers are on; None for an opaque call."""
+    """The kernel of a group, for the device its buffers are on; None for a call of others' code."""
     if group.call is not None:
-        launch = isinstance(group.call.target, Launch)
-        return user_kernels.user_kernel(program, group.call) if launch else None
+        match group.call.target:
+            case Launch():
+                return user_kernels.user_kernel(program, group.call)
+            case Implementation() as chosen:
+                return kernels.chosen(program, chosen, k)
+            case _:
+                return None
     nodes = dict.fromkeys(n for m in group.nodes for n in m.origin.nodes)
     ops = "_".join(dict.fromkeys(re.sub(r"_\d+$", "", n) for n in nodes))[:60].strip("_")
     device = program.buffers[min(group.writes)].device
@@ -154,3 +167,10 @@ def _cannot(program: Program, group: Group) -> str:
     """Why the group's device cannot run it as one kernel."""
     device = program.buffers[min(group.writes)].device
     return "" if device.type == "cpu" else triton.limits(program, group, Target.of(device))
+
+
+def _loop_kernel(program: Program, group: Group) -> tuple[Sequence[Argument], Source]:
+    """The kernel of a group of loops, for plans that run it beside a product."""
+    made = _generate(program, group, 0)
+    assert made is not None
+    return made[0].args, made[1]

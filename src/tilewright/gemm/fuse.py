@@ -446,7 +446,7 @@ def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
     for s in problem.epilogue:
         names.setdefault(s.buffer, f"y{len(names)}")
     found = _renamed(problem, names)
-    buffers = sorted((replace(known[theirs], name=mine) for theirs, mine in names.items()),
+    buffers = sorted((replace(known[theirs], name=mine, kind="temporary") for theirs, mine in names.items()),
                      key=lambda b: b.name)  # fmt: skip
     return replace(found, buffers=tuple(buffers)), {mine: theirs for theirs, mine in names.items()}
 

@@ -19,7 +19,7 @@ from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import TritonSource
 
 Effort = Literal["none", "quick", "default", "max"]
-Argument = tuple[Literal["ptr", "int", "float"], str]
+Argument = tuple[str, str]  # (ptr, int or float; buffer or symbol)
 
 
 class LibrarySource(Protocol):

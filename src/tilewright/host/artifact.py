@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tilewright import config, metrics
 from tilewright.errors import BuildError, at_node
+from tilewright.gemm.provider import LibrarySource
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
 from tilewright.host import cudagraphs
@@ -33,7 +34,7 @@ from tilewright.tune.kernels import Waiting
 
 log = logging.getLogger("tilewright.build")
 
-Source = CxxSource | TritonSource | UserSource | Spare
+Source = CxxSource | TritonSource | UserSource | Spare | LibrarySource
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Artifact:
                     functions[name] = user_kernels.load(source)
                     if source.wide is not None:
                         functions[f"{name}_wide"] = user_kernels.later(source.widened())
-                case Spare():
+                case _:
                     functions[name] = source
         call = self.host.load(functions, constants, locations, grids)
         return cudagraphs.replayed(call, self.replay)

@@ -21,6 +21,7 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright import metrics
+from tilewright.gemm.choose import Implementation
 from tilewright.graph.user_kernels import Launch
 from tilewright.ir.program import Opaque, Program
 from tilewright.runtime import launch
@@ -73,7 +74,7 @@ def _why_not(devices: Iterable[torch.device], calls: Sequence[Opaque]) -> str:
 def _unsafe(call: Opaque) -> str:
     if call.binds:
         return f"{_name(call.target)} gives the host a number"
-    if isinstance(call.target, Launch):
+    if isinstance(call.target, Launch | Implementation):
         return ""
     if not isinstance(call.target, OpOverload):
         known = getattr(call.target, "__name__", "") == "draw_seeds"

@@ -9,6 +9,8 @@ import torch
 
 from tilewright.codegen.cpp.kernel import CppKernel
 from tilewright.codegen.triton.kernel import Param, TritonKernel
+from tilewright.gemm.choose import Implementation
+from tilewright.gemm.provider import Source
 from tilewright.host.program import KernelCall
 from tilewright.host.spare import Spare
 from tilewright.host.text import number
@@ -42,6 +44,18 @@ def triton(program: Program, kernel: TritonKernel, wide: TritonKernel | None, na
     if wide is not None:
         source = replace(source, wide=_source(program, wide, Target.of(device), index))
     return KernelCall(name, args, kernel.checked, index, kernel.assume), source
+
+
+def chosen(program: Program, made: Implementation, number: int) -> tuple[KernelCall, Source]:
+    """The kernel that was chosen for a product."""
+    source = made.kernel.source
+    name = f"{made.kernel.name}_{number}".replace(".", "_")
+    device = program.buffers[made.arguments[0][1]].device
+    card = device.index or 0 if device.type == "cuda" else None
+    if isinstance(source, TritonSource):
+        return KernelCall(name, made.arguments, checked=False, device=card), source
+    plain = not isinstance(source, CxxSource)
+    return KernelCall(name, made.arguments, checked=False, plain=plain), source
 
 
 def spare(program: Program, group: Group, name: str) -> tuple[KernelCall, Spare]:
@@ -94,7 +108,7 @@ def spares(program: Program, groups: Sequence[Group],
     """For each Triton kernel its last resort, and which of its arguments that takes."""
     found: dict[str, tuple[Spare, tuple[int, ...]]] = {}
     for group, item in zip(groups, made, strict=True):
-        if item is not None and isinstance(item[1], TritonSource):
+        if item is not None and group.call is None and isinstance(item[1], TritonSource):
             made_for = Spare.of(program, group)
             given = [name for _, name in item[0].args]
             if set(made_for.names) <= set(given):

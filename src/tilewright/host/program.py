@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.errors import TilewrightError
+from tilewright.gemm.provider import Argument
 from tilewright.host import support
 from tilewright.host.text import argument, number, numbers, target_path, view
 from tilewright.ir import index as ix
@@ -28,7 +29,7 @@ class KernelCall:
     """What the host program needs to know of a generated kernel."""
 
     name: str  # as shown: cpp_fused_..., triton_poi_fused_...
-    args: tuple[tuple[str, str], ...]  # (kind, buffer or symbol; the text of an "address")
+    args: tuple[Argument, ...]  # (kind, buffer or symbol; the text of an "address")
     checked: bool
     device: int | None = None  # of a CUDA kernel
     narrow: tuple[Expr, ...] = ()  # at most 2**31 - 1, or `{name}_wide` is to be called

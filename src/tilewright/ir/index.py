@@ -8,9 +8,9 @@ canonical form, so two indices are equal exactly when they are the same object.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from tilewright.ir.expr import INDEX, REBUILD, Expr, const, free_vars, make
+from tilewright.ir.expr import INDEX, REBUILD, Expr, const, free_vars, make, substitute, syms
 from tilewright.ir.ops import INDEX_OPS
 
 Monomial = tuple[Expr, ...]
@@ -402,6 +402,13 @@ def likely(e: Expr) -> int:
             return max(parts)
         case _:
             return 64
+
+
+def evaluate(e: Expr, sizes: Mapping[str, int]) -> int:
+    """The value of an index without loops, given those of its symbols."""
+    value = value_of(substitute(e, {s: const(sizes[s.arg.name]) for s in syms(e)}))
+    assert value is not None, e
+    return value
 
 
 # ---- reading an index as an access

@@ -16,6 +16,12 @@ from tilewright.schedule.traffic import Traffic, traffic
 
 
 @dataclass
+class Grouping:
+    program: Program
+    groups: list[Group]
+
+
+@dataclass
 class Schedule:
     program: Program
     steps: list[Step]
@@ -23,7 +29,12 @@ class Schedule:
 
 
 def schedule(program: Program, limits: Limits | None = None) -> Schedule:
-    """`limits` says which groups its kernels' language cannot express; those are taken apart."""
+    return planned(arranged(program, limits))
+
+
+def arranged(program: Program, limits: Limits | None = None) -> Grouping:
+    """The program's nodes in groups, in order. `limits` says which groups its kernels' language
+    cannot express; those are taken apart."""
     live = _live(program)
     program = replace(program, buffers=dict(program.buffers))
     nodes = improved(program, [split_divisions(node) if isinstance(node, Nest) else node
@@ -34,8 +45,13 @@ def schedule(program: Program, limits: Limits | None = None) -> Schedule:
     if limits is not None:
         groups = carved(program, groups, limits)
         _mark_local(program, groups)
-    bytes_ = _count(program, groups)
-    return Schedule(program, plan(program, groups), bytes_)
+    return Grouping(program, groups)
+
+
+def planned(grouping: Grouping) -> Schedule:
+    """Memory for groups that are final, and the bytes they move."""
+    bytes_ = _count(grouping.program, grouping.groups)
+    return Schedule(grouping.program, plan(grouping.program, grouping.groups), bytes_)
 
 
 def _live(program: Program) -> set[str]:

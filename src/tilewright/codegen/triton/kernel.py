@@ -20,7 +20,7 @@ from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters, 
 from tilewright.codegen.triton.text import COARSE, SIGNATURE, STEPS, cast
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, loads, substitute, syms, walk
+from tilewright.ir.expr import Expr, loads, substitute, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
@@ -65,7 +65,7 @@ class TritonKernel:
     def programs(self, sizes: dict[str, int], config: Config | None = None) -> int:
         """How many programs run, with these values of the symbols."""
         blocks = (config or self.config).kwargs
-        return math.prod(-(-_evaluated(extent, sizes) // blocks[b]) for extent, b in self.grid)
+        return math.prod(-(-ix.evaluate(extent, sizes) // blocks[b]) for extent, b in self.grid)
 
     @property
     def arguments(self) -> tuple[tuple[str, str], ...]:
@@ -442,12 +442,6 @@ def valued(exprs: Sequence[Expr], stores: Sequence[Store]) -> frozenset[Expr]:
 
 def _multiple(e: Expr) -> int:
     return 16 if e.arg.hint and e.arg.hint % 16 == 0 else 1
-
-
-def _evaluated(e: Expr, sizes: dict[str, int]) -> int:
-    value = ix.value_of(substitute(e, {s: const(sizes[s.arg.name]) for s in syms(e)}))
-    assert value is not None
-    return value
 
 
 def _span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:

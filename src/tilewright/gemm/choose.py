@@ -1,0 +1,269 @@
+"""`choose`: who computes each product of a program, and what is fused to it.
+
+After grouping, every product call is a site. Its plans are measured as they would run, once for
+each different site, and the winner takes the place of the call (and of the groups it is fused
+with). Where nothing can be measured the library computes the product, as in eager.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright import caches, config, metrics
+from tilewright.errors import NoValidChoicesError
+from tilewright.gemm import aten, fuse
+from tilewright.gemm.fuse import Fusion, Site
+from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
+from tilewright.gemm.provider import Argument, Candidate, Effort, Kernel, Source, enabled
+from tilewright.gemm.roofline import loop_time
+from tilewright.ir import index as ix
+from tilewright.ir.program import Opaque, Origin, Program, View
+from tilewright.runtime import store
+from tilewright.schedule.group import Group
+from tilewright.tune import select
+
+log = logging.getLogger("tilewright.choose")
+
+LoopKernel = Callable[[Program, Group], tuple[Sequence[Argument], Source]]
+MOST_UNFUSED = 8  # candidates for the product alone, beside fused ones, that are not the library's
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What an opaque call has for a target once its kernel is chosen."""
+
+    kernel: Kernel
+    names: tuple[tuple[str, str], ...]  # the kernel's buffers -> the program's
+    chosen: str  # who, and why, for a reader
+
+    @property
+    def __name__(self) -> str:
+        return self.kernel.name
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        names = dict(self.names)
+        return tuple((kind, names.get(name, name)) for kind, name in self.kernel.arguments)
+
+
+def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -> list[Group]:
+    """The groups with every product's winner in place."""
+    found = list(groups)
+    if not (config.max_autotune or config.max_autotune_gemm):
+        return found
+    for name in [g.call.name for g in found if g.call is not None and fuse.is_product(g)]:
+        position = next(
+            k for k, g in enumerate(found) if g.call is not None and g.call.name == name
+        )
+        site = fuse.site(program, found, position)
+        if isinstance(site, str):
+            log.debug("%s is the library's: %s", name, site)
+            continue
+        chooser = _Chooser(program, found, site, loop_kernel)
+        found = chooser.chosen()
+    return found
+
+
+class _Chooser:
+    def __init__(self, program: Program, groups: list[Group], site: Site,
+                 loop_kernel: LoopKernel) -> None:  # fmt: skip
+        self.program = program
+        self.groups = groups
+        self.site = site
+        self.loop_kernel = loop_kernel
+        self.device = program.buffers[site.bare.names[site.bare.problem.result.buffer]].device
+        self.rejected: dict[str, str] = {}
+
+    def chosen(self) -> list[Group]:
+        problem = self.site.bare.problem
+        if any(n is ix.ZERO for n in problem.sizes[:3]):
+            return self.groups  # nothing is computed; the library knows how
+        winner, why = self._winner()
+        metrics.counters["gemm"][winner.provider] += 1
+        if winner.provider == "ATEN":
+            return self.groups
+        return self._replaced(winner, why)
+
+    # ---- deciding
+
+    def _winner(self) -> tuple[_Winner, str]:
+        known = _memo.get(self._key())
+        if known is not None:
+            for fusion, candidate in self._candidates():
+                if (fusion.problem.key, candidate.name) == known[:2]:
+                    return _Winner(fusion, candidate), known[2]
+        plans = self._plans()
+        if not plans:
+            raise _nobody(self.site, self.rejected)
+        plan, why = self._measured(plans) if self._measurable() else (plans[0], "by the model")
+        _memo[self._key()] = plan.fusion.problem.key, plan.candidate.name, why
+        return _Winner(plan.fusion, plan.candidate), why
+
+    def _measured(self, plans: Sequence[Plan]) -> tuple[Plan, str]:
+        problem = self.site.bare.problem
+        subject = select.Subject(
+            key=self._key(),
+            title=str(plans[0].fusion.problem if len(plans) == 1 else self._title()),
+            device=self.device,
+            sets=plans[0].bench.memory.count,
+            facts={"op": problem.op, "sizes": problem.hints, "dtype": str(problem.dtype)},
+        )
+        verdict = select.choose(subject, plans)
+        winner = next(p for p in plans if p.name == verdict.winner.name)
+        best = sorted(verdict.times.items(), key=lambda item: item[1].median_us)[:3]
+        times = ", ".join(f"{name} {t.median_us:.1f} us" for name, t in best)
+        return winner, f"{verdict.source}: {times}" if times else verdict.source
+
+    def _title(self) -> str:
+        most = self.site.fusions[0] if self.site.fusions else self.site.bare
+        return str(most.problem)
+
+    def _key(self) -> str:
+        problems = [f.problem.key for f in (self.site.bare, *self.site.fusions)]
+        return store.key("site", *problems, repr(config.code_key()),
+                         torch.get_float32_matmul_precision())  # fmt: skip
+
+    def _measurable(self) -> bool:
+        return self.device.type == "cpu" or torch.cuda.is_available()
+
+    # ---- plans
+
+    def _candidates(self) -> list[tuple[Fusion, Candidate]]:
+        """For the product alone and for every fusion of it, library first."""
+        found: list[tuple[Fusion, Candidate]] = []
+        for fusion in (self.site.bare, *self.site.fusions):
+            for provider in enabled():
+                reason = provider.supports(fusion.problem)
+                if reason:
+                    self.rejected[f"{provider.name} for {fusion.problem}"] = reason
+                    continue
+                found += [(fusion, c) for c in provider.candidates(fusion.problem, _effort())]
+        alone = [(f, c) for f, c in found if f is self.site.bare]
+        fused = [(f, c) for f, c in found if f is not self.site.bare]
+        library = [(f, c) for f, c in alone if c.provider in ("ATEN", "CUBLASLT")]
+        others = [(f, c) for f, c in alone if c.provider not in ("ATEN", "CUBLASLT")]
+        if fused:
+            others = others[:MOST_UNFUSED]
+        return [*library, *fused, *others]
+
+    def _plans(self) -> list[Plan]:
+        found = self._candidates()
+        if not found:
+            return []
+        around = self._around()
+        bench = Bench(self._memory(around), tolerance(self.site.bare.problem.dtype))
+        loops = {k: self._loop(self.groups[k]) for k in around}
+        plans = [self._plan(fusion, candidate, bench, loops) for fusion, candidate in found]
+        if plans[0].is_library:
+            bench.library = plans[0]
+        else:
+            bench.library = self._plan(self.site.bare, aten.AtenCandidate(self.site.bare.problem),
+                                       bench, loops)  # fmt: skip
+        return plans
+
+    def _plan(self, fusion: Fusion, candidate: Candidate, bench: Bench,
+              loops: Mapping[int, tuple[Part, float]]) -> Plan:  # fmt: skip
+        kernel = candidate.kernel()
+        names = fusion.names
+        arguments = tuple((kind, names.get(name, name)) for kind, name in kernel.arguments)
+        inside = {*fusion.before, fusion.after}
+        before = [loops[k] for k in loops if k < self.site.position and k not in inside]
+        after = [loops[k] for k in loops if k > self.site.position and k not in inside]
+        parts = (*(p for p, _ in before), Part(kernel.source, arguments), *(p for p, _ in after))
+        estimate = candidate.estimate + sum(t for _, t in (*before, *after))
+        return Plan(candidate, fusion, parts, bench, estimate, fusion is not self.site.bare)
+
+    def _around(self) -> list[int]:
+        """The groups that some fusion takes in; plans that do not fuse them run them too."""
+        found = {k for f in self.site.fusions for k in (*f.before, f.after) if k is not None}
+        return sorted(found)
+
+    def _loop(self, group: Group) -> tuple[Part, float]:
+        arguments, source = self.loop_kernel(self.program, group)
+        memory = [self.program.buffers[b] for b in (group.reads | group.writes) - group.local]
+        target = self.site.bare.problem.target
+        return Part(source, tuple(arguments)), loop_time(memory, target)
+
+    def _memory(self, around: Sequence[int]) -> Memory:
+        call = self.site.call
+        names = {*call.reads, *call.writes}
+        written = set(call.writes)
+        for k in around:
+            group = self.groups[k]
+            names |= (group.reads | group.writes) - group.local
+            written |= group.writes - group.local
+        # what a fused plan never writes cannot be compared; nor is it needed by anybody
+        compared = [n for n in sorted(written) if all(
+            n in {f.names[b] for b in f.problem.writes} or n in self._outside(f)
+            for f in self.site.fusions)]  # fmt: skip
+        symbols = {s.arg.name: ix.likely(s) for s in self.program.symbols.values()}
+        return Memory({n: self.program.buffers[n] for n in sorted(names)}, symbols, compared)
+
+    def _outside(self, fusion: Fusion) -> set[str]:
+        """What the groups that a fusion leaves out write."""
+        inside = {*fusion.before, fusion.after}
+        return {b for k in self._around() if k not in inside for b in self.groups[k].writes}
+
+    # ---- the result
+
+    def _replaced(self, winner: _Winner, why: str) -> list[Group]:
+        fusion, candidate = winner.fusion, winner.candidate
+        problem = fusion.problem
+        call = self.site.call
+        views = tuple(_whole(self.program, fusion.names[b]) for b in problem.reads)
+        written = tuple(fusion.names[b] for b in problem.writes)
+        gone = {*fusion.before, self.site.position}
+        place = self.site.position if fusion.after is None else fusion.after
+        taken = [self.groups[k] for k in sorted(gone | {place})]
+        origin = _origin(taken)
+        label = "_".join(dict.fromkeys(n.rstrip("_0123456789") for n in origin.nodes))
+        kernel = candidate.kernel()
+        target = Implementation(kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}")
+        made = Opaque(f"{call.name}_chosen", target, views, {}, (), written, origin)
+        log.debug("%s: %s", label, target.chosen)
+        result = list(self.groups)
+        result[place] = Group(call=made, refused=dict(self.site.refused))
+        return [g for k, g in enumerate(result) if k == place or k not in gone]
+
+
+@dataclass(frozen=True)
+class _Winner:
+    """A candidate and what it computes."""
+
+    fusion: Fusion
+    candidate: Candidate
+
+    @property
+    def provider(self) -> str:
+        return self.candidate.provider
+
+
+def _origin(groups: Sequence[Group]) -> Origin:
+    origins = [n.origin for g in groups for n in g.nodes]
+    names = tuple(dict.fromkeys(n for o in origins for n in o.nodes))
+    return Origin(names, next((o.location for o in origins if o.location), ""))
+
+
+def _whole(program: Program, name: str) -> View:
+    b = program.buffers[name]
+    return View(name, b.size, b.stride, ix.ZERO, b.dtype)
+
+
+def _effort() -> Effort:
+    return config.autotune_effort  # pyright: ignore[reportReturnType]
+
+
+def _nobody(site: Site, rejected: Mapping[str, str]) -> NoValidChoicesError:
+    reasons = "; ".join(f"{who}: {why}" for who, why in rejected.items())
+    return NoValidChoicesError(
+        f"no choices to select for {site.bare.problem}: {reasons or 'no backend is enabled'}",
+        hint="add ATEN to config.max_autotune_gemm_backends",
+    )
+
+
+_memo: dict[str, tuple[str, str, str]] = {}  # site -> (problem, candidate, why)
+caches.register(_memo.clear)

@@ -1,0 +1,247 @@
+"""Plans: one or more kernels that compute a product with all that surrounds it, ready to be tried.
+
+A plan is either a fused candidate alone, or a candidate for the product and the loop kernels it was
+not fused with. All plans of one site write the same results, so they compete on the time of the
+whole, and each is checked against what the library's plan computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewright.gemm.fuse import Fusion
+from tilewright.gemm.provider import Argument, Candidate, Source
+from tilewright.ir import index as ix
+from tilewright.ir.program import Buffer
+from tilewright.runtime import cxx, launch, store, triton_build
+from tilewright.runtime.cxx import CxxSource
+from tilewright.runtime.triton_build import Built, TritonSource
+from tilewright.tune import clock
+
+Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
+MOST_BYTES = 16 << 30  # of all sets of buffers together
+LARGEST_SETS = 8
+
+# How far results may be from the library's, relative to the largest and to their own size: a few
+# roundings of the product's dtype, with sums taken in another order.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 8e-3, torch.bfloat16: 4e-2}
+_TF32 = 1e-2
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel of a plan, called with buffers and symbols of the program."""
+
+    source: Source
+    arguments: tuple[Argument, ...]
+
+    def started(self) -> Future[Any] | None:
+        match self.source:
+            case TritonSource():
+                return triton_build.submit(self.source)
+            case CxxSource():
+                return cxx.submit([self.source]).futures[0]
+            case _:
+                return None
+
+    def bound(self, built: Any, memory: Memory) -> Run:
+        """A launch over the sets of buffers."""
+        sets = [memory.arguments(self.arguments, k) for k in range(memory.count)]
+        match self.source:
+            case TritonSource():
+                return _triton(self.source, built, sets, memory.sizes)
+            case CxxSource():
+                addresses = [[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in one]
+                             for one in sets]  # fmt: skip
+                return lambda _, which: built.function(*addresses[which])
+            case _:
+                call = self.source
+                return lambda _, which: call(*sets[which])
+
+
+def _triton(source: TritonSource, built: Built, sets: Sequence[Sequence[Any]],
+            sizes: Mapping[str, int]) -> Run:  # fmt: skip
+    kernel = launch.load(source, built, source.device)
+    programs = eval(source.programs(built.config), {}, dict(sizes))
+    return lambda stream, which: kernel(stream, programs, 1, 1, *sets[which])
+
+
+class Memory:
+    """Buffers with plausible contents, in several sets that together exceed the cache."""
+
+    def __init__(self, buffers: Mapping[str, Buffer], sizes: Mapping[str, int],
+                 written: Sequence[str]) -> None:  # fmt: skip
+        self.buffers = buffers
+        self.sizes = sizes
+        self.written = written
+        self.device = next(iter(buffers.values())).device
+        size = sum(_elements(b) * b.dtype.itemsize for b in buffers.values())
+        self.size = size
+        self.count = max(1, min(LARGEST_SETS, MOST_BYTES // max(1, size),
+                                clock.sets_beyond_cache(size, self.device)))  # fmt: skip
+        self._sets: list[dict[str, torch.Tensor]] = []
+
+    @property
+    def sets(self) -> list[dict[str, torch.Tensor]]:
+        if not self._sets:
+            generator = torch.Generator(self.device).manual_seed(0)
+            self._sets = [{name: _filled(b, generator) for name, b in self.buffers.items()}
+                          for _ in range(self.count)]  # fmt: skip
+        return self._sets
+
+    def arguments(self, names: Sequence[Argument], which: int) -> list[Any]:
+        return [self.sets[which][name] if kind == "ptr" else self.sizes[name]
+                for kind, name in names]  # fmt: skip
+
+    def results(self, run: Run) -> dict[str, torch.Tensor]:
+        """What a run writes into the first set; the set is afterwards as before."""
+        first = self.sets[0]
+        kept = {name: first[name].clone() for name in self.written}
+        for name in self.written:
+            _poison(first[name])
+        stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
+        run(stream, 0)
+        found = {name: first[name].clone() for name in self.written}
+        for name, before in kept.items():
+            first[name].copy_(before)
+        return found
+
+
+def _elements(buffer: Buffer) -> int:
+    """Likely elements from the first to the last in memory."""
+    last = [(ix.likely(n) - 1) * ix.likely(s) for n, s in zip(buffer.size, buffer.stride,
+                                                               strict=True)]  # fmt: skip
+    return max(1, 1 + sum(last))
+
+
+def _filled(buffer: Buffer, generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers, which tell a wrong element from a right one; integers that are safe as
+    indices. The user's random state is left alone."""
+    count, device = _elements(buffer), buffer.device
+    if not buffer.dtype.is_floating_point:
+        return torch.zeros(count, dtype=buffer.dtype, device=device)
+    return torch.randn(count, generator=generator, device=device).to(buffer.dtype)
+
+
+def _poison(memory: torch.Tensor) -> None:
+    if memory.dtype.is_floating_point:
+        memory.fill_(float("nan"))
+
+
+@dataclass
+class Plan:
+    """One way to compute a site. It is a `tune.Trial`."""
+
+    candidate: Candidate
+    fusion: Fusion
+    parts: tuple[Part, ...]
+    bench: Bench
+    estimate: float
+    fused: bool
+    _waiting: list[Future[Any] | None] = field(default_factory=list["Future[Any] | None"])
+    _runs: list[Run] = field(default_factory=list["Run"])
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name + ("_fused" if self.fused else "")
+
+    @property
+    def provider(self) -> str:
+        return self.candidate.provider
+
+    @property
+    def description(self) -> str:
+        return self.candidate.description
+
+    @property
+    def is_library(self) -> bool:
+        return self.provider == "ATEN"
+
+    @property
+    def key(self) -> str:
+        return store.key(self.candidate.key, *(_identity(p.source) for p in self.parts[1:]),
+                         str(self.fused))  # fmt: skip
+
+    def start(self) -> None:
+        if not self._waiting:
+            self._waiting = [part.started() for part in self.parts]
+
+    def finish(self) -> None:
+        if self._runs:
+            return
+        self.start()
+        built = [None if w is None else w.result() for w in self._waiting]
+        self._runs = [part.bound(b, self.bench.memory)
+                      for part, b in zip(self.parts, built, strict=True)]  # fmt: skip
+
+    def run(self, stream: int, which: int) -> None:
+        for run in self._runs:
+            run(stream, which)
+
+    def check(self) -> str:
+        self.finish()
+        return self.bench.compare(self.run)
+
+
+def _identity(source: Source) -> str:
+    match source:
+        case TritonSource():
+            return source.key(source.configs[0])
+        case CxxSource():
+            return store.key(source.text, source.name, repr(source.flags))
+        case _:
+            return source.text
+
+
+class Bench:
+    """The memory all plans of a site run on, and the library's results in it."""
+
+    def __init__(self, memory: Memory, tolerance: float) -> None:
+        self.memory = memory
+        self.tolerance = tolerance
+        self._expected: dict[str, torch.Tensor] | None = None
+        self.library: Plan | None = None
+
+    def compare(self, run: Run) -> str:
+        """Why the results differ from the library's, or an empty string."""
+        if self._expected is None:
+            if self.library is None:
+                return ""
+            self.library.finish()
+            self._expected = self.memory.results(self.library.run)
+        found = self.memory.results(run)
+        for name, expected in self._expected.items():
+            reason = _difference(found[name], expected, self.tolerance)
+            if reason:
+                return f"{name}: {reason}"
+        return ""
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    if not expected.dtype.is_floating_point:
+        wrong = int((found != expected).sum())
+        return f"{wrong} elements differ" if wrong else ""
+    a, b = found.double(), expected.double()
+    if bool((a.isnan() != b.isnan()).any()):
+        return "not-a-number in other places"
+    a, b = a.nan_to_num(), b.nan_to_num()
+    error = (a - b).abs()
+    largest, scale = float(error.max()), float(b.square().mean().sqrt())
+    allowed = tolerance * (scale + b.abs())
+    wrong = int((error > allowed).sum())
+    if not wrong:
+        return ""
+    return (
+        f"{wrong} of {b.numel()} elements are off, by up to {largest:.3g} at a scale of {scale:.3g}"
+    )
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return _TF32
+    return _TOLERANCE[dtype]

@@ -1,0 +1,251 @@
+"""What is fused to a product, in whose terms, and why other things are not (MA-K1, MA-J19)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.fuzz.stages import capture
+from tilewright import config
+from tilewright.gemm import fuse
+from tilewright.gemm.fuse import Site
+from tilewright.gemm.problem import GemmProblem
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads, substitute
+from tilewright.ir.program import Buffer, View
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def sites(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[Site | str]:
+    (graph,) = capture(function, *inputs, **options).graphs
+    groups = [step.group for step in graph.plan.steps]
+    return [fuse.site(graph.plan.program, groups, k) for k, g in enumerate(groups)
+            if fuse.is_product(g)]  # fmt: skip
+
+
+def site(function: Callable[..., Any], *inputs: Any, **options: Any) -> Site:
+    (found,) = sites(function, *inputs, **options)
+    assert isinstance(found, Site), found
+    return found
+
+
+def r(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+def most(found: Site) -> GemmProblem:
+    return found.fusions[0].problem
+
+
+# ---- a problem says all there is to compute
+
+
+def evaluated(problem: GemmProblem, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The problem by its own definition, point by point, in float64."""
+    sizes = [ix.likely(n) for n in problem.sizes]
+    batch, m, n, k = torch.meshgrid(*(torch.arange(s) for s in sizes), indexing="ij")
+    at = {problem.batch: batch, problem.m: m, problem.n: n, problem.k: k}
+    terms = [value(o.value, at, memory) for o in problem.operands]
+    total = problem.alpha * (terms[0] * terms[1]).sum(-1)
+    flat = {v: index[..., 0] for v, index in at.items()}
+    if problem.bias is not None:
+        total = total + problem.beta * value(problem.bias.value, flat, memory)
+    c = total.to(problem.dtype).double()
+    found: dict[str, Tensor] = {}
+    for s in problem.epilogue:
+        made = value(s.value, flat, memory, {problem.product: c})
+        out = torch.zeros(memory[s.buffer].numel(), dtype=torch.float64)
+        out[index_of(s.index, flat).reshape(-1)] = made.expand_as(c).reshape(-1)
+        found[s.buffer] = out
+    return found
+
+
+def index_of(e: Expr, at: dict[Expr, Tensor]) -> Tensor:
+    return torch.as_tensor(value(e, at, {}))
+
+
+def value(e: Expr, at: dict[Expr, Tensor], memory: dict[str, Tensor],
+          known: dict[Expr, Tensor] | None = None) -> Any:  # fmt: skip
+    known = known or {}
+    if e in known:
+        return known[e]
+    if e.op in ("var", "const", "sym"):
+        return at[e] if e.op == "var" else torch.tensor(ix.likely(e) if e.op == "sym" else e.arg)
+    if e.op == "load":
+        return memory[e.arg][index_of(e.src[0], at)].double()
+    src = [value(s, at, memory, known) for s in e.src]
+    match e.op:
+        case "iadd":
+            return sum(src)
+        case "imul":
+            return torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, src))).prod(0)
+        case "ifloordiv":
+            return torch.div(src[0], src[1], rounding_mode="floor")
+        case "imod":
+            return torch.remainder(src[0], src[1])
+        case "max":
+            return torch.maximum(*map(torch.as_tensor, src))
+        case "cast":
+            return src[0].to(e.dtype).double() if e.dtype.is_floating_point else src[0]
+        case "add" | "sub" | "mul" | "div":
+            return getattr(torch, e.op)(*src)
+        case op:
+            raise AssertionError(op)
+
+
+def filled(buffer: Buffer) -> Tensor:
+    last = sum((ix.likely(n) - 1) * ix.likely(s)
+               for n, s in zip(buffer.size, buffer.stride, strict=True))  # fmt: skip
+    return torch.randn(1 + last).to(buffer.dtype)
+
+
+def heads(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w, b)).reshape(4, 10, 8, 16).transpose(1, 2).contiguous()
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "bias and relu": (lambda x, w, b: F.relu(F.linear(x, w, b)), (r(5, 7), r(9, 7), r(9))),
+    "into heads": (heads, (r(4, 10, 12), r(128, 12), r(128))),
+    "prologues": (lambda x, y: ((x - 1.5) @ (y + 1.5)) * 1.5, (r(6, 5), r(5, 7))),
+    "batches": (lambda x, y: F.relu(x @ y.transpose(1, 2) / 3), (r(3, 5, 7), r(3, 9, 7))),
+    "a residual": (lambda x, w, y: x @ w + y * 2, (r(6, 5), r(5, 8), r(6, 8))),
+    "a column": (lambda x, w, y: F.relu(x @ w) * y, (r(6, 5), r(5, 8), r(6, 1))),
+    "transposed": (lambda x, w: F.relu(x @ w).t().contiguous(), (r(6, 5), r(5, 8))),
+    "three dimensions": (lambda x, w: F.relu(x @ w) + 1, (r(2, 3, 5), r(5, 8))),
+    "a gather": (lambda x, w: F.relu(x[:, ::2] @ w), (r(6, 10), r(5, 8))),
+    "halves": (lambda x, w: F.relu(x @ w) * 3, (r(6, 5, dtype=BF16), r(5, 8, dtype=BF16))),
+}
+
+
+# the number of heads divides no size that is not known
+SIZES = [(name, dynamic) for name in PROGRAMS for dynamic in (False, True)
+         if (name, dynamic) != ("into heads", True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dynamic"), SIZES)
+def test_a_problem_is_the_program(name: str, dynamic: bool) -> None:
+    """What the fused problem says, evaluated point by point, is what eager computes."""
+    function, inputs = PROGRAMS[name]
+    found = site(function, *inputs, dynamic=dynamic)
+    fusion = found.fusions[0]
+    arguments = {f"arg{k}": t for k, t in enumerate(inputs)}
+    memory = {}
+    tensors = list(arguments.values())
+    for b in fusion.problem.buffers:
+        like = [t for t in tensors if tuple(t.shape) == tuple(ix.likely(n) for n in b.size)]
+        data = like[0].as_strided((like[0].untyped_storage().nbytes() // like[0].itemsize,), (1,),
+                                  0) if like and fusion.names[b.name].startswith("arg") \
+            else filled(b)  # fmt: skip
+        memory[b.name] = data.clone()
+    (got,) = evaluated(fusion.problem, memory).values()
+    expected = function(*inputs)
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(got.reshape(-1), expected.double().reshape(-1), rtol=tolerance,
+                               atol=tolerance)  # fmt: skip
+
+
+def test_equal_sites_are_one_problem() -> None:
+    def twice(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return F.relu(F.relu(x @ v) @ w)
+
+    first, second = sites(twice, r(6, 8), r(8, 8), r(8, 8))
+    assert isinstance(first, Site) and isinstance(second, Site)
+    same = next(f.problem for f in second.fusions if not f.before)
+    assert most(first) == same and most(first).key == same.key
+    assert most(first).key != site(lambda x, v: F.relu(x @ v), r(7, 8), r(8, 8)).bare.problem.key
+
+
+# ---- what is fused, and what is not
+
+
+def test_the_product_is_kept_where_it_is_needed() -> None:
+    def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return y, F.gelu(y)
+
+    found = site(both, r(6, 5), r(5, 8))
+    assert most(found).keeps and len(most(found).writes) == 2
+    alone = site(lambda x, w: F.gelu(x @ w), r(6, 5), r(5, 8))
+    assert not most(alone).keeps and len(most(alone).writes) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "reason"),
+    [
+        pytest.param(lambda x, w: F.layer_norm(x @ w, (8,)), (r(6, 5), r(5, 8)), "it reduces",
+                     id="a norm"),
+        pytest.param(lambda x, w: (x.to(F16) @ w, 0)[0], (r(64, 128), r(128, 32, dtype=F16)),
+                     "more bytes", id="MA-K6"),
+        pytest.param(lambda x, w: (x.to(F16) + 1) @ w,
+                     (r(8, 8).to(torch.float8_e4m3fn), r(8, 4, dtype=F16)), "arithmetic",
+                     id="MA-K5"),
+        pytest.param(lambda x: (x + 1) @ (x + 1), (r(8, 8),), "both operands", id="MA-K14"),
+        pytest.param(lambda x, i, w: x[i] @ w, (r(8, 8), torch.arange(8), r(8, 4)),
+                     "checks indices", id="checked"),
+    ],
+)  # fmt: skip
+def test_what_is_not_fused_has_a_reason(function: Callable[..., Any], inputs: tuple[Tensor, ...],
+                                        reason: str) -> None:  # fmt: skip
+    found = site(function, *inputs)
+    assert not found.fusions
+    assert any(reason in why for why in found.refused.values()), found.refused
+
+
+def test_a_value_with_another_reader_is_no_prologue() -> None:
+    """MA-K1: exactly one use."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, y @ w
+
+    assert not site(function, r(6, 5), r(5, 8)).fusions
+
+
+def test_casts_are_prologues() -> None:
+    """MA-K2, MA-K4, MA-K8."""
+    found = site(lambda x, w: x.float() @ w, r(63, 120, dtype=F16), r(120, 25))
+    assert not most(found).operands[0].is_plain and most(found).operands[1].is_plain
+    low = site(lambda x, w: x.to(BF16) @ w, r(12, 8).to(torch.float8_e4m3fn), r(8, 4, dtype=BF16))
+    assert not most(low).operands[0].is_plain
+    two = site(lambda x, y, w: (x + y).float() @ w, r(6, 5, dtype=F16), r(6, 5, dtype=F16), r(5, 8))
+    assert {n.arg for n in loads(most(two).operands[0].value)} == {"x3", "x4"}
+
+
+def test_fusions_are_offered_from_the_largest() -> None:
+    found = site(lambda x, y: ((x - 1.1) @ (y + 1.1)) * 1.1, r(64, 12), r(12, 6))
+    assert [(len(f.before), f.after is not None) for f in found.fusions] == [
+        (2, True), (0, True), (2, False)]  # fmt: skip
+    with config.patch(prologue_fusion=False):
+        found = site(lambda x, y: ((x - 1.1) @ (y + 1.1)) * 1.1, r(64, 12), r(12, 6))
+        assert [(len(f.before), f.after is not None) for f in found.fusions] == [(0, True)]
+    with config.patch(epilogue_fusion=False, prologue_fusion=False):
+        found = site(lambda x, y: ((x - 1.1) @ (y + 1.1)) * 1.1, r(64, 12), r(12, 6))
+        assert not found.fusions
+
+
+def test_what_overwrites_an_operand_stays_apart() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        x.copy_(y.relu())
+        return x * 2
+
+    found = site(function, r(8, 8), r(8, 8))
+    assert all(f.after is None for f in found.fusions)
+
+
+def test_an_index_that_walks_part_of_the_product_is_not_solved() -> None:
+    problem = site(lambda x, w: x @ w, r(6, 5), r(5, 8)).bare.problem
+    view = View("c", problem.result.size, problem.result.stride, ix.ZERO, torch.float32)
+    m, n = problem.place
+    whole = ix.linearize((m, n), view.stride)
+    found = fuse._solve(whole, (m, n), view, problem.place)
+    assert found == {m: m, n: n}
+    assert fuse._solve(ix.mul(m, 8), (m,), view, problem.place) is None
+    flat = substitute(whole, {})
+    assert free_vars(flat) == {m, n}
