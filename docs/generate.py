@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests import pretend, traffic
+from tests import behaviours, pretend, traffic
 from tilewright import config
 from tilewright.graph import decompositions
 from tilewright.lower import graph
@@ -114,12 +114,40 @@ def traffic_page() -> str:
     return _TRAFFIC + "".join(rows)
 
 
+_COVERAGE = """\
+# Coverage
+
+Made by `make docs` from the ids that tests carry (`tests/behaviours.py`): which behaviours are
+tested, and where. Tests in `cpu` and `compile` run everywhere, those in `gpu` on a card.
+
+"""
+
+
+def coverage_page() -> str:
+    """Every specified behaviour with its tests, or with the reason it does not apply."""
+    found = behaviours.coverage()
+    lines = [_COVERAGE]
+    for prefix, (about, count) in behaviours.GROUPS.items():
+        names = [f"{prefix}{k}" for k in range(1, count + 1)]
+        tested = sum(bool(found[n].places) for n in names)
+        lines.append(f"## {prefix.rstrip('-')}: {about} ({tested} of {count})\n\n")
+        lines.append("| behaviour | tests |\n|---|---|\n")
+        for name in names:
+            reason = behaviours.DOES_NOT_APPLY.get(name, "missing")
+            lines.append(f"| {name} | {', '.join(found[name].places) or reason} |\n")
+        lines.append("\n")
+    return "".join(lines).rstrip() + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "ops.md": ops_page,
 }
 # Pages that take a while to make: their tests check the numbers instead of making them anew.
-COUNTED: dict[str, Callable[[], str]] = {"traffic.md": traffic_page}
+COUNTED: dict[str, Callable[[], str]] = {
+    "traffic.md": traffic_page,
+    "coverage.md": coverage_page,
+}
 
 
 def main(names: list[str]) -> None:

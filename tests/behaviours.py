@@ -1,0 +1,74 @@
+"""The specified behaviours by id, and the tests that carry them.
+
+A test carries an id by naming it: in its own name or parameters, in its docstring or in a comment
+beside it. What no test carries is here with the reason, or it is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ID = re.compile(r"\b((?:MA-[A-Q]|MP-|RI-|LO-|RD-|OS-|CK-|PD-|GB-|UT-|CG-)\d+)\b")
+
+GROUPS: dict[str, tuple[str, int]] = {
+    "MA-A": ("modes and options", 13),
+    "MA-B": ("choices for products", 14),
+    "MA-C": ("sums of two products", 4),
+    "MA-I": ("empty and degenerate products", 5),
+    "MA-J": ("epilogues", 19),
+    "MA-K": ("prologues", 17),
+    "MA-L": ("building ahead, and what is rendered once", 15),
+    "MA-O": ("hooks, heuristics, filters", 13),
+    "MA-P": ("layouts and concatenations", 13),
+    "MA-Q": ("failures", 6),
+    "MP-": ("memory planning", 10),
+    "RI-": ("work in place", 8),
+    "LO-": ("loop order and tiling", 15),
+    "RD-": ("reductions", 11),
+    "OS-": ("online softmax", 6),
+    "CK-": ("shared launches", 10),
+    "PD-": ("padding", 7),
+    "GB-": ("group and batch fusion", 5),
+    "UT-": ("users' Triton kernels", 10),
+    "CG-": ("products on the CPU", 10),
+}
+"""Prefix of the ids, what they are about, how many there are."""
+
+DOES_NOT_APPLY: dict[str, str] = {}
+"""Behaviours of the reference's own structure that ours does not have, and why."""
+
+
+@dataclass
+class Coverage:
+    """Where an id is tested: file names by folder."""
+
+    cpu: set[str] = field(default_factory=set[str])
+    compile: set[str] = field(default_factory=set[str])
+    gpu: set[str] = field(default_factory=set[str])
+
+    @property
+    def places(self) -> list[str]:
+        found = {"cpu": self.cpu, "compile": self.compile, "gpu": self.gpu}
+        return [f"{folder}/{name}" for folder, names in found.items() for name in sorted(names)]
+
+
+def ids() -> list[str]:
+    return [f"{prefix}{k}" for prefix, (_, count) in GROUPS.items() for k in range(1, count + 1)]
+
+
+def coverage() -> dict[str, Coverage]:
+    """For every id, the test files that carry it."""
+    found = {name: Coverage() for name in ids()}
+    for folder in ("cpu", "compile", "gpu"):
+        for file in sorted((TESTS / folder).rglob("*.py")):
+            for name in set(ID.findall(file.read_text())):
+                if name in found:
+                    getattr(found[name], folder).add(file.stem)
+    shared = (TESTS / "traffic.py").read_text()  # its cases run for both kinds of target
+    for name in set(ID.findall(shared)) & found.keys():
+        found[name].cpu.add("test_traffic")
+        found[name].compile.add("test_traffic_gpu")
+    return found
