@@ -1,0 +1,254 @@
+"""Who computes a product: plans compete as a whole, the library is never lost, wrong ones never
+win. The candidates here are Python functions, so what is chosen is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.cpu.test_gemm_fuse import evaluated
+from tests.programs import compiled
+from tilewright import metrics
+from tilewright.errors import NoValidChoicesError
+from tilewright.gemm import provider
+from tilewright.gemm.problem import GemmProblem
+from tilewright.gemm.provider import Effort, Kernel
+from tilewright.ir.program import Store
+from tilewright.runtime import store
+from tilewright.testing import fresh_cache, run_and_get_code
+
+calls: list[str] = []
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A product by its definition, after waiting a while."""
+
+    problem: GemmProblem
+    names: tuple[str, ...]
+    seconds: float
+    wrong: float
+
+    @property
+    def text(self) -> str:
+        return "toy"
+
+    def __call__(self, *args: Any) -> None:
+        calls.append(str(self.problem))
+        time.sleep(self.seconds)
+        given = dict(zip(self.names, args, strict=True))
+        flat = {n: t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
+                for n, t in given.items()}  # fmt: skip
+        problem = self.problem
+        if problem.keeps:
+            own = Store(problem.result.buffer, problem.product.src[0], problem.product)
+            problem = replace(problem, epilogue=(own, *problem.epilogue))
+        for name, found in evaluated(problem, flat).items():
+            flat[name][: found.numel()].copy_(found + self.wrong)
+
+
+@dataclass(frozen=True)
+class ToyCandidate:
+    problem: GemmProblem
+    seconds: float
+    wrong: float = 0.0
+    provider: str = "TOY"
+    description: str = "SPEED=1"
+    name: str = "toy_0"
+
+    @property
+    def estimate(self) -> float:
+        return 100.0
+
+    @property
+    def key(self) -> str:
+        return store.key(self.problem.key, self.name)
+
+    def kernel(self) -> Kernel:
+        names = tuple(dict.fromkeys((*self.problem.reads, *self.problem.writes)))
+        source = Toy(self.problem, names, self.seconds, self.wrong)
+        return Kernel("toy_fused", source, tuple(("ptr", n) for n in names))
+
+
+@dataclass
+class ToyProvider:
+    """Fast only where it fuses, or only where it does not."""
+
+    fused: ToyCandidate | None
+    alone: ToyCandidate | None
+    name: str = "TOY"
+
+    def supports(self, problem: GemmProblem) -> str:
+        found = self.alone if problem.is_bare else self.fused
+        return "" if found is not None else "not for this toy"
+
+    def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[ToyCandidate]:
+        found = self.alone if problem.is_bare else self.fused
+        return [] if found is None else [replace(found, problem=problem)]
+
+
+NOTHING: Any = None
+
+
+def toy(seconds: float = 0.0, wrong: float = 0.0) -> ToyCandidate:
+    return ToyCandidate(NOTHING, seconds, wrong)
+
+
+@pytest.fixture
+def register() -> Generator[Callable[[ToyProvider], None]]:
+    before = dict(provider.PROVIDERS)
+    calls.clear()
+
+    def add(made: ToyProvider) -> None:
+        provider.PROVIDERS[made.name] = made
+
+    yield add
+    provider.PROVIDERS.clear()
+    provider.PROVIDERS.update(before)
+
+
+TUNED = {"max_autotune": True, "max_autotune_gemm_backends": "toy"}
+
+
+def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w, b)) * 2
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(6, 5), torch.randn(7, 5), torch.randn(7)
+
+
+def run(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, str]:
+    with fresh_cache():
+        result, code = run_and_get_code(compiled(function, **options), *args)
+    return result, "\n".join(code)
+
+
+def check(function: Callable[..., Any], args: tuple[Tensor, ...], **options: Any) -> str:
+    result, code = run(function, *args, **options)
+    torch.testing.assert_close(result, function(*args), rtol=1e-4, atol=1e-4)
+    return code
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_fused_candidate_replaces_call_and_loops(
+    register: Callable[[ToyProvider], None], dynamic: bool
+) -> None:
+    register(ToyProvider(toy(), None))
+    code = check(layer, inputs(), options=TUNED, dynamic=dynamic)
+    assert "toy_fused_0(" in code and "extern_" not in code
+    assert "cpp_fused" not in code
+
+
+def test_without_autotuning_nobody_is_asked(register: Callable[[ToyProvider], None]) -> None:
+    """MA-A5: ATen is there when nothing is to be tuned, whatever the list says."""
+    register(ToyProvider(toy(), toy()))
+    code = check(layer, inputs(), options={"max_autotune_gemm_backends": "toy"})
+    assert "toy" not in code and not calls
+
+
+def test_an_unfused_candidate_leaves_the_loops(register: Callable[[ToyProvider], None]) -> None:
+    register(ToyProvider(None, toy()))
+    code = check(layer, inputs(), options=TUNED)
+    assert "toy_fused" in code and "cpp_fused" in code
+
+
+def test_fused_and_unfused_compete_on_the_whole(register: Callable[[ToyProvider], None]) -> None:
+    register(ToyProvider(toy(seconds=0.02), toy()))
+    code = check(layer, inputs(), options=TUNED)
+    assert "cpp_fused" in code, "the fused one is slower than both kernels together"
+    register(ToyProvider(toy(), toy(seconds=0.02)))
+    code = check(layer, inputs(), options=TUNED)
+    assert "cpp_fused" not in code
+
+
+def test_the_library_wins_against_what_is_slower(register: Callable[[ToyProvider], None]) -> None:
+    register(ToyProvider(toy(seconds=0.01), toy(seconds=0.01)))
+    code = check(layer, inputs(), options={**TUNED, "max_autotune_gemm_backends": "ATEN,TOY"})
+    assert "addmm" in code and "toy" not in code
+
+
+def test_a_wrong_candidate_never_wins(register: Callable[[ToyProvider], None]) -> None:
+    register(ToyProvider(toy(wrong=0.5), toy()))
+    code = check(layer, inputs(), options=TUNED)
+    assert "cpp_fused" in code, "the fused one is wrong, so the other must be taken"
+    register(ToyProvider(toy(wrong=0.5), toy(wrong=0.5)))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="NoValidChoicesError"):
+        run(layer, *inputs(), options=TUNED)
+
+
+def test_no_valid_choices(register: Callable[[ToyProvider], None]) -> None:
+    """MA-Q1: no backend at all."""
+    options = {"max_autotune": True, "max_autotune_gemm_backends": ""}
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        run(lambda x, y: x @ y, torch.zeros(2, 2), torch.zeros(2, 2), options=options)
+    assert "NoValidChoicesError" in str(caught.value)
+    assert isinstance(caught.value.inner_exception, NoValidChoicesError)
+    assert "ATEN" in str(caught.value) and "max_autotune_gemm_backends" in str(caught.value)
+
+
+def test_the_same_product_is_tuned_once(register: Callable[[ToyProvider], None]) -> None:
+    register(ToyProvider(toy(), None))
+
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = F.relu(x @ w)
+        return x
+
+    args = (torch.randn(4, 4), *(torch.randn(4, 4) for _ in range(3)))
+    before = metrics.counters["inductor"]["select_algorithm_autotune"]
+    options = {**TUNED, "prologue_fusion": False}
+    code = check(deep, args, options=options)
+    assert code.count("toy_fused") >= 3
+    assert metrics.counters["inductor"]["select_algorithm_autotune"] - before <= 1
+
+
+def test_what_is_needed_elsewhere_is_stored_too(register: Callable[[ToyProvider], None]) -> None:
+    register(ToyProvider(toy(), None))
+
+    def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return y, F.relu(y)
+
+    code = check(both, (torch.randn(6, 5), torch.randn(5, 7)), options=TUNED)
+    assert "cpp_fused" not in code
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (6, 5, 0), (6, 0, 7)])
+def test_empty_products(
+    register: Callable[[ToyProvider], None], shape: tuple[int, int, int]
+) -> None:
+    """MA-I2, MA-I3, MA-I4: nothing to compute, nothing to choose."""
+    m, k, n = shape
+    args = (torch.randn(m, k), torch.randn(n, k), torch.randn(n))
+    check(layer, args, options={"max_autotune": True})
+
+
+def test_tuning_leaves_the_users_random_numbers_alone(
+    register: Callable[[ToyProvider], None],
+) -> None:
+    """MA-B11."""
+    register(ToyProvider(toy(), toy()))
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.dropout(x @ w, 0.1)
+
+    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    torch.manual_seed(5)
+    function(x, w).sum().backward()
+    expected, x.grad = x.grad, None
+    options = {"max_autotune_gemm": True, "fallback_random": True,
+               "max_autotune_gemm_backends": "ATEN,TOY"}  # fmt: skip
+    with fresh_cache():
+        call = compiled(function, options=options)
+        torch.manual_seed(5)
+        call(x, w).sum().backward()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-1, atol=1e-1)
