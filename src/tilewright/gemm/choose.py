@@ -8,6 +8,7 @@ with). Where nothing can be measured the library computes the product, as in eag
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,7 @@ class _Chooser:
             return self.groups  # nothing is computed; the library knows how
         winner, why = self._winner()
         metrics.counters["gemm"][winner.provider] += 1
+        decisions.append(Decision(self._title(), str(winner), why))
         if winner.provider == "ATEN":
             return self.groups
         return self._replaced(winner, why)
@@ -240,6 +242,22 @@ class _Winner:
     @property
     def provider(self) -> str:
         return self.candidate.provider
+
+    def __str__(self) -> str:
+        return f"{self.candidate.name} for {self.fusion.problem}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who computes what, and why."""
+
+    site: str
+    winner: str
+    why: str
+
+
+decisions: deque[Decision] = deque(maxlen=1000)
+"""The latest decisions of this process, for reports."""
 
 
 def _origin(groups: Sequence[Group]) -> Origin:

@@ -1,0 +1,260 @@
+"""`python -m bench.gpu_gemm`: products on a card, eager, the reference and tilewright in one run.
+
+Each case is compiled with autotuning from empty caches, checked against eager in float64, and timed
+on the device by replays of a CUDA graph of several calls over rotating inputs, in turns. The table
+ends with geometric means; tuning seconds are counted per backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.measure import geomean
+from tilewright.gemm.choose import decisions
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CALLS = 10  # in one graph
+SETS = 4  # of inputs that take turns, or more where they are small
+CACHE = 120 << 20  # bytes that are surely past the card's cache
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    fn: Callable[..., Tensor]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    fused: bool = False
+
+
+def rand(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    scale = shape[-1] ** -0.25
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+def mm(m: int, n: int, k: int, dtype: torch.dtype = BF16, layout: str = "nt") -> Case:
+    """`nt`: the right operand is a transposed weight, as in a linear layer."""
+
+    def inputs() -> tuple[Tensor, ...]:
+        a = rand(m, k, dtype=dtype) if layout[0] == "n" else rand(k, m, dtype=dtype).t()
+        b = rand(k, n, dtype=dtype) if layout[1] == "n" else rand(n, k, dtype=dtype).t()
+        return a, b
+
+    kind = str(dtype).removeprefix("torch.")
+    return Case(f"mm {m}x{n}x{k} {kind} {layout}", torch.mm, inputs)
+
+
+def bmm(b: int, m: int, n: int, k: int, dtype: torch.dtype = BF16) -> Case:
+    kind = str(dtype).removeprefix("torch.")
+    return Case(f"bmm {b}x{m}x{n}x{k} {kind}", torch.bmm,
+                lambda: (rand(b, m, k, dtype=dtype), rand(b, k, n, dtype=dtype)))  # fmt: skip
+
+
+PRODUCTS = [
+    mm(8192, 8192, 8192), mm(4096, 4096, 4096), mm(4096, 14336, 4096), mm(2048, 4096, 14336),
+    mm(16384, 512, 512), mm(1000, 1000, 1000), mm(2049, 2051, 2047, layout="nn"),
+    mm(1, 4096, 4096), mm(4, 4096, 14336), mm(16, 14336, 4096), mm(32, 4096, 4096),
+    mm(64, 6144, 4096), mm(128, 6144, 4096), mm(128, 4096, 14336),
+    mm(256, 256, 16384), mm(64, 64, 65536, layout="nn"), mm(512, 128, 8192),
+    mm(4096, 4096, 64, layout="nn"), mm(2048, 50257, 768), mm(4096, 768, 3072, layout="tn"),
+    mm(4096, 4096, 4096, F16, "nn"), mm(1024, 1024, 1024, F32), mm(333, 777, 555, F32, "nn"),
+    bmm(64, 512, 512, 64), bmm(128, 2048, 64, 2048), bmm(16, 1024, 1024, 1024),
+]  # fmt: skip
+
+
+def linear(m: int, n: int, k: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (rand(m, k), rand(n, k), rand(n))
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(x @ gate.t()) * (x @ up.t())
+
+
+def normed(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), scale) @ w.t()
+
+
+def int8_weights(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return (x @ w.to(x.dtype).t()) * scale
+
+
+def int8(n: int, k: int) -> Tensor:
+    return torch.randint(-128, 128, (n, k), device="cuda", dtype=torch.int8)
+
+
+FUSED = [
+    Case("bias + gelu 8192x16384x4096", lambda x, w, b: F.gelu(F.linear(x, w, b)),
+         linear(8192, 16384, 4096), True),
+    Case("bias + tanh gelu 2048x4096x1024", lambda x, w, b: F.gelu(F.linear(x, w, b),
+         approximate="tanh"), linear(2048, 4096, 1024), True),
+    Case("bias + relu 4096x4096x4096", lambda x, w, b: F.relu(F.linear(x, w, b)),
+         linear(4096, 4096, 4096), True),
+    Case("bias + residual 8192x4096x1024", lambda x, w, b, r: F.linear(x, w, b) + r,
+         lambda: (*linear(8192, 4096, 1024)(), rand(8192, 4096)), True),
+    Case("swiglu 4096x11008x4096", swiglu,
+         lambda: (rand(4096, 4096), rand(11008, 4096), rand(11008, 4096)), True),
+    Case("rms norm, product 4096x4096x4096", normed,
+         lambda: (rand(4096, 4096), rand(4096), rand(4096, 4096)), True),
+    Case("int8 weights 16x14336x4096", int8_weights,
+         lambda: (rand(16, 4096), int8(14336, 4096), rand(14336)), True),
+    Case("silu and scale 128x8192x4096", lambda x, w, s: F.silu(x @ w.t()) * s,
+         lambda: (rand(128, 4096), rand(8192, 4096), rand(8192)), True),
+    Case("float32 out 4096x4096x1024", lambda x, w: (x @ w.t()).float() * 0.5,
+         lambda: (rand(4096, 1024), rand(4096, 1024)), True),
+    Case("batched scores 64x1024x1024x64", lambda q, k, m: (q @ k.transpose(1, 2)) * 0.125 + m,
+         lambda: (rand(64, 1024, 64), rand(64, 1024, 64), rand(1024, 1024)), True),
+]  # fmt: skip
+
+
+# ---- measuring
+
+
+def compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    if backend == "eager":
+        return fn
+    torch._dynamo.reset()
+    mode = "max-autotune-no-cudagraphs"
+    return torch.compile(fn, backend=backend, mode=mode, dynamic=False)
+
+
+def sets_of(case: Case) -> list[tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    first = case.inputs()
+    size = sum(t.nbytes for t in first)
+    return [first, *(case.inputs() for _ in range(max(1, min(16, CACHE // size + 1))))]
+
+
+def error(result: Tensor, case: Case, args: tuple[Tensor, ...]) -> float:
+    wide = [a.double() if a.is_floating_point() else a for a in args]
+    expected = case.fn(*wide)
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+def recorded(fn: Callable[..., Any], sets: list[tuple[Tensor, ...]]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for args in sets[:2]:
+            fn(*args)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for k in range(CALLS):
+                fn(*sets[k % len(sets)])
+    return graph
+
+
+def in_turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 15) -> dict[str, float]:
+    """Median microseconds of a call, the backends taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for k in range(rounds + 2):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if k > 1:
+                times[name].append(start.elapsed_time(end) * 1000 / CALLS)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def row(case: Case, backends: list[str]) -> dict[str, Any]:
+    sets = sets_of(case)
+    found: dict[str, Any] = {"case": case.name, "fused": case.fused}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for backend in backends:
+        try:
+            began = time.perf_counter()
+            fn = compiled(case.fn, backend)
+            result = fn(*sets[0])
+            torch.cuda.synchronize()
+            found[f"{backend} s"] = time.perf_counter() - began
+            found[f"{backend} error"] = error(result, case, sets[0])
+            del result
+            graphs[backend] = recorded(fn, sets)
+        except Exception as why:
+            traceback.print_exc()
+            found[f"{backend} failed"] = f"{type(why).__name__}: {' '.join(str(why).split())[:200]}"
+    found["us"] = in_turns(graphs)
+    if "tilewright" in graphs:
+        found["chosen"] = chosen()
+    return found
+
+
+def chosen() -> str:
+    """What the last decision was, for the table."""
+    last = decisions[-1]
+    return f"{last.winner.partition(' for ')[0]} ({last.why})"[:90]
+
+
+def line(found: dict[str, Any], backends: list[str]) -> str:
+    us = found["us"]
+    times = " | ".join(f"{us[b]:.1f}" if b in us else found.get(f"{b} failed", "-")[:40]
+                       for b in backends)  # fmt: skip
+    ratio = [f"{us[b] / us['tilewright']:.2f}" if b in us and "tilewright" in us else "-"
+             for b in backends if b != "tilewright"]  # fmt: skip
+    seconds = " | ".join(f"{found.get(f'{b} s', 0):.1f}" for b in backends if b != "eager")
+    wrong = found.get("tilewright error", 9) / max(found.get("eager error", 1e-9), 1e-9)
+    return (f"| {found['case']} | {times} | {' | '.join(ratio)} | {seconds} | {wrong:.2f} | "
+            f"{found.get('chosen', '')} |")  # fmt: skip
+
+
+def summary(rows: list[dict[str, Any]], backends: list[str]) -> list[str]:
+    lines: list[str] = []
+    for fused in (False, True):
+        ours = [r["us"] for r in rows if r["fused"] is fused and "tilewright" in r["us"]]
+        for other in [b for b in backends if b != "tilewright"]:
+            ratios = [us[other] / us["tilewright"] for us in ours if other in us]
+            if ratios:
+                kind = "fused" if fused else "products"
+                lines.append(f"{kind}: {geomean(ratios):.3f} over {other} (geomean of "
+                             f"{len(ratios)}, worst {min(ratios):.2f})")  # fmt: skip
+    for b in backends[1:]:
+        lines.append(f"{b}: {sum(r.get(f'{b} s', 0) for r in rows):.1f} s to compile and tune")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--reference", action="store_true", help="measure the reference too")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--kind", choices=("all", "products", "fused"), default="all")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    backends = ["eager", *(["inductor"] if options.reference else []), "tilewright"]
+    cases = {"all": PRODUCTS + FUSED, "products": PRODUCTS, "fused": FUSED}[options.kind]
+    end = time.perf_counter() + options.seconds
+    head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    columns = ["case", *(f"{b} us" for b in backends), *(f"x {b}" for b in backends[:-1]),
+               *(f"{b} s" for b in backends[1:]), "error / eager's", "chosen"]  # fmt: skip
+    print(head, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n", flush=True)
+    rows: list[dict[str, Any]] = []
+    show = functools.partial(print, flush=True)
+    for case in [c for c in cases if options.only in c.name]:
+        if time.perf_counter() > end:
+            show(f"| {case.name} | out of time |")
+            continue
+        rows.append(row(case, backends))
+        show(line(rows[-1], backends))
+        torch.cuda.empty_cache()
+        if options.out:
+            with open(options.out, "w") as file:
+                json.dump(rows, file, indent=1)
+    print(*summary(rows, backends), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
