@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 from tests.cpu.test_gemm_fuse import evaluated
 from tests.programs import compiled
@@ -92,6 +93,20 @@ class ToyProvider:
     def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[ToyCandidate]:
         found = self.alone if problem.is_bare else self.fused
         return [] if found is None else [replace(found, problem=problem)]
+
+
+@dataclass
+class Held:
+    """The library for single products, so slow that a toy beats it."""
+
+    library: provider.Provider
+    name: str = "ATEN"
+
+    def supports(self, problem: GemmProblem) -> str:
+        return self.library.supports(problem)
+
+    def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[Any]:
+        return [replace(toy(0.02), problem=problem, provider="ATEN", name=problem.op)]
 
 
 NOTHING: Any = None
@@ -181,14 +196,14 @@ def test_a_wrong_candidate_never_wins(register: Callable[[ToyProvider], None]) -
     assert "cpp_fused" in code, "the fused one is wrong, so the other must be taken"
     register(ToyProvider(toy(wrong=0.5), toy(wrong=0.5)))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="NoValidChoicesError"):
+    with pytest.raises(BackendCompilerFailed, match="NoValidChoicesError"):
         run(layer, *inputs(), options=TUNED)
 
 
 def test_no_valid_choices(register: Callable[[ToyProvider], None]) -> None:
     """MA-Q1: no backend at all."""
     options = {"max_autotune": True, "max_autotune_gemm_backends": ""}
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+    with pytest.raises(BackendCompilerFailed) as caught:
         run(lambda x, y: x @ y, torch.zeros(2, 2), torch.zeros(2, 2), options=options)
     assert "NoValidChoicesError" in str(caught.value)
     assert isinstance(caught.value.inner_exception, NoValidChoicesError)
@@ -220,6 +235,19 @@ def test_what_is_needed_elsewhere_is_stored_too(register: Callable[[ToyProvider]
 
     code = check(both, (torch.randn(6, 5), torch.randn(5, 7)), options=TUNED)
     assert "cpp_fused" not in code
+
+
+def test_two_products_into_one_sum(register: Callable[[ToyProvider], None]) -> None:
+    """MA-C1."""
+    register(ToyProvider(toy(), None))
+
+    def function(x: Tensor, v: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return F.relu(x @ v + y @ w)
+
+    args = (torch.randn(6, 5), torch.randn(5, 8), torch.randn(6, 5), torch.randn(5, 8))
+    provider.PROVIDERS["ATEN"] = Held(provider.PROVIDERS["ATEN"])
+    code = check(function, args, options={**TUNED, "max_autotune_gemm_backends": "ATEN,TOY"})
+    assert "toy_fused_" in code and "extern_" not in code and "cpp_fused" not in code
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (6, 5, 0), (6, 0, 7)])

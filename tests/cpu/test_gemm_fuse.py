@@ -53,6 +53,8 @@ def evaluated(problem: GemmProblem, memory: dict[str, Tensor]) -> dict[str, Tens
     at = {problem.batch: batch, problem.m: m, problem.n: n, problem.k: k}
     terms = [value(o.value, at, memory) for o in problem.operands]
     total = problem.alpha * (terms[0] * terms[1]).sum(-1)
+    if problem.op == "mm_plus_mm":
+        total = total + (terms[2] * terms[3]).sum(-1)
     flat = {v: index[..., 0] for v, index in at.items()}
     if problem.bias is not None:
         total = total + problem.beta * value(problem.bias.value, flat, memory)
@@ -227,6 +229,22 @@ def test_fusions_are_offered_from_the_largest() -> None:
     with config.patch(epilogue_fusion=False, prologue_fusion=False):
         found = site(lambda x, y: ((x - 1.1) @ (y + 1.1)) * 1.1, r(64, 12), r(12, 6))
         assert not found.fusions
+
+
+def test_a_sum_of_products_is_one() -> None:
+    """MA-C1, MA-C4: of equal shapes, and with what follows."""
+
+    def function(x: Tensor, v: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return F.relu(x @ v + y @ w)
+
+    last = sites(function, r(6, 5), r(5, 8), r(6, 5), r(5, 8))[-1]
+    assert isinstance(last, Site)
+    assert [f.problem.op for f in last.fusions] == ["mm_plus_mm", "mm"]
+    assert len(most(last).operands) == 4 and most(last).epilogue and most(last).bias is None
+    other = sites(function, r(6, 5), r(5, 8), r(6, 7), r(7, 8))[-1]
+    assert isinstance(other, Site) and all(f.problem.op == "mm" for f in other.fusions)
+    plain = sites(lambda x, v, y, w: x @ v + y @ w, r(6, 5), r(5, 8), r(6, 5), r(5, 8))[-1]
+    assert isinstance(plain, Site) and [f.problem.op for f in plain.fusions] == ["mm_plus_mm"]
 
 
 def test_what_overwrites_an_operand_stays_apart() -> None:

@@ -57,16 +57,18 @@ def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -
     if not (config.max_autotune or config.max_autotune_gemm):
         return found
     for name in [g.call.name for g in found if g.call is not None and fuse.is_product(g)]:
-        position = next(
-            k for k, g in enumerate(found) if g.call is not None and g.call.name == name
-        )
-        site = fuse.site(program, found, position)
+        position = _position(found, name)
+        site = "it is part of another" if position is None else fuse.site(program, found, position)
         if isinstance(site, str):
-            log.debug("%s is the library's: %s", name, site)
+            log.debug("%s is not chosen for: %s", name, site)
             continue
-        chooser = _Chooser(program, found, site, loop_kernel)
-        found = chooser.chosen()
+        found = _Chooser(program, found, site, loop_kernel).chosen()
     return found
+
+
+def _position(groups: Sequence[Group], name: str) -> int | None:
+    places = (k for k, g in enumerate(groups) if g.call is not None and g.call.name == name)
+    return next(places, None)
 
 
 class _Chooser:
@@ -185,10 +187,21 @@ class _Chooser:
         return sorted(found)
 
     def _loop(self, group: Group) -> tuple[Part, float]:
+        """A group that a fusion takes in, as it runs on its own."""
+        if group.call is not None:
+            return self._other_product(group)
         arguments, source = self.loop_kernel(self.program, group)
         memory = [self.program.buffers[b] for b in (group.reads | group.writes) - group.local]
         target = self.site.bare.problem.target
         return Part(source, tuple(arguments)), loop_time(memory, target)
+
+    def _other_product(self, group: Group) -> tuple[Part, float]:
+        found = fuse.site(self.program, self.groups, self.groups.index(group))
+        assert isinstance(found, Site)
+        candidate = aten.AtenCandidate(found.bare.problem)
+        kernel, names = candidate.kernel(), found.bare.names
+        arguments = tuple((kind, names.get(name, name)) for kind, name in kernel.arguments)
+        return Part(kernel.source, arguments), candidate.estimate
 
     def _memory(self, around: Sequence[int]) -> Memory:
         call = self.site.call

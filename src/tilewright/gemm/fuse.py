@@ -17,7 +17,7 @@ import torch
 from tilewright import config
 from tilewright.gemm.problem import GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, load, loads, rewrite, substitute, walk
+from tilewright.ir.expr import Expr, const, load, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS
 from tilewright.ir.program import Buffer, Opaque, Program, Store, View
 from tilewright.schedule.access import terms
@@ -154,12 +154,15 @@ class _Finder:
             if with_after or with_before:
                 fusions.append(self._fusion(after if with_after else None,
                                             before if with_before else []))  # fmt: skip
+        fusions = [*self._sums_of_products(after), *fusions]
         bare = _canonical(self.problem, self.program.buffers)
         return Site(self.position, self.call, Fusion(*bare), tuple(fusions), dict(self.refused))
 
     def _fusion(self, after: tuple[int, list[Store]] | None,
-                before: Sequence[tuple[int, Values]]) -> Fusion:  # fmt: skip
-        problem = self.problem
+                before: Sequence[tuple[int, Values]],
+                both: tuple[int, GemmProblem] | None = None) -> Fusion:  # fmt: skip
+        taken = tuple(k for k, _ in before) + (() if both is None else (both[0],))
+        problem = self.problem if both is None else both[1]
         values = {name: value for _, made in before for name, value in made.items()}
         if values:
             operands = tuple(Operand(o.view, values[o.view.buffer], is_plain=False)
@@ -169,8 +172,7 @@ class _Finder:
         if after is not None:
             problem = replace(problem, epilogue=tuple(after[1]), keeps=self._is_kept(after[0]))
         found, names = _canonical(problem, self.program.buffers)
-        return Fusion(found, names, tuple(k for k, _ in before),
-                      after[0] if after is not None else None)  # fmt: skip
+        return Fusion(found, names, taken, after[0] if after is not None else None)
 
     # ---- epilogue
 
@@ -228,14 +230,63 @@ class _Finder:
         return (result in self.visible or self.program.buffers[result].kind != "temporary"
                 or any(result in g.reads | g.writes for g in others))  # fmt: skip
 
+    # ---- two products
+
+    def _sums_of_products(self, after: tuple[int, list[Store]] | None) -> list[Fusion]:
+        """This product and another that is added to it, as one problem."""
+        p = self.problem
+        if p.bias is not None and p.op == "addmm" and (p.alpha, p.beta) == (1.0, 1.0):
+            both = self._with(self._maker(p.bias, (self.position,)), p.bias.view)
+            ways = [after, None] if after is not None else [None]
+            return [] if both is None else [self._fusion(way, [], both) for way in ways]
+        if p.op == "mm" and after is not None and not self._is_kept(after[0]):
+            return self._sum_in(after)
+        return []
+
+    def _sum_in(self, after: tuple[int, list[Store]]) -> list[Fusion]:
+        """The same where the sum is the first thing the epilogue computes."""
+        mine = self.problem.product
+        sums = {n for s in after[1] for n in walk(s.value) if n.op == "add" and mine in n.src}
+        if len(sums) != 1 or self.problem.dtype not in (torch.float32, torch.float64):
+            return []  # low-precision eager rounds both products before it adds them
+        (total,) = sums
+        other = total.src[total.src[0] is mine]
+        if other.op != "load" or other.src[0] is not mine.src[0]:
+            return []
+        stores = [replace(s, value=substitute(s.value, {total: const(0, total.dtype)}))
+                  for s in after[1]]  # fmt: skip
+        left = {n.arg for s in stores for n in loads(*s.exprs)}
+        if left & {mine.arg, other.arg}:
+            return []
+        place = self._maker_of(other.arg, (after[0],))
+        both = self._with(place, replace(self.problem.result, buffer=other.arg))
+        if both is None:
+            return []
+        summed = [replace(s, value=substitute(s.value, {total: mine})) for s in after[1]]
+        return [self._fusion((after[0], summed), [], both)]
+
+    def _with(self, maker: int | None, result: View) -> tuple[int, GemmProblem] | None:
+        """The product at `maker` and this one, if the first makes just this view."""
+        p = self.problem
+        first = None if maker is None else self.groups[maker].call
+        if maker is None or first is None or OPS.get(first.target) != "mm":
+            return None
+        found = _parsed(self.program, first)
+        if isinstance(found, str) or found.sizes != p.sizes or found.result != result:
+            return None
+        if self._disturbed(first.reads, maker, self.position):
+            return None
+        operands = (*found.operands, *p.operands)
+        return maker, replace(p, op="mm_plus_mm", operands=operands, bias=None)
+
     # ---- prologues
 
     def _prologues(self) -> list[tuple[int, Values]]:
         """Groups that make nothing but operands of this product, with the value of each."""
         makers: dict[int, list[Operand]] = {}
         for operand in self.problem.operands:
-            maker = self._maker(operand)
-            if maker is not None:
+            maker = self._maker(operand, (self.position,))
+            if maker is not None and self.groups[maker].call is None:
                 makers.setdefault(maker, []).append(operand)
         found: list[tuple[int, Values]] = []
         for position, operands in makers.items():
@@ -246,14 +297,16 @@ class _Finder:
                 found.append((position, values))
         return found
 
-    def _maker(self, operand: Operand) -> int | None:
-        """The one group that writes an operand which only this product reads."""
-        name = operand.view.buffer
+    def _maker(self, operand: Operand, readers: tuple[int, ...]) -> int | None:
+        return self._maker_of(operand.view.buffer, readers)
+
+    def _maker_of(self, name: str, readers: tuple[int, ...]) -> int | None:
+        """The one group that writes a buffer which only these read."""
         users = [k for k, g in enumerate(self.groups) if name in g.reads | g.writes]
-        if (len(users) != 2 or users[1] != self.position or name in self.visible
+        if (tuple(users[1:]) != readers or name in self.visible
                 or self.program.buffers[name].kind != "temporary"):  # fmt: skip
             return None
-        return users[0] if self.groups[users[0]].call is None else None
+        return users[0]
 
     def _operand_values(self, position: int, operands: Sequence[Operand]) -> Values | str:
         group = self.groups[position]
@@ -446,9 +499,9 @@ def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
     for s in problem.epilogue:
         names.setdefault(s.buffer, f"y{len(names)}")
     found = _renamed(problem, names)
-    buffers = sorted((replace(known[theirs], name=mine, kind="temporary") for theirs, mine in names.items()),
-                     key=lambda b: b.name)  # fmt: skip
-    return replace(found, buffers=tuple(buffers)), {mine: theirs for theirs, mine in names.items()}
+    theirs = {mine: name for name, mine in names.items()}
+    buffers = [replace(known[theirs[mine]], name=mine, kind="temporary") for mine in sorted(theirs)]
+    return replace(found, buffers=tuple(buffers)), theirs
 
 
 def _renamed(problem: GemmProblem, names: Mapping[str, str]) -> GemmProblem:
