@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
-from tests.cpu.test_gemm_fuse import evaluated
+from tests.cpu.test_gemm_fuse import PROGRAMS, evaluated, filled, site
 from tests.programs import compiled
 from tilewright import metrics
 from tilewright.errors import NoValidChoicesError
 from tilewright.gemm import provider
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Effort, Kernel
-from tilewright.ir.program import Store
+from tilewright.host.spare import Spare
+from tilewright.ir import index as ix
+from tilewright.ir.program import Buffer, Store
 from tilewright.runtime import store
 from tilewright.testing import fresh_cache, run_and_get_code
 
@@ -248,6 +250,25 @@ def test_two_products_into_one_sum(register: Callable[[ToyProvider], None]) -> N
     provider.PROVIDERS["ATEN"] = Held(provider.PROVIDERS["ATEN"])
     code = check(function, args, options={**TUNED, "max_autotune_gemm_backends": "ATEN,TOY"})
     assert "toy_fused_" in code and "extern_" not in code and "cpp_fused" not in code
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_last_resort_computes_the_same(name: str) -> None:
+    """A chosen kernel that cannot be built elsewhere is replaced by the library and loops."""
+    function, args = PROGRAMS[name]
+    for fusion in site(function, *args).fusions:
+        resort = Spare.product(fusion.problem)
+        memory = {b.name: filled(b) for b in fusion.problem.buffers}
+        shaped = {b.name: _shaped(memory[b.name], b) for b in fusion.problem.buffers}
+        resort(*(shaped[n] for n in resort.names))
+        for written, expected in evaluated(fusion.problem, memory).items():
+            found = memory[written].double()
+            torch.testing.assert_close(found, expected, rtol=4e-2, atol=4e-2)
+
+
+def _shaped(flat: Tensor, buffer: Buffer) -> Tensor:
+    size, stride = ([ix.likely(n) for n in part] for part in (buffer.size, buffer.stride))
+    return flat.as_strided(size, stride)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (6, 5, 0), (6, 0, 7)])

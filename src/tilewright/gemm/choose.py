@@ -19,6 +19,7 @@ from tilewright.errors import NoValidChoicesError
 from tilewright.gemm import aten, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
+from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Argument, Candidate, Effort, Kernel, Source, enabled
 from tilewright.gemm.roofline import loop_time
 from tilewright.ir import index as ix
@@ -37,6 +38,7 @@ MOST_UNFUSED = 8  # candidates for the product alone, beside fused ones, that ar
 class Implementation:
     """What an opaque call has for a target once its kernel is chosen."""
 
+    problem: GemmProblem
     kernel: Kernel
     names: tuple[tuple[str, str], ...]  # the kernel's buffers -> the program's
     chosen: str  # who, and why, for a reader
@@ -237,7 +239,9 @@ class _Chooser:
         origin = _origin(taken)
         label = "_".join(dict.fromkeys(n.rstrip("_0123456789") for n in origin.nodes))
         kernel = candidate.kernel()
-        target = Implementation(kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}")
+        target = Implementation(
+            problem, kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}"
+        )
         made = Opaque(f"{call.name}_chosen", target, views, {}, (), written, origin)
         log.debug("%s: %s", label, target.chosen)
         result = list(self.groups)

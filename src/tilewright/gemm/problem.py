@@ -15,18 +15,21 @@ An operand is a plain window on memory, or, with a prologue, any expression over
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, load, loads, syms, var
-from tilewright.ir.program import Buffer, Store, View
+from tilewright.ir.program import Buffer, Nest, Node, Opaque, Origin, Store, View
 from tilewright.ir.show import show_expr
 from tilewright.runtime import store
 from tilewright.target import Target
+
+aten = torch.ops.aten
 
 Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm"]
 
@@ -146,13 +149,15 @@ class GemmProblem:
             return self
         operands = tuple(
             o if o.is_plain else plain(o.view, position)
-            for o, position in zip(self.operands, self._positions(), strict=True)
+            for o, position in zip(self.operands, self.positions, strict=True)
         )
         made = replace(self, operands=operands, epilogue=(), keeps=True)
         used = {*made.reads, *made.writes}
         return replace(made, buffers=tuple(b for b in self.buffers if b.name in used))
 
-    def _positions(self) -> tuple[tuple[Expr, ...], ...]:
+    @property
+    def positions(self) -> tuple[tuple[Expr, ...], ...]:
+        """Of an element of each operand: [batch,] m, k and [batch,] k, n."""
         lead = (self.batch,) if self.is_batched else ()
         pair = ((*lead, self.m, self.k), (*lead, self.k, self.n))
         return pair * (len(self.operands) // 2)
@@ -178,6 +183,44 @@ class GemmProblem:
         kind = str(self.dtype).removeprefix("torch.")
         fused = " + prologue" if any(not o.is_plain for o in self.operands) else ""
         return f"{self.op} {size} {kind}{fused}{' + epilogue' if self.epilogue else ''}"
+
+
+# ---- what it means
+
+_PRODUCTS: dict[str, Any] = {
+    "mm": aten.mm.out, "addmm": aten.addmm.out, "bmm": aten.bmm.out, "baddbmm": aten.baddbmm.out,
+}  # fmt: skip
+
+
+def definition(problem: GemmProblem) -> tuple[Node, ...]:
+    """The problem as nodes of the IR: operands, the library's product, what follows. Buffers that
+    the problem itself does not touch (prologues' operands, a product not kept) are used as well."""
+    nodes: list[Node] = []
+    for k, (operand, place) in enumerate(zip(problem.operands, problem.positions, strict=True)):
+        if not operand.is_plain:
+            index = _at(operand.view, place)
+            made = Store(operand.view.buffer, index, operand.value)
+            nodes.append(Nest(f"operand{k}", place, (), (made,), _ORIGIN))
+    views = [o.view for o in problem.operands]
+    if problem.op == "mm_plus_mm":
+        nodes += [_call("mm", views[:2], problem.result, {}),
+                  _call("addmm", [problem.result, *views[2:]], problem.result, {})]  # fmt: skip
+    else:
+        scale: dict[str, Any] = {}
+        if problem.bias is not None:
+            views.insert(0, problem.bias.view)
+            scale = {"alpha": problem.alpha, "beta": problem.beta}
+        nodes.append(_call(problem.op, views, problem.result, scale))
+    if problem.epilogue:
+        nodes.append(Nest("epilogue", problem.place, (), problem.epilogue, _ORIGIN))
+    return tuple(nodes)
+
+
+_ORIGIN = Origin(())
+
+
+def _call(op: str, views: Sequence[View], out: View, scale: dict[str, Any]) -> Opaque:
+    return Opaque(op, _PRODUCTS[op], tuple(views), scale, (), (), _ORIGIN, out=out)
 
 
 # ---- building problems

@@ -108,9 +108,15 @@ def spares(program: Program, groups: Sequence[Group],
     """For each Triton kernel its last resort, and which of its arguments that takes."""
     found: dict[str, tuple[Spare, tuple[int, ...]]] = {}
     for group, item in zip(groups, made, strict=True):
-        if item is not None and group.call is None and isinstance(item[1], TritonSource):
-            made_for = Spare.of(program, group)
+        if item is None or not isinstance(item[1], TritonSource):
+            continue
+        chosen = None if group.call is None else group.call.target
+        if isinstance(chosen, Implementation):
+            resort = Spare.product(chosen.problem)
+            given = [name for _, name in chosen.kernel.arguments]
+        else:
+            resort = Spare.of(program, group)
             given = [name for _, name in item[0].args]
-            if set(made_for.names) <= set(given):
-                found[item[0].name] = made_for, tuple(given.index(n) for n in made_for.names)
+        if set(resort.names) <= set(given):
+            found[item[0].name] = resort, tuple(given.index(n) for n in resort.names)
     return found

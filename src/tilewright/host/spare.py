@@ -11,35 +11,47 @@ from typing import Any
 
 import torch
 
+from tilewright.gemm.problem import GemmProblem, definition
 from tilewright.ir import interp
-from tilewright.ir.program import Nest, Program
-from tilewright.ir.show import show_nest
+from tilewright.ir.program import Buffer, Node, Program
+from tilewright.ir.show import show_node
 from tilewright.schedule.group import Group
 
 
 @dataclass(frozen=True)
 class Spare:
-    """The nests of a group, and the buffers and symbols they are called with, in order."""
+    """The nodes of a group, and the buffers and symbols they are called with, in order."""
 
-    nests: tuple[Nest, ...]
+    nodes: tuple[Node, ...]
     program: Program
     names: tuple[str, ...]
     local: tuple[str, ...]
 
     @classmethod
     def of(cls, program: Program, group: Group) -> Spare:
-        memory = sorted((group.reads | group.writes) - group.local)
-        symbols = {s.arg.name: s for m in group.members for s in m.symbols}
-        names = (*memory, *sorted(symbols))
         known = {b: program.buffers[b] for b in group.reads | group.writes}
+        return cls._made(group.members, known, group.local)
+
+    @classmethod
+    def product(cls, problem: GemmProblem) -> Spare:
+        """The library's product between loops."""
+        used = {*problem.reads, *problem.writes}
+        local = frozenset(problem.memory) - used
+        return cls._made(definition(problem), problem.memory, local)
+
+    @classmethod
+    def _made(cls, nodes: tuple[Node, ...], known: dict[str, Buffer],
+              local: frozenset[str]) -> Spare:  # fmt: skip
+        symbols = {s.arg.name: s for node in nodes for s in node.symbols}
+        names = (*sorted(known.keys() - local), *sorted(symbols))
         part = Program(buffers=known, inputs=list(names), symbols=symbols)
-        return cls(group.members, part, names, tuple(sorted(group.local)))
+        return cls(nodes, part, names, tuple(sorted(local)))
 
     @property
     def text(self) -> str:
-        return "\n".join(f"# {line}" for n in self.nests for line in show_nest(n).splitlines())
+        return "\n".join(f"# {line}" for n in self.nodes for line in show_node(n).splitlines())
 
     def __call__(self, *args: Any) -> None:
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
         with torch.device(device):
-            interp.run_nests(self.program, self.nests, args, self.local)
+            interp.run_nodes(self.program, self.nodes, args, self.local)

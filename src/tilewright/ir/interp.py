@@ -95,17 +95,17 @@ def run_steps(program: Program, steps: Sequence[StepLike], args: Sequence[Any],
     return machine.outputs()
 
 
-def run_nests(program: Program, nests: Sequence[Nest], args: Sequence[Any],
+def run_nodes(program: Program, nodes: Sequence[Node], args: Sequence[Any],
               local: Sequence[str]) -> None:  # fmt: skip
-    """Nests one after the other, into the tensors they are given; `local` buffers are made here."""
+    """Nodes one after the other, into the tensors they are given; `local` buffers are made here."""
     machine = _Machine(program, args, {})
     device = next(t.device for t in machine.tensors.values())
     for name in local:
         b = program.buffers[name]
         layout = machine.sizes(b.size), machine.sizes(b.stride)
         machine.tensors[name] = torch.empty_strided(*layout, dtype=b.dtype, device=device)
-    for nest in nests:
-        machine.nest(nest, {})
+    for node in nodes:
+        machine.node(node)
 
 
 class _Machine:

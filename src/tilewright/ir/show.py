@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.ir.expr import Expr, Reduce, Scan, Sym, make
-from tilewright.ir.program import Nest, Opaque, Output, Program, View
+from tilewright.ir.program import Nest, Node, Opaque, Output, Program, View
 
 NAMESPACE: dict[str, Any] = {"E": make, "torch": torch, "Sym": Sym, "Reduce": Reduce, "Scan": Scan,
                              "inf": float("inf"), "nan": float("nan")}  # fmt: skip
@@ -98,6 +98,10 @@ def show_call(call: Opaque) -> str:
     return f"{call.name}: {results} = {call.target}({', '.join(sorted(call.reads))})"
 
 
+def show_node(node: Node) -> str:
+    return show_nest(node) if isinstance(node, Nest) else show_call(node)
+
+
 def _output(o: Output) -> str:
     if isinstance(o, View):
         size, stride = (", ".join(brief(e) for e in es) for es in (o.size, o.stride))
@@ -112,7 +116,7 @@ def show(value: Any) -> str:
         for b in value.buffers.values():
             layout = f"{[brief(s) for s in b.size]} {[brief(s) for s in b.stride]}"
             lines.append(f"buffer {b.name}: {b.dtype} {layout} {b.kind}")
-        lines += [show_nest(n) if isinstance(n, Nest) else show_call(n) for n in value.nodes]
+        lines += [show_node(n) for n in value.nodes]
         return "\n".join([*lines, "outputs " + ", ".join(_output(o) for o in value.outputs)])
     steps = getattr(value, "steps", None)
     if steps is None:
@@ -123,7 +127,6 @@ def show(value: Any) -> str:
         lines.append(f"group {k}: outer {[v.arg for v in group.outer]} local {sorted(group.local)} "
                      f"allocate {step.allocate} reuse {step.reuse} free {step.free}")  # fmt: skip
         for node in group.nodes:
-            text = show_nest(node) if isinstance(node, Nest) else show_call(node)
-            lines += ["    " + line for line in text.splitlines()]
+            lines += ["    " + line for line in show_node(node).splitlines()]
         lines += [f"    not with {name}: {why}" for name, why in group.refused.items()]
     return "\n".join(lines)
