@@ -16,7 +16,7 @@ import torch
 
 from tilewright import caches, config, metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import aten, fuse
+from tilewright.gemm import aten, cpp, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
 from tilewright.gemm.problem import GemmProblem
