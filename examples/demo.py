@@ -1,6 +1,6 @@
 """Compile a small transformer and a convnet with tilewright, check them, and show the gain.
 
-    python examples/demo.py [--backend NAME]
+    python examples/demo.py [--backend NAME] [--mode NAME]
 
 Runs on the GPU when there is one. Exits with 1 if a compiled result differs from eager's.
 """
@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from tilewright import metrics
+from tilewright.gemm.choose import Decision, decisions
 
 ROUNDS = 9
 
@@ -94,6 +95,7 @@ class Outcome:
     kernels: int
     moved: int
     fallback_ops: Counter[str] = field(default_factory=Counter)
+    decisions: list[Decision] = field(default_factory=list[Decision])
 
 
 def step_of(model: nn.Module, run: Callable[..., Tensor], x: Tensor, train: bool) -> Any:
@@ -128,13 +130,16 @@ def median_times(calls: list[Callable[[], Any]]) -> list[float]:
     return [statistics.median(taken) for taken in samples]
 
 
-def demonstrate(name: str, model: nn.Module, x: Tensor, train: bool, backend: str) -> Outcome:
+def demonstrate(
+    name: str, model: nn.Module, x: Tensor, train: bool, how: dict[str, str]
+) -> Outcome:
     """Compile one pass of one model, compare it with eager, time both."""
     torch._dynamo.reset()
     metrics.reset()
+    decisions.clear()
     eager = copy.deepcopy(model).train(train)
     ours = copy.deepcopy(model).train(train)
-    compiled = torch.compile(ours, backend=backend)
+    compiled = torch.compile(ours, **how)
     expected = step_of(eager, eager, x, train), list(eager.buffers())
     start = time.perf_counter()
     actual = step_of(ours, compiled, x, train), list(ours.buffers())
@@ -158,6 +163,7 @@ def demonstrate(name: str, model: nn.Module, x: Tensor, train: bool, backend: st
         kernels=metrics.generated_kernel_count,
         moved=metrics.num_bytes_moved,
         fallback_ops=Counter(metrics.fallback_ops),
+        decisions=list(decisions),
     )
 
 
@@ -193,10 +199,19 @@ def explanation(outcome: Outcome) -> str:
     )
 
 
+def choices(outcome: Outcome) -> Iterator[str]:
+    """Who computes each product, and why, in a line each."""
+    for decision, count in Counter(outcome.decisions).items():
+        times = f" x{count}" if count > 1 else ""
+        yield f"  {decision.site}{times}: {decision.winner} ({decision.why})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--backend", default="tilewright", help="any torch.compile backend")
-    backend = parser.parse_args().backend
+    parser.add_argument("--mode", default="max-autotune", help="any mode of torch.compile")
+    options = parser.parse_args()
+    how = {"backend": options.backend, "mode": options.mode}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     cases = [
@@ -204,17 +219,18 @@ def main() -> int:
         ("convnet", ConvNet().to(device), torch.randn(8, 3, 64, 64, device=device)),
     ]
     outcomes = [
-        demonstrate(name, model, x, train, backend)
+        demonstrate(name, model, x, train, how)
         for name, model, x in cases
         for train in (False, True)
     ]
     console = Console(width=None if sys.stdout.isatty() else 130)
-    console.print(table_of(outcomes, f"torch.compile(backend={backend!r}) on {device}"))
+    console.print(table_of(outcomes, f"torch.compile(**{how}) on {device}"))
     for outcome in outcomes:
-        console.print(explanation(outcome), highlight=False, soft_wrap=True)
+        for text in (explanation(outcome), *choices(outcome)):
+            console.print(text, highlight=False, soft_wrap=True)
     console.print(
-        "Matrix products, convolutions and attention are library calls; the rest is fused around "
-        "them. A second run takes the kernels from the cache.",
+        "Convolutions and attention are library calls; products are computed by whoever was "
+        "fastest with what is fused to them. A second run takes kernels and choices from the cache.",
         soft_wrap=True,
     )
     wrong = [o for o in outcomes if o.difference is not None]

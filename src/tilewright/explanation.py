@@ -12,6 +12,7 @@ import torch._dynamo
 from torch.utils import _pytree as pytree
 
 from tilewright.backend import count_schedules
+from tilewright.gemm.choose import Implementation
 from tilewright.ir.program import Buffer, Node
 from tilewright.ir.show import brief
 from tilewright.schedule.group import Group
@@ -33,6 +34,7 @@ class Part:
     least: int
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    chosen: str = ""  # of a product: who computes it, and why
 
     @property
     def name(self) -> str:
@@ -74,6 +76,7 @@ class Graph:
             kind = "kernel" if part.is_kernel else "call"
             bytes_ = f"{_bytes(part.moved):>9} of at least {_bytes(part.least):>9}"
             lines.append(f"  {part.number:>3} {kind:6} {bytes_}  {part.name}  {part.location}")
+            lines += [f"      by {part.chosen}"] if part.chosen else []
         for r in self.refusals:
             lines.append(f"  {r.first} and {r.second} share {', '.join(r.shared)}: {r.reason}")
         return "\n".join(lines)
@@ -135,11 +138,16 @@ def _graph(role: str, plan: Schedule) -> Graph:
         return tuple(names[b] for b in sorted(buffers) if b in names)
 
     parts = tuple(
-        Part(k, _ops(group), _location(group), group.call is None, b.moved, b.least,
-             named(group.reads - group.local), named(group.writes - group.local))
+        Part(k, _ops(group), _location(group), group.is_kernel, b.moved, b.least,
+             named(group.reads - group.local), named(group.writes - group.local), _chosen(group))
         for k, (group, b) in enumerate(zip(groups, plan.bytes, strict=True))
     )  # fmt: skip
     return Graph(role, parts, tuple(_refusals(groups, names)))
+
+
+def _chosen(group: Group) -> str:
+    target = None if group.call is None else group.call.target
+    return target.chosen if isinstance(target, Implementation) else ""
 
 
 def _describe(buffer: Buffer) -> str:
@@ -173,7 +181,7 @@ def _reason(a: Group, b: Group) -> str:
 
 def _ops(group: Group) -> tuple[str, ...]:
     """What the user wrote, as far as it has a name, in order."""
-    if group.call is not None:
+    if group.call is not None and not group.call.generated:
         name = getattr(group.call.target, "__name__", None)
         return (str(name or group.call.target).partition(".")[0],)
     names = (n for node in group.nodes for n in node.origin.nodes)

@@ -16,7 +16,7 @@ import torch
 
 from tilewright import caches, config, metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import aten, cpp, fuse
+from tilewright.gemm import aten, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
 from tilewright.gemm.problem import GemmProblem
@@ -25,6 +25,8 @@ from tilewright.gemm.roofline import loop_time
 from tilewright.ir import index as ix
 from tilewright.ir.program import Opaque, Origin, Program, View
 from tilewright.runtime import store
+from tilewright.runtime.cxx import CxxSource
+from tilewright.runtime.triton_build import TritonSource
 from tilewright.schedule.group import Group
 from tilewright.tune import select
 
@@ -242,7 +244,8 @@ class _Chooser:
         target = Implementation(
             problem, kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}"
         )
-        made = Opaque(f"{call.name}_chosen", target, views, {}, (), written, origin)
+        ours = isinstance(kernel.source, CxxSource | TritonSource)
+        made = Opaque(f"{call.name}_chosen", target, views, {}, (), written, origin, generated=ours)
         log.debug("%s: %s", label, target.chosen)
         result = list(self.groups)
         result[place] = Group(call=made, refused=dict(self.site.refused))

@@ -147,6 +147,7 @@ class Opaque:
     single: bool = True  # the result is one tensor, not a tuple
     aliases: bool = False  # a result may share memory with an operand
     fills: tuple[str, ...] = ()  # those of `mutates` it writes to without reading them
+    generated: bool = False  # the target is a kernel of ours
     out: View | None = None  # where the only result is written, by a target that takes `out=`
 
     @cached_property

@@ -59,6 +59,11 @@ class Group:
         return self.members if self.call is None else (self.call,)
 
     @property
+    def is_kernel(self) -> bool:
+        """Whether it is code of ours that runs, not a library's."""
+        return self.call is None or self.call.generated
+
+    @property
     def kernels(self) -> tuple[Group, ...]:
         """The parts that share a launch, or the group itself."""
         return self.parts or (self,)

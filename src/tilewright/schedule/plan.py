@@ -86,7 +86,7 @@ def _mark_local(program: Program, groups: list[Group]) -> None:
 def _count(program: Program, groups: list[Group]) -> list[Traffic]:
     found = traffic(program, groups)
     for group, bytes_ in zip(groups, found, strict=True):
-        metrics.generated_kernel_count += group.call is None
+        metrics.generated_kernel_count += group.is_kernel
         metrics.num_bytes_accessed += bytes_.accessed
         metrics.num_bytes_moved += bytes_.moved
         metrics.nodes_num_elem.append((group.nodes[0].name, bytes_.accessed // 4))
