@@ -230,7 +230,7 @@ def main() -> int:
             console.print(text, highlight=False, soft_wrap=True)
     console.print(
         "Convolutions and attention are library calls; products are computed by whoever was "
-        "fastest with what is fused to them. A second run takes kernels and choices from the cache.",
+        "fastest with what is fused to them. A second run takes it all from the cache.",
         soft_wrap=True,
     )
     wrong = [o for o in outcomes if o.difference is not None]
