@@ -15,6 +15,7 @@ from tilewright import config, dump, metrics
 from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import kernel as triton
 from tilewright.errors import stage
+from tilewright.gemm import provider
 from tilewright.gemm.choose import Implementation, choose
 from tilewright.gemm.provider import Argument
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
@@ -26,6 +27,7 @@ from tilewright.host.program import HostProgram, KernelCall, assemble
 from tilewright.ir.program import Program
 from tilewright.ir.verify import verify
 from tilewright.lower.graph import lower
+from tilewright.runtime.user_kernel import UserSource
 from tilewright.schedule.group import Group
 from tilewright.schedule.plan import Grouping, Schedule, arranged, planned
 from tilewright.target import Target
@@ -169,8 +171,8 @@ def _cannot(program: Program, group: Group) -> str:
     return "" if device.type == "cpu" else triton.limits(program, group, Target.of(device))
 
 
-def _loop_kernel(program: Program, group: Group) -> tuple[Sequence[Argument], Source]:
+def _loop_kernel(program: Program, group: Group) -> tuple[Sequence[Argument], provider.Source]:
     """The kernel of a group of loops, for plans that run it beside a product."""
     made = _generate(program, group, 0)
-    assert made is not None
+    assert made is not None and not isinstance(made[1], UserSource)
     return made[0].args, made[1]

@@ -245,7 +245,17 @@ class _Chooser:
             problem, kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}"
         )
         ours = isinstance(kernel.source, CxxSource | TritonSource)
-        made = Opaque(f"{call.name}_chosen", target, views, {}, (), written, origin, generated=ours)
+        made = Opaque(
+            f"{call.name}_chosen",
+            target,
+            views,
+            {},
+            (),
+            written,
+            origin,
+            fills=written,
+            generated=ours,
+        )
         log.debug("%s: %s", label, target.chosen)
         result = list(self.groups)
         result[place] = Group(call=made, refused=dict(self.site.refused))

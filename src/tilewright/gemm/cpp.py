@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 from tilewright import config as options
 from tilewright.codegen.cpp.emit import uses_flag
@@ -84,7 +84,7 @@ class CppCandidate:
     @property
     def _source(self) -> CxxSource:
         text, arguments = self._written
-        kinds: tuple[ArgKind, ...] = tuple(kind for kind, _ in arguments)
+        kinds = tuple(cast(ArgKind, kind) for kind, _ in arguments)
         return CxxSource(text, "kernel", kinds, self.problem.target.cxx_flags)
 
 
