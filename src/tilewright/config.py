@@ -235,12 +235,6 @@ deterministic: bool = option(
     "Measure nothing: a library's call, or else the first candidate, is taken.",
     affects_code=True,
 )
-max_autotune_gemm_search_space: str = option(
-    "DEFAULT",
-    "Configurations of product templates to try: DEFAULT lists, or EXHAUSTIVE; in any case.",
-    affects_code=True,
-    check=lambda s: s.upper() in ("DEFAULT", "EXHAUSTIVE"),
-)
 coordinate_descent_tuning: bool = option(
     False,
     "Refine the best measured configuration one parameter at a time.",

@@ -84,7 +84,7 @@ class CppCandidate:
     @property
     def _source(self) -> CxxSource:
         text, arguments = self._written
-        kinds = tuple(cast(ArgKind, kind) for kind, _ in arguments)
+        kinds = cast(tuple[ArgKind, ...], tuple(kind for kind, _ in arguments))
         return CxxSource(text, "kernel", kinds, self.problem.target.cxx_flags)
 
 
