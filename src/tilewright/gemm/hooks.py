@@ -7,7 +7,7 @@ problem. An index that is affine in `k` is split, so that only a scalar changes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,16 +15,22 @@ import torch
 from tilewright.codegen.triton.emit import Writer
 from tilewright.codegen.triton.kernel import BAD_INDEX, coarse, narrow, valued
 from tilewright.codegen.triton.shape import Axis
-from tilewright.codegen.triton.text import FP8, SIGNATURE, cast
+from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, free_vars, rebuild, substitute, var, walk
+from tilewright.ir.expr import Expr, const, free_vars, make, rebuild, rewrite, substitute, var, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Store
 
 NAMES = ("a", "b", "a2", "b2")  # of the operands' tiles in a template's text
 WORKSPACE, COUNTERS = "workspace", "counters"
+SMALL = (torch.float16, torch.bfloat16)
+BYTES: dict[torch.dtype, tuple[str, tuple[int, int]]] = {
+    torch.int8: ("", (0, 0)), torch.uint8: ("", (0, 0)),
+    torch.float8_e5m2: ("tl.float8e5", (8, 0)), torch.float8_e4m3fn: ("tl.float8e4nv", (8, 9)),
+}  # fmt: skip
+"""Eight-bit types that cards turn into sixteen-bit floats, and since which of them."""
 _EXACT = frozenset(("add", "sub", "mul", "neg", "abs", "min", "max", "where", "cast", "sqrt", "eq",
                     "ne", "lt", "le", "gt", "ge", "floor", "ceil", "trunc", "round"))  # fmt: skip
 """Operations whose value at zero is the same on the card as here."""
@@ -63,9 +69,19 @@ class _Writer(Writer):
     """With names that are unique in the whole kernel."""
 
     names: Callable[[], int]
+    bytes: Mapping[torch.dtype, str]  # eight-bit types to the card's own, if not the same
 
     def fresh(self, family: str = "t") -> str:
         return f"{family}{self.names()}"
+
+    def _operation(self, node: Expr) -> str:
+        """A byte becomes a sixteen-bit float at once: each has a value for every byte's."""
+        if node.op != "cast" or node.dtype not in SMALL or node.src[0].dtype not in self.bytes:
+            return super()._operation(node)
+        kind = self.bytes[node.src[0].dtype]
+        text = self.operand(node.src[0])
+        text = f"{text}.to({kind}, bitcast=True)" if kind else text
+        return f"{text}.to({TYPE[node.dtype]})"
 
     def taken(self) -> list[str]:
         """The lines so far, which are then no longer here."""
@@ -139,6 +155,8 @@ class Hooks:
 
         w = _Writer(list(axes), 2, self.index_type, self._name, load, check)
         w.names = self._next
+        w.bytes = {d: kind for d, (kind, since) in BYTES.items()
+                   if self.problem.target.capability >= since}  # fmt: skip
         w.valued = self.valued
         w.masked = {a for a in (self.m, self.n) if a in axes and not self.is_even(a.var)}
         w.know(self.problem.batch, "batch")
@@ -226,7 +244,7 @@ class _Operand:
 
     def __init__(self, hooks: Hooks, value: Expr, name: str, across: list[Axis], dim: int) -> None:
         p = hooks.problem
-        self.hooks, self.value, self.name = hooks, value, name
+        self.hooks, self.value, self.name = hooks, narrowed(value), name
         self.k = Tile(f"k{name}", (p.k,), dim, "BLOCK_K")
         self.lane = Tile(f"lane_{name}", (var(f"lane_{name}", const(hooks.shape.block_k)),), dim,
                          "BLOCK_K")  # fmt: skip
@@ -346,6 +364,20 @@ class _Epilogue:
         w.line(f"tl.store({self.hooks.pointer(store.buffer)} + ({place}), {value}{masked})")
 
 
+def narrowed(value: Expr) -> Expr:
+    """Bytes that become float32 only to be rounded to sixteen bits become that at once."""
+
+    def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        if node.op != "cast" or node.dtype not in SMALL:
+            return None
+        wide = src[0]
+        if wide.op != "cast" or wide.dtype != torch.float32 or wide.src[0].dtype not in BYTES:
+            return None
+        return make("cast", node.dtype, wide.src, node.dtype)
+
+    return rewrite(value, rule)
+
+
 def accumulator(problem: GemmProblem) -> torch.dtype:
     """What products are summed in."""
     return torch.float32 if problem.operands[0].dtype.is_floating_point else torch.int32
@@ -356,12 +388,10 @@ def keeps_zero(value: Expr, k: Expr) -> bool:
     the last k are right without looking."""
     done: dict[Expr, Expr] = {}
     for node in walk(value):
-        if node.op == "load" and k in free_vars(node) and node.dtype not in FP8:
+        if node.op == "load" and k in free_vars(node):
             done[node] = const(0, node.dtype)
         elif node.op in _EXACT:
             done[node] = rebuild(node, tuple(done[s] for s in node.src))
-        elif node.op == "load" and k in free_vars(node):  # the byte zero is the number zero
-            done[node] = const(0.0, node.dtype)
         else:
             done[node] = node
     found = done[value]

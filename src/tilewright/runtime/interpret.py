@@ -158,6 +158,8 @@ def repaired() -> Generator[None]:
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if dst_type.scalar == tl.bfloat16 and src.dtype.scalar == tl.float32:
             return _to_bfloat16(src)
+        if dst_type.scalar == tl.bfloat16 and src.dtype.scalar.is_int():
+            return _to_bfloat16(cast(self, src, tl.float32))
         return cast(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
