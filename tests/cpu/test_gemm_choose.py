@@ -18,7 +18,7 @@ from tests.cpu.test_gemm_fuse import PROGRAMS, evaluated, filled, site
 from tests.programs import compiled
 from tilewright import metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import provider
+from tilewright.gemm import provider, providers
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Effort, Kernel
 from tilewright.host.spare import Spare
@@ -200,6 +200,10 @@ def test_a_wrong_candidate_never_wins(register: Callable[[ToyProvider], None]) -
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="NoValidChoicesError"):
         run(layer, *inputs(), options=TUNED)
+
+
+def test_all_providers_take_part() -> None:
+    assert {p.name for p in providers.enabled()} == {"ATEN", "TRITON", "CPP"}
 
 
 def test_no_valid_choices(register: Callable[[ToyProvider], None]) -> None:

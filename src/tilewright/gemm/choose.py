@@ -20,7 +20,8 @@ from tilewright.gemm import aten, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
 from tilewright.gemm.problem import GemmProblem
-from tilewright.gemm.provider import Argument, Candidate, Effort, Kernel, Source, enabled
+from tilewright.gemm.provider import Argument, Candidate, Effort, Kernel, Source
+from tilewright.gemm.providers import enabled
 from tilewright.gemm.roofline import loop_time
 from tilewright.ir import index as ix
 from tilewright.ir.program import Opaque, Origin, Program, View

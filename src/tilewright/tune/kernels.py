@@ -199,7 +199,7 @@ def _descended(subject: Subject, bench: _Bench, best: _Configured) -> _Configure
     tried = {*bench.source.configs, best.config}
     most = MOST_STEPS + len(bench.source.configs)
     while len(tried) < most:
-        fresh = [c for c in _neighbours(best.config) if c not in tried]
+        fresh = [c for c in _neighbours(bench.source, best.config) if c not in tried]
         tried.update(fresh)
         if not fresh:
             break
@@ -210,10 +210,16 @@ def _descended(subject: Subject, bench: _Bench, best: _Configured) -> _Configure
     return best
 
 
-def _neighbours(at: TritonConfig) -> Iterator[TritonConfig]:
+def _neighbours(source: TritonSource, at: TritonConfig) -> Iterator[TritonConfig]:
+    """One number larger or smaller by a factor of two. A block larger than all that the kernel was
+    written for may not divide an axis that it does not mask; a smaller one of a loop inside the
+    kernel may not cover a row that is held as a whole."""
+    parallel = {block for _, block in source.grid}
     for k, (name, value) in enumerate(at.constants):
+        known = [dict(c.constants)[name] for c in source.configs]
+        least = 1 if name in parallel else min(known)
         for scaled in (value * 2, value // 2):
-            if 1 <= scaled <= 1 << 14:
+            if least <= scaled <= max(known):
                 yield replace(at, constants=(*at.constants[:k], (name, scaled),
                                              *at.constants[k + 1 :]))  # fmt: skip
     for warps in (at.num_warps * 2, at.num_warps // 2):
