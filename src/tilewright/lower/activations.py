@@ -35,7 +35,7 @@ def _relu(x: Expr) -> Expr:
     return f.maximum(0, x)
 
 
-def _gelu(x: Expr, approximate: str = "none") -> Expr:
+def gelu(x: Expr, approximate: str = "none") -> Expr:
     if approximate == "tanh":
         inner = f.mul(f.add(x, f.mul(f.mul(f.square(x), x), _TANH_KAPPA)), _TANH_BETA)
         return f.mul(f.mul(x, 0.5), f.add(f.tanh(inner), 1.0))
@@ -194,7 +194,7 @@ def _activation(fn: Callable[..., Expr], tensors: int) -> LoweringFn:
 
 _FORWARD: list[tuple[Any, Callable[..., Expr]]] = [
     (aten.relu, _relu),
-    (aten.gelu, _gelu),
+    (aten.gelu, gelu),
     (aten.silu, _silu),
     (aten.mish, _mish),
     (aten.hardswish, _hardswish),

@@ -12,25 +12,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
 
-from tilewright import caches, config, metrics
-from tilewright.runtime import store, triton_build
+from tilewright import caches
+from tilewright.runtime import extension, triton_build
 from tilewright.runtime.driver import Driver, driver
 from tilewright.runtime.triton_build import Built, TritonSource
 
 Launcher = Callable[..., None]
 
-SOURCE = Path(__file__).parent / "launch.cpp"
-FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 HIDDEN = 4  # room for the parameters Triton appends; a kernel reads as many as it has
 
 # How a parameter of each Triton type is passed: p address, i 32 bits, l 64 bits, f and d floats.
@@ -56,8 +49,8 @@ def load(source: TritonSource, built: Built, device: int) -> Launcher:
         made = driver()
         function = made.load(binary.cubin, binary.name, binary.shared, device)
         flags = (1 if binary.cooperative else 0) | (2 if binary.pdl else 0)
-        extension = _extension()
-        build = extension.Kernel if extension is not None else _Slow
+        module = _extension()
+        build = module.Kernel if module is not None else _Slow
         found = build(binary.name, _otherwise(source, built, device), function.address,
                       function.context, kinds, binary.num_warps, binary.shared, flags,
                       binary.num_ctas, *_addresses(made))  # fmt: skip
@@ -99,17 +92,17 @@ def _addresses(made: Driver) -> tuple[int, ...]:
 
 def pointer_reader() -> Callable[[list[Any]], tuple[int, ...]]:
     """A function of arguments: the address of each tensor, 0 for what is none."""
-    extension = _extension()
-    if extension is not None:
-        return extension.pointers
+    module = _extension()
+    if module is not None:
+        return module.pointers
     return lambda args: tuple(a.data_ptr() if hasattr(a, "data_ptr") else 0 for a in args)
 
 
 def copier() -> Callable[[int, int, int, int], None]:
     """`copy(to, from, bytes, stream)`, from device memory to device memory."""
-    made, extension = driver(), _extension()
-    if extension is not None:
-        return functools.partial(extension.copy, made.address("cuMemcpyDtoDAsync_v2"))
+    made, module = driver(), _extension()
+    if module is not None:
+        return functools.partial(module.copy, made.address("cuMemcpyDtoDAsync_v2"))
     copy = made.library.cuMemcpyDtoDAsync_v2
     copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     return lambda to, start, size, stream: made.check(copy(to, start, size, stream), "a copy")
@@ -121,28 +114,7 @@ def copier() -> Callable[[int, int, int, int], None]:
 @functools.cache
 def _extension() -> Any:
     """The extension module, built once per machine; None where that cannot be done."""
-    include = sysconfig.get_path("include")
-    compiler = shutil.which(config.cpp.cxx)
-    if compiler is None or not (Path(include) / "Python.h").exists():
-        metrics.counters["launch"]["no C++ compiler or no Python headers"] += 1
-        return None
-    text = SOURCE.read_bytes()
-    tag = sysconfig.get_config_var("SOABI") or ""
-    path = store.path(store.key(text, tag, *FLAGS), ".launch.so")
-    if not path.exists():
-        command = [compiler, *FLAGS, f"-I{include}", "-x", "c++", str(SOURCE), "-o"]
-        try:
-            store.put_atomic(path, lambda draft: subprocess.run(
-                [*command, str(draft)], check=True, capture_output=True, timeout=600))  # fmt: skip
-        except (subprocess.SubprocessError, OSError):
-            metrics.counters["launch"]["the extension could not be built"] += 1
-            return None
-    loader = ExtensionFileLoader("tw_launch", str(path))
-    spec = importlib.util.spec_from_loader("tw_launch", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return extension.load(Path(__file__).parent / "launch.cpp")
 
 
 class _Slow:
