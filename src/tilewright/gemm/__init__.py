@@ -2,6 +2,7 @@
 
 - `problem.py`   `GemmProblem`, one frozen value for a product with all that is fused to it
 - `provider.py`  what a provider and a candidate are
+- `cublaslt.py`  the cuBLASLt provider: problems in the library's terms, its epilogues
 - `cpp.py`       C++ kernels for the CPU: candidates by a cost model; `cpp_source.py` their text
 - `triton.py`    the Triton provider: `templates.py` (kernels with hooks, sources in `kernels/`),
   `hooks.py` (loads and stores of a problem as text), `heuristics.py` (configurations, the model)

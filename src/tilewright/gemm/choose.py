@@ -16,7 +16,7 @@ import torch
 
 from tilewright import caches, config, metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import aten, fuse
+from tilewright.gemm import aten, cpp, cublaslt, fuse, triton
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
 from tilewright.gemm.problem import GemmProblem
@@ -33,6 +33,7 @@ from tilewright.tune import select
 
 log = logging.getLogger("tilewright.choose")
 
+PROVIDERS = (aten, cublaslt, triton, cpp)  # importing them registers them: libraries first
 LoopKernel = Callable[[Program, Group], tuple[Sequence[Argument], Source]]
 MOST_UNFUSED = 8  # candidates for the product alone, beside fused ones, that are not the library's
 

@@ -22,6 +22,7 @@ import torch
 
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Argument, Effort, Kernel, register
+from tilewright.gemm.roofline import roofline
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, make, rewrite
 from tilewright.ir.program import Store, View
@@ -35,9 +36,6 @@ _COUNTS: dict[Effort, int] = {"none": 8, "quick": 16, "default": 32, "max": 64}
 _ALIGNMENT = 16  # bytes; what memory has at least here, and as much as any algorithm needs
 _LARGEST = 2**31 - 1  # the library counts rows in 32 bits
 _SLOWER = 0.02  # by which each algorithm is guessed to be slower than the one before it
-_BYTES_PER_US = 4e6  # sustained, of an H200
-_FLOPS_PER_US = {2: 6.5e8, 1: 1.3e9, 4: 5e7, 8: 5e7}  # by the size of an element
-_LAUNCH_US = 2.0
 _EPILOGUES: dict[Activation, int] = {"relu": lt.EPILOGUE_RELU, "gelu": lt.EPILOGUE_GELU}
 
 
@@ -180,9 +178,9 @@ def _finish(problem: GemmProblem) -> Finish | str:
     """Where the result goes, what is added to it and applied to it."""
     if not problem.epilogue:
         return _matrix(problem.result), [], ""
-    if problem.keeps or len(problem.epilogue) > 1:
+    last, *others = problem.epilogue
+    if problem.keeps or others:
         return "it has several results"
-    last = problem.epilogue[0]
     if last.mode != "set" or last.mask is not None or last.value.dtype != problem.dtype:
         return "its result is not stored as the library does"
     out = _at(problem, last.buffer, last.value.dtype, last.index)
@@ -452,7 +450,7 @@ class CublasLt:
                  *([numbers.activation] if numbers.activation else [])]  # fmt: skip
         name = f"extern_kernels.cublaslt_{'_'.join(parts)}"
         device = _device(problem)
-        best = _best(problem)
+        best = roofline(problem)
         return [LtCandidate(problem.op, rank, LtSource(name, numbers, call, algorithm, device),
                             best * (1 + _SLOWER * rank))
                 for rank, algorithm in enumerate(_algorithms(problem, call, effort))]  # fmt: skip
@@ -472,12 +470,3 @@ def _algorithms(problem: GemmProblem, call: lt.Call, effort: Effort) -> tuple[lt
 
 def _device(problem: GemmProblem) -> torch.device:
     return problem.memory[problem.writes[0]].device
-
-
-def _best(problem: GemmProblem) -> float:
-    """Microseconds on a roofline: each buffer moved once, at best."""
-    names = dict.fromkeys((*problem.reads, *problem.writes))
-    moved = sum(ix.likely(problem.memory[b].numel) * problem.memory[b].dtype.itemsize
-                for b in names)  # fmt: skip
-    rate = _FLOPS_PER_US[problem.operands[0].dtype.itemsize]
-    return max(problem.flops / rate, moved / _BYTES_PER_US) + _LAUNCH_US
