@@ -52,6 +52,11 @@ class Implementation:
         return self.kernel.name
 
     @property
+    def result(self) -> str:
+        """One of the program's buffers it writes."""
+        return dict(self.names)[self.problem.writes[0]]
+
+    @property
     def arguments(self) -> tuple[Argument, ...]:
         names = dict(self.names)
         return tuple((kind, names.get(name, name)) for kind, name in self.kernel.arguments)
@@ -183,7 +188,11 @@ class _Chooser:
         inside = {*fusion.before, fusion.after}
         before = [loops[k] for k in loops if k < self.site.position and k not in inside]
         after = [loops[k] for k in loops if k > self.site.position and k not in inside]
-        parts = (*(p for p, _ in before), Part(kernel.source, arguments), *(p for p, _ in after))
+        parts = (
+            *(p for p, _ in before),
+            Part(kernel.source, arguments, kernel),
+            *(p for p, _ in after),
+        )
         estimate = candidate.estimate + sum(t for _, t in (*before, *after))
         return Plan(candidate, fusion, parts, bench, estimate, fusion is not self.site.bare)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tilewright.gemm.fuse import Fusion
-from tilewright.gemm.provider import Argument, Candidate, Source
+from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
 from tilewright.ir import index as ix
 from tilewright.ir.program import Buffer
 from tilewright.runtime import cxx, launch, store, triton_build
@@ -39,6 +39,7 @@ class Part:
 
     source: Source
     arguments: tuple[Argument, ...]
+    kernel: Kernel | None = None  # of a product: it may want memory of its own
 
     def started(self) -> Future[Any] | None:
         match self.source:
@@ -51,7 +52,10 @@ class Part:
 
     def bound(self, built: Any, memory: Memory) -> Run:
         """A launch over the sets of buffers."""
-        sets = [memory.arguments(self.arguments, k) for k in range(memory.count)]
+        own = self._own(memory)
+        sets = [memory.arguments(self.arguments, k, own) for k in range(memory.count)]
+        for given in sets:
+            given += [own["flag"]] if self.kernel is not None and self.kernel.checked else []
         match self.source:
             case TritonSource():
                 return _triton(self.source, built, sets, memory.sizes)
@@ -62,6 +66,17 @@ class Part:
             case _:
                 call = self.source
                 return lambda _, which: call(*sets[which])
+
+    def _own(self, memory: Memory) -> dict[str, torch.Tensor]:
+        if self.kernel is None:
+            return {}
+        count, zeros = (max(1, ix.evaluate(n, memory.sizes))
+                        for n in (self.kernel.workspace, self.kernel.counters))  # fmt: skip
+        return {
+            "workspace": torch.empty(count, dtype=torch.float32, device=memory.device),
+            "counters": torch.zeros(zeros, dtype=torch.int32, device=memory.device),
+            "flag": torch.zeros(1, dtype=torch.int64, device=memory.device),
+        }
 
 
 def _triton(source: TritonSource, built: Built, sets: Sequence[Sequence[Any]],
@@ -94,9 +109,10 @@ class Memory:
                           for _ in range(self.count)]  # fmt: skip
         return self._sets
 
-    def arguments(self, names: Sequence[Argument], which: int) -> list[Any]:
-        return [self.sets[which][name] if kind == "ptr" else self.sizes[name]
-                for kind, name in names]  # fmt: skip
+    def arguments(self, names: Sequence[Argument], which: int,
+                  own: Mapping[str, torch.Tensor]) -> list[Any]:  # fmt: skip
+        memory = {**own, **self.sets[which]}
+        return [memory[name] if kind == "ptr" else self.sizes[name] for kind, name in names]
 
     def results(self, run: Run) -> dict[str, torch.Tensor]:
         """What a run writes into the first set; the set is afterwards as before."""

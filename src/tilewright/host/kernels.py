@@ -48,14 +48,14 @@ def triton(program: Program, kernel: TritonKernel, wide: TritonKernel | None, na
 
 def chosen(program: Program, made: Implementation, number: int) -> tuple[KernelCall, Source]:
     """The kernel that was chosen for a product."""
-    source = made.kernel.source
-    name = f"{made.kernel.name}_{number}".replace(".", "_")
-    device = program.buffers[made.arguments[0][1]].device
-    card = device.index or 0 if device.type == "cuda" else None
+    kernel, source = made.kernel, made.kernel.source
+    name = f"{kernel.name}_{number}".replace(".", "_")
+    device = program.buffers[made.result].device
     if isinstance(source, TritonSource):
-        return KernelCall(name, made.arguments, checked=False, device=card), source
+        return KernelCall(name, made.arguments, kernel.checked, device.index or 0, kernel.assume,
+                          workspace=kernel.workspace, counters=kernel.counters), source  # fmt: skip
     plain = not isinstance(source, CxxSource)
-    return KernelCall(name, made.arguments, checked=False, plain=plain), source
+    return KernelCall(name, made.arguments, kernel.checked, plain=plain), source
 
 
 def spare(program: Program, group: Group, name: str) -> tuple[KernelCall, Spare]:

@@ -34,6 +34,8 @@ class KernelCall:
     device: int | None = None  # of a CUDA kernel
     narrow: tuple[Expr, ...] = ()  # at most 2**31 - 1, or `{name}_wide` is to be called
     plain: bool = False  # a Python function of tensors and numbers
+    workspace: Expr = ix.ZERO  # float32 elements it is given as `workspace`
+    counters: Expr = ix.ZERO  # int32 elements, zero before and after, it is given as `counters`
     launch: UserLaunch | None = None  # of a user's kernel, in place of `args`
 
 
@@ -236,12 +238,20 @@ class _Assembly:
 
     def _launch(self, kernel: KernelCall, device: int, site: str) -> None:
         """Put a CUDA kernel on the current stream of its device."""
+        if kernel.workspace is not ix.ZERO:
+            n = number(kernel.workspace)
+            self._on_device(device, f"workspace = empty_cuda(({n},), (1,), torch.float32)")
+        if kernel.counters is not ix.ZERO:
+            n = number(kernel.counters)
+            self.lines.append(f"zeroed = counters({device}, stream{device}, {n})")
         args = [f"stream{device}", f"@grid {kernel.name}@", "1", "1"]
-        args += [name for _, name in kernel.args]
+        args += ["zeroed" if name == "counters" else name for _, name in kernel.args]
         if kernel.checked:
             self._checked[device][kernel.name] = f"@{site}@"
             args.append(f"flag{device}.addresses[{len(self._checked[device]) - 1}]")
         self._on_device(device, f"{_narrow(kernel)}({', '.join(args)})")
+        if kernel.workspace is not ix.ZERO:
+            self.lines.append("del workspace")
 
     def _user_kernel(self, kernel: KernelCall, launch: UserLaunch) -> None:
         grids = [", ".join(self._argument(n) for n in grid) for grid in launch.grids]

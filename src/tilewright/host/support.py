@@ -40,6 +40,22 @@ def exchange_device(device: int) -> int:
     return torch.cuda._exchange_device(device)
 
 
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def counters(device: int, stream: int, count: int) -> torch.Tensor:
+    """Integers that are zero, and that a kernel leaves zero: kept for each stream."""
+    if torch.cuda.is_current_stream_capturing():  # memory of a graph is not for others
+        return torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", device))
+    found = _counters.get((device, stream))
+    if found is None or found.numel() < count:
+        found = torch.zeros(
+            max(count, 4096), dtype=torch.int32, device=torch.device("cuda", device)
+        )
+        _counters[device, stream] = found
+    return found
+
+
 def empty(size: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -149,6 +165,7 @@ __all__ = [
     "Flag",
     "empty",
     "empty_cpu",
+    "counters",
     "empty_cuda",
     "exchange_device",
     "key_get",
