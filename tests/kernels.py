@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+TWO = tl.constexpr(2)
+
 
 @contextlib.contextmanager
 def seen() -> Iterator[None]:

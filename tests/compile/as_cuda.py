@@ -22,7 +22,7 @@ from tilewright.host import support
 from tilewright.ir.program import Program
 from tilewright.lower.graph import lower
 from tilewright.runtime import launch
-from tilewright.runtime.interpret import Interpreted, repaired
+from tilewright.runtime.interpret import Interpreted, interpreting
 from tilewright.runtime.triton_build import Built, TritonSource
 from tilewright.runtime.user_kernel import executed
 
@@ -64,7 +64,7 @@ def _users(source: TritonSource, built: Built) -> launch.Launcher:
     def call(stream: int, x: int, y: int, z: int, *args: Any) -> None:
         assert stream == 7
         given = dict(zip(names, args, strict=True))
-        with repaired():
+        with interpreting():
             function.run(grid=(x, y, z), warmup=False, **given, **dict(built.config.constants))
 
     return call

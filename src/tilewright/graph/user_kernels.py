@@ -91,6 +91,7 @@ class Launch:
 
     kernel: UserKernel
     constants: tuple[tuple[str, Any], ...]
+    writes: tuple[str, ...]
     descriptors: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # argument -> block of a descriptor
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler, given at the launch
 

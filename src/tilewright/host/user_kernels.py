@@ -30,10 +30,8 @@ def user_kernel(program: Program, call: Opaque) -> tuple[KernelCall, UserSource]
     assert isinstance(launch, Launch)
     device = _device(program, call)
     given = {p.name: call.kwargs[p.name] for p in launch.kernel.parameters if p.name in call.kwargs}
-    mutated = [k for k, v in enumerate(given.values())
-               if isinstance(v, View) and v.buffer in call.mutates]  # fmt: skip
     names = tuple(given)
-    source = UserSource.of(launch, names, tuple(mutated), device)
+    source = UserSource.of(launch, names, device)
     narrow: tuple[Expr, ...] = ()
     if device.type == "cuda" and launch.kernel.text and not launch.descriptors:
         source, narrow = _with_static(source, launch, given)
@@ -110,10 +108,7 @@ def _with_static(source: UserSource, launch: Launch, given: dict[str, Any]
     wide = [(n, "i64" if any(given.get(n) is e for e in narrow) else t) for n, t in params]
     names = tuple(n for n, _ in params)
     passed = {n: v for n, v in known.items() if n in names}
-    written = tuple(
-        k for k, n in enumerate(names) if n in {source.names[i] for i in source.written}
-    )
-    made = replace(source, names=names, written=written, static=static,
+    made = replace(source, names=names, static=static,
                    constants=tuple((n, v) for n, v in constants.items()),
                    wide=replace(static, params=tuple(wide)) if narrow else None)  # fmt: skip
     given.update(passed)

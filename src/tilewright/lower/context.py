@@ -56,6 +56,7 @@ class Lowering:
         self.owners: dict[str, int] = {}  # buffer -> storage, of arguments and of shared results
         self.detached: list[tuple[torch.fx.Node, Any]] = []  # with the values they had before
         self.scratch: frozenset[str] = frozenset()  # arguments whose contents nobody needs again
+        self.based: dict[torch.fx.Node, torch.fx.Node | None] = {}  # stored for a call that writes
         self.exposed: set[str] = set()  # buffers whose memory a value we cannot see into may share
         self._counts: dict[str, int] = {}
         self._seeds: dict[torch.device, int] = {}  # random ops so far
@@ -249,8 +250,7 @@ class Lowering:
 
     def launch(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
                mutates: tuple[str, ...], fills: tuple[str, ...]) -> None:  # fmt: skip
-        """A call that gives nothing back: all it does is write to buffers."""
-        self.flush_writes(mutates)
+        """A call that gives nothing back: all it does is write to buffers, which are free."""
         self.program.nodes.append(
             Opaque(
                 self.fresh("call"), target, args, kwargs, (), mutates, self.origin(), fills=fills
@@ -278,8 +278,12 @@ class Lowering:
 
     def needed(self, node: torch.fx.Node) -> bool:
         """Whether a node after the current one uses this node's value (not only its place)."""
-        return any(user not in self.env and user is not self.node and not _overwrites(user, node)
-                   for user in node.users)  # fmt: skip
+        return bool(self.waiting(node))
+
+    def waiting(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """The nodes after the current one that use this node's value."""
+        return [user for user in node.users if user not in self.env and user is not self.node
+                and not _overwrites(user, node)]  # fmt: skip
 
     # ---- random numbers
 

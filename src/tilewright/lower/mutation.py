@@ -10,6 +10,7 @@ bytes than a copy of `x`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.fx
 
@@ -42,10 +43,12 @@ def copied(ctx: Lowering, t: Tensor, stride: Sequence[Expr] | None) -> Tensor:
     return ctx.copy(t, None if stride is None else tuple(stride))
 
 
-def overwritable(ctx: Lowering, t: Tensor, operands: Sequence[Node] = ()) -> bool:
+def overwritable(ctx: Lowering, t: Tensor, operands: Sequence[Node] = (),
+                 written: Node | None = None) -> bool:  # fmt: skip
     """Whether the memory of `t` is free to change; if so, whatever still needs it was stored.
 
     `operands` read what they need while the memory changes, so they must not be read from it.
+    `written` is the node whose value `t` is, if all of that is to change and nothing beside it.
     """
     found = as_view(t)
     if found is None or not config.inplace_buffers or any(s is ix.ZERO for s in found.stride):
@@ -56,13 +59,47 @@ def overwritable(ctx: Lowering, t: Tensor, operands: Sequence[Node] = ()) -> boo
         return False
     if reading(ctx, name, operands):
         return False
-    waiting = [n for n in ctx.env.readers(name) if ctx.needed(n)]
+    views = views_of(written)
+    waiting = [n for n in ctx.env.readers(name) if not is_replaced(ctx, n, views.get(n))]
     cost = sum(_bytes(x) for n in waiting for x in tensors(ctx.env[n]))
     # an argument that is copied instead is written once more in the end
     if waiting and cost >= _bytes(t) * (1 if kind == "temporary" else 3):
         return False
     for n in waiting:
         ctx.detach(n)
+    return True
+
+
+_SCATTERS: dict[Any, Any] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+}
+
+
+def views_of(node: Node | None) -> dict[Node, Node]:
+    """What a value is a view of, directly or not: each with the view of it that was taken."""
+    found: dict[Node, Node] = {}
+    while node is not None and getattr(node.target, "is_view", False):
+        base = node.all_input_nodes[0]
+        found[base] = node
+        node = base
+    return found
+
+
+def is_replaced(ctx: Lowering, node: Node, view: Node | None) -> bool:
+    """Whether nothing after the current node uses what `node` holds in this view of it.
+
+    The graph has `node` with the view replaced for a call that writes to a view of a tensor.
+    """
+    for user in ctx.waiting(node):
+        if view is None or user.target not in _SCATTERS or node in user.all_input_nodes[1:]:
+            return False
+        same = view.target is _SCATTERS[user.target] and (view.args[1:], view.kwargs) == (
+            user.args[2:], user.kwargs)  # fmt: skip
+        if not same and not is_replaced(ctx, user, view):
+            return False
     return True
 
 
@@ -104,15 +141,14 @@ def put_window(ctx: Lowering, t: Tensor, src: Tensor,
 
     None where that saves nothing: the memory is needed, or the result would never be stored.
     """
-    if not _is_stored_anyway(ctx, t) or not overwritable(ctx, t):
-        return None
-    found = as_view(t)
-    assert found is not None
     points = placeholders(src.size)
     old = t.at(position(*points))
-    where = old.src[0]
-    if src.at(points) is old:
+    found = as_view(t)
+    if found is not None and src.at(points) is old:
         return t  # what was computed there already
+    if found is None or not _is_stored_anyway(ctx, t) or not overwritable(ctx, t):
+        return None
+    where = old.src[0]
     if any(n.arg == found.buffer and n.src[0] is not where for n in loads(src.body)):
         src = ctx.copy(src)
     ctx.nest(points, (), [Store(found.buffer, where, src.at(points))])

@@ -64,7 +64,8 @@ def _target(node: Node, given: dict[str, Any]) -> tuple[Launch, ttir.Accesses]:
     inside = {**dict(kernel.defaults), **{n: v for n, v in constants.items() if n in names}}
     known = tuple((n, v) for n, v in inside.items() if n not in given)
     options = tuple((n, v) for n, v in constants.items() if n not in names)
-    return Launch(kernel, known, tuple(blocks.items()), options), found
+    writes: Any = node.kwargs["tensors_to_clone"]
+    return Launch(kernel, known, tuple(writes), tuple(blocks.items()), options), found
 
 
 def _argument(ctx: Lowering, value: Any) -> View | Expr | Any:

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, load
 from tilewright.lower.context import Lowering, as_view, is_plain
-from tilewright.lower.mutation import copied, overwritable, reading
+from tilewright.lower.mutation import copied, is_replaced, overwritable, reading, views_of
 from tilewright.lower.opaque import (
     as_argument,
     lift,
@@ -57,16 +57,52 @@ def own(ctx: Lowering, given: Node, others: Sequence[Node]) -> Tensor:
     stride = ctx.sizes.tuple(fake.stride())
     if given.target in UNINITIALISED:
         return ctx.stored(ctx.buffer(ctx.sizes.tuple(fake.size()), fake.dtype, fake.device, stride))
+    _store_base(ctx, given)
     t: Tensor = ctx.env[given]
     found = as_view(t)
     if found is None:
         return ctx.copy(t, stride)
-    if not same_layout(found, stride) or not overwritable(ctx, t):
+    if not same_layout(found, stride) or not overwritable(ctx, t, written=given):
         return copied(ctx, t, stride)
     for other in reading(ctx, found.buffer, others):
         if storage_of(other.meta["val"]) != storage_of(fake):
             ctx.detach(other)
     return t
+
+
+def _store_base(ctx: Lowering, given: Node) -> None:
+    """Give a tensor memory before a part of it is written, if nobody wants what the part held and
+    somebody wants the rest: so the part is written in its place, rather than put there later."""
+    views = views_of(given)
+    base = next(reversed(views), None)
+    if base is None or base.op == "placeholder":
+        return
+    before = ctx.based.get(base) is ctx.node  # for another part of it
+    if as_view(ctx.env[base]) is not None and not before:
+        return
+    if not ctx.waiting(base) or not all(is_replaced(ctx, n, v) for n, v in views.items()):
+        return
+    fake = base.meta["val"]
+    stride = ctx.sizes.tuple(fake.stride())
+    if before:
+        pass
+    elif base.target in UNINITIALISED:
+        made = ctx.buffer(ctx.sizes.tuple(fake.size()), fake.dtype, fake.device, stride)
+        ctx.env[base] = ctx.stored(made)
+    else:
+        ctx.env[base] = ctx.copy(ctx.env[base], stride)
+    ctx.based[base] = ctx.node
+    stored = as_view(ctx.env[base])
+    assert stored is not None
+    start = ctx.sizes.index(fake.storage_offset())
+    for view in views.values():
+        part = view.meta["val"]
+        size = ctx.sizes.tuple(part.size())
+        begin = ix.sub(ctx.sizes.index(part.storage_offset()), start)
+        index = ix.linearize(placeholders(size), ctx.sizes.tuple(part.stride()),
+                             ix.add(stored.offset, begin))  # fmt: skip
+        ctx.env[view] = Tensor(size, part.dtype, part.device, load(stored.buffer, part.dtype,
+                                                                   index))  # fmt: skip
 
 
 # ---- custom operators

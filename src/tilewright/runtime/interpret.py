@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import linecache
 import warnings
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
 
 def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,6 +178,61 @@ def repaired() -> Generator[None]:
         builder.cast_impl, builder.create_dot = cast, dot
 
 
+# ---- kernels of users
+
+
+@functools.cache
+def _standard() -> tuple[tuple[Any, str, Any, Any], ...]:
+    """The functions of Triton's language that are themselves kernels' code: where each is, its
+    name, itself, and as the interpreter calls it."""
+    owners = (tl, tl.standard, tl.math, tl.random, tl.core.tensor)
+    made: dict[int, Any] = {}
+    found: list[tuple[Any, str, Any, Any]] = []
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if isinstance(value, JITFunction):
+                one = made.setdefault(id(value), interpreter.InterpretedFunction(value.fn))
+                called = one if owner is not tl.core.tensor else functools.partialmethod(one)
+                found.append((owner, name, value, called))
+    return tuple(found)
+
+
+def users(namespace: dict[str, Any]) -> None:
+    """Make what a kernel's text has imported by name the interpreter's as well."""
+    for name, value in list(namespace.items()):
+        module = importlib.import_module(getattr(value, "__module__", None) or "builtins")
+        if isinstance(value, JITFunction):
+            namespace[name] = interpreter.InterpretedFunction(value.fn)
+        elif callable(value) and module.__name__.startswith("triton.language"):
+            namespace[name] = _by_name(module, getattr(value, "__name__", name), value)
+
+
+def _by_name(module: ModuleType, name: str, value: Any) -> Any:
+    """A function of the language, looked up when it is called: by then the interpreter has put its
+    own in its place."""
+    if getattr(module, name, None) is not value or isinstance(value, type):
+        return value
+    return lambda *args, **kwargs: getattr(module, name)(*args, **kwargs)
+
+
+def function(fn: Callable[..., Any]) -> Any:
+    """A kernel as the interpreter runs it."""
+    return interpreter.InterpretedFunction(fn)
+
+
+@contextlib.contextmanager
+def interpreting() -> Generator[None]:
+    """While a user's kernel runs in the interpreter, so does the language it is written in."""
+    for owner, name, _, called in _standard():
+        setattr(owner, name, called)
+    try:
+        with repaired():
+            yield
+    finally:
+        for owner, name, value, _ in _standard():
+            setattr(owner, name, value)
+
+
 class Interpreted:
     """A kernel's text, callable with a number of programs, addresses and numbers.
 
@@ -228,4 +285,13 @@ def _argument(value: int | float, kind: Any) -> Any:
     return tl.tensor(interpreter.TensorHandle(data, kind), kind)
 
 
-__all__ = ["Interpreted", "helpers", "libdevice", "plain", "repaired"]
+__all__ = [
+    "Interpreted",
+    "function",
+    "helpers",
+    "interpreting",
+    "libdevice",
+    "plain",
+    "repaired",
+    "users",
+]

@@ -30,11 +30,11 @@ Run = Callable[..., None]
 @dataclass(frozen=True)
 class UserSource:
     """A kernel with what is known of its arguments; `names` are those it is called with, in order,
-    and `written` which of them (by position) it writes to."""
+    and `writes` those it writes to."""
 
     kernel: UserKernel
     names: tuple[str, ...]
-    written: tuple[int, ...]
+    writes: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     descriptors: tuple[tuple[str, tuple[Any, ...]], ...]
     options: tuple[tuple[str, Any], ...]
@@ -43,9 +43,8 @@ class UserSource:
     wide: TritonSource | None = None  # the same for numbers of more than 31 bits
 
     @classmethod
-    def of(cls, launch: Launch, names: tuple[str, ...], written: tuple[int, ...],
-           device: torch.device) -> UserSource:  # fmt: skip
-        return cls(launch.kernel, names, written, launch.constants, launch.descriptors,
+    def of(cls, launch: Launch, names: tuple[str, ...], device: torch.device) -> UserSource:
+        return cls(launch.kernel, names, launch.writes, launch.constants, launch.descriptors,
                    launch.options, device)  # fmt: skip
 
     @property
@@ -92,35 +91,37 @@ def executed(text: str, interpreted: bool = False) -> dict[str, Any]:
     file = f"<kernel {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__name__": "kernel", "__file__": file}
-    with _interpreting() if interpreted else contextlib.nullcontext():
+    with _jit_interprets() if interpreted else contextlib.nullcontext():
         exec(compile(text, file, "exec"), namespace)
+    if interpreted:
+        _interpreter().users(namespace)
     return namespace
 
 
 # ---- the interpreter
 
 
-def interpreted(source: UserSource, setting: Setting) -> Run:
-    """Triton is imported by programs that use it, and by no others; so it is here."""
-    from tilewright.runtime.interpret import repaired
+def _interpreter() -> Any:
+    """It imports Triton, so it is imported by programs that use it and by no others."""
+    return importlib.import_module("tilewright.runtime.interpret")
 
+
+def interpreted(source: UserSource, setting: Setting) -> Run:
     kernel = source.kernel
     if kernel.text:
         function = executed(kernel.text, interpreted=True)[kernel.name]
     else:
-        from triton.runtime.interpreter import InterpretedFunction
-
-        function = InterpretedFunction(_function(kernel).fn)
+        function = _interpreter().function(_function(kernel).fn)
 
     def run(stream: int, x: int, y: int, z: int, *given: Any) -> None:
-        with repaired():
+        with _interpreter().interpreting():
             function.run(grid=(x, y, z), warmup=False, **source.arguments(setting, given))
 
     return run
 
 
 @contextlib.contextmanager
-def _interpreting() -> Generator[None]:
+def _jit_interprets() -> Generator[None]:
     knobs: Any = importlib.import_module("triton").knobs.runtime
     before, knobs.interpret = knobs.interpret, True
     try:

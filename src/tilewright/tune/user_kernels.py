@@ -110,7 +110,8 @@ class Tuned:
         usable = [k for k, run in enumerate(self.runs) if run is not None]
         if len(usable) == 1 or _capturing():  # nothing can be measured inside a recording
             return usable[0]
-        given = [_copy(a) if k in self.source.written else a for k, a in enumerate(args)]
+        named = zip(self.source.names, args, strict=True)
+        given = [_copy(a) if name in self.source.writes else a for name, a in named]
         trials = [self._trial(k, grids[k], given) for k in usable]
         found = self.source.kernel
         subject = Subject(self._name(key), found.name, self.source.device)
