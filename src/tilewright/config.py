@@ -125,7 +125,7 @@ max_autotune_pointwise: bool = option(
     False, "Measure configurations of loop kernels on the card.", affects_code=True
 )
 max_autotune_gemm_backends: str = option(
-    "ATEN,TRITON,CPP",
+    "ATEN,CUBLASLT,TRITON,CPP",
     "Comma list, in any case, of who may offer products; empty: nobody.",
     affects_code=True,
 )

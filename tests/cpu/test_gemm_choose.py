@@ -87,8 +87,11 @@ class ToyProvider:
     fused: ToyCandidate | None
     alone: ToyCandidate | None
     name: str = "TOY"
+    only: str = ""  # the one op it has
 
     def supports(self, problem: GemmProblem) -> str:
+        if self.only and problem.op != self.only:
+            return "not for this op"
         found = self.alone if problem.is_bare else self.fused
         return "" if found is not None else "not for this toy"
 
@@ -203,7 +206,7 @@ def test_a_wrong_candidate_never_wins(register: Callable[[ToyProvider], None]) -
 
 
 def test_all_providers_take_part() -> None:
-    assert {p.name for p in providers.enabled()} == {"ATEN", "TRITON", "CPP"}
+    assert {p.name for p in providers.enabled()} == {"ATEN", "CUBLASLT", "TRITON", "CPP"}
 
 
 def test_no_valid_choices(register: Callable[[ToyProvider], None]) -> None:
@@ -245,7 +248,7 @@ def test_what_is_needed_elsewhere_is_stored_too(register: Callable[[ToyProvider]
 
 def test_two_products_into_one_sum(register: Callable[[ToyProvider], None]) -> None:
     """MA-C1."""
-    register(ToyProvider(toy(), None))
+    register(ToyProvider(toy(), None, only="mm_plus_mm"))
 
     def function(x: Tensor, v: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return F.relu(x @ v + y @ w)

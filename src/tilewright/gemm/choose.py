@@ -16,7 +16,7 @@ import torch
 
 from tilewright import caches, config, metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import aten, cpp, cublaslt, fuse, triton
+from tilewright.gemm import aten, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
 from tilewright.gemm.problem import GemmProblem
@@ -33,7 +33,6 @@ from tilewright.tune import select
 
 log = logging.getLogger("tilewright.choose")
 
-PROVIDERS = (aten, cublaslt, triton, cpp)  # importing them registers them: libraries first
 LoopKernel = Callable[[Program, Group], tuple[Sequence[Argument], Source]]
 MOST_UNFUSED = 8  # candidates for the product alone, beside fused ones, that are not the library's
 
@@ -128,7 +127,7 @@ class _Chooser:
             facts={"op": problem.op, "sizes": problem.hints, "dtype": str(problem.dtype)},
         )
         verdict = select.choose(subject, plans)
-        winner = next(p for p in plans if p.name == verdict.winner.name)
+        winner = next(p for p in plans if p is verdict.winner)
         best = sorted(verdict.times.items(), key=lambda item: item[1].median_us)[:3]
         times = ", ".join(f"{name} {t.median_us:.1f} us" for name, t in best)
         return winner, f"{verdict.source}: {times}" if times else verdict.source
@@ -194,7 +193,7 @@ class _Chooser:
             *(p for p, _ in after),
         )
         estimate = candidate.estimate + sum(t for _, t in (*before, *after))
-        return Plan(candidate, fusion, parts, bench, estimate, fusion is not self.site.bare)
+        return Plan(candidate, fusion, parts, bench, estimate)
 
     def _around(self) -> list[int]:
         """The groups that some fusion takes in; plans that do not fuse them run them too."""

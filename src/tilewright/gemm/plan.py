@@ -158,13 +158,14 @@ class Plan:
     parts: tuple[Part, ...]
     bench: Bench
     estimate: float
-    fused: bool
     _waiting: list[Future[Any] | None] = field(default_factory=list["Future[Any] | None"])
     _runs: list[Run] = field(default_factory=list["Run"])
 
     @property
     def name(self) -> str:
-        return self.candidate.name + ("_fused" if self.fused else "")
+        fused = ["prologue"] * bool(self.fusion.before)
+        fused += ["epilogue"] * (self.fusion.after is not None)
+        return "_".join([self.candidate.name, *fused])
 
     @property
     def provider(self) -> str:
@@ -180,8 +181,8 @@ class Plan:
 
     @property
     def key(self) -> str:
-        return store.key(self.candidate.key, *(_identity(p.source) for p in self.parts[1:]),
-                         str(self.fused))  # fmt: skip
+        return store.key(self.candidate.key, *(_identity(p.source) for p in self.parts
+                                               if p.kernel is None))  # fmt: skip
 
     def start(self) -> None:
         if not self._waiting:

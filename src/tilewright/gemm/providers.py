@@ -1,6 +1,8 @@
-"""The providers there are, in the order their candidates are listed: importing one registers it."""
+"""The providers there are, libraries first: importing a module registers what it provides."""
 
-from tilewright.gemm import aten, cpp, triton  # isort: skip
-from tilewright.gemm.provider import PROVIDERS, enabled, register
+from tilewright.gemm import aten, cpp, cublaslt, triton
+from tilewright.gemm.provider import enabled
 
-__all__ = ["PROVIDERS", "aten", "cpp", "enabled", "register", "triton"]
+MODULES = (aten, cublaslt, triton, cpp)
+
+__all__ = ["MODULES", "enabled"]

@@ -267,7 +267,8 @@ RUNNING = {"sum": "tri.add", "prod": "tri.mul", "logsumexp": "tri.logaddexp",
 """The same of a scan."""
 
 COARSE = {"exp": "tri.fast_exp({0})", "sigmoid": "tri.fast_sigmoid({0})",
-          "erf": "tri.fast_erf({0})", "div": "({0} / {1})"}  # fmt: skip
+          "erf": "tri.fast_erf({0})", "tanh": "tri.fast_tanh({0})",
+          "div": "({0} / {1})"}  # fmt: skip
 """Float32 operations where only the first twenty bits will be seen."""
 
 STEPS = frozenset(("floor", "ceil", "trunc", "round", "eq", "ne", "lt", "le", "gt", "ge",
