@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.compile import fake_cublaslt
 from tests.compile.fake_cublaslt import Fake
@@ -16,13 +17,14 @@ from tests.problems import Case, case, fused, linear, numbers, whole
 from tilewright.gemm import cublaslt as provider
 from tilewright.gemm.cublaslt import CublasLt, LtCandidate, LtSource
 from tilewright.gemm.problem import GemmProblem, loops, plain
+from tilewright.gemm.provider import PROVIDERS, Effort
 from tilewright.ir import build
 from tilewright.ir.expr import Expr, load, sym
 from tilewright.lower import formula as f
 from tilewright.lower.activations import gelu
 from tilewright.runtime import cublaslt as lt
 from tilewright.target import Target
-from tilewright.testing import fresh_cache
+from tilewright.testing import fresh_cache, run_and_get_code
 
 LT = CublasLt()
 
@@ -438,6 +440,53 @@ def test_nothing_of_the_library_is_left_behind(fake: Fake) -> None:
         assert fake.alive() > before
         del candidate
     assert fake.alive() == before
+
+
+# ---- in whole programs
+
+
+class OnHost:
+    """The provider, told that memory of the host is a card's."""
+
+    name = "LT"
+
+    def supports(self, problem: GemmProblem) -> str:
+        return LT.supports(replace(problem, target=Target("sm_90")))
+
+    def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[LtCandidate]:
+        return LT.candidates(replace(problem, target=Target("sm_90")), effort)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "mm": (lambda x, w, b, y: x[0] @ w.t(), "cublaslt_mm"),
+    "linear": (lambda x, w, b, y: F.linear(x, w, b), "cublaslt_addmm"),
+    "relu": (lambda x, w, b, y: F.relu(F.linear(x, w, b)), "cublaslt_addmm_relu"),
+    "gelu": (lambda x, w, b, y: F.gelu(F.linear(x, w, b), approximate="tanh"),
+             "cublaslt_addmm_gelu"),
+    "residual": (lambda x, w, b, y: F.linear(x, w, b) + y, "cublaslt_addmm_add"),
+    "sum and relu": (lambda x, w, b, y: F.relu(x @ w.t() + b), "cublaslt_mm_add_relu"),
+    "into a view": (lambda x, w, b, y: torch.cat([F.relu(x[0] @ w.t()), y[0]], 1), "cublaslt_mm"),
+    "bmm": (lambda x, w, b, y: torch.bmm(y, x), "cublaslt_bmm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    function, wanted = PROGRAMS[name]
+    monkeypatch.setitem(PROVIDERS, "LT", OnHost())
+    sizes = ((3, 8, 16), (8, 16), (8,), (3, 8, 8))
+    x, w, b, y = (torch.randn(s).bfloat16() for s in sizes)
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "LT", "autotune_effort": "none"}
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="tilewright", options=options)
+    found, code = run_and_get_code(compiled, x, w, b, y)
+    assert wanted in "\n".join(code)
+    torch.testing.assert_close(found, function(x, w, b, y), atol=5e-2, rtol=5e-2)
+    asked, multiplied = fake.asked(), fake.multiplied()
+    torch._dynamo.reset()  # and again from what is kept: nothing is asked
+    again = torch.compile(function, backend="tilewright", options=options)(x, w, b, y)
+    assert torch.equal(again, found)
+    assert fake.asked() == asked and fake.multiplied() == multiplied + 1
 
 
 def test_constants_are_those_of_the_header() -> None:
