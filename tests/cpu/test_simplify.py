@@ -256,3 +256,44 @@ def test_symbolic_sizes() -> None:
     gm = make_fx(fn, tracing_mode="symbolic")(rand(5, 7))
     simplify(gm)
     assert calls(gm) == ["exp.default"]
+
+
+def _sum(count: int, *sides: torch.Tensor) -> torch.Tensor:
+    pairs = [aten.mm(aten.t(a), b) for a, b in zip(sides[:count], sides[count:], strict=True)]
+    total = pairs[0]
+    for product in pairs[1:]:
+        total = aten.add(total, product)
+    return total
+
+
+def test_a_sum_of_products_is_one_product_of_what_is_side_by_side() -> None:
+    sides = [rand(3, 40) for _ in range(4)] + [rand(3, 24) for _ in range(4)]
+    assert after(lambda *s: _sum(4, *s), *sides) == [
+        "cat.default", "t.default", "cat.default", "mm.default",
+    ]  # fmt: skip
+
+
+def test_other_summands_stay_summands() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor, *sides: torch.Tensor) -> torch.Tensor:
+        return aten.tanh(aten.add(aten.add(x, _sum(3, *sides)), y))
+
+    sides = [rand(3, 40) for _ in range(3)] + [rand(3, 24) for _ in range(3)]
+    left = after(fn, rand(40, 24), rand(40, 24), *sides)
+    assert (left.count("mm.default"), left.count("add.Tensor")) == (1, 2)
+
+
+@pytest.mark.parametrize("size", [(30, 8, 8), (3, 40, 24)])
+def test_products_that_stay(size: tuple[int, int, int]) -> None:
+    """Operands larger than the products, or low precision, where eager rounds each of them."""
+    k, m, n = size
+    dtype = torch.float32 if k == 30 else torch.bfloat16
+    sides = [rand(k, m).to(dtype) for _ in range(3)] + [rand(k, n).to(dtype) for _ in range(3)]
+    assert after(lambda *s: _sum(3, *s), *sides).count("mm.default") == 3
+
+
+def test_a_product_that_is_used_twice_stays() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
+        one = aten.mm(a, b)
+        return aten.add(one, aten.mm(c, d)), aten.exp(one)
+
+    assert after(fn, rand(40, 3), rand(3, 24), rand(40, 3), rand(3, 24)).count("mm.default") == 2

@@ -28,6 +28,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from tilewright import config
+from tilewright.graph.sums import join_products
 
 aten = torch.ops.aten
 
@@ -43,6 +44,8 @@ def simplify(gm: torch.fx.GraphModule) -> None:
         changed = remove_common(graph, facts)
         for node in list(graph.nodes):
             changed |= _apply(node, facts)
+        if config.pattern_matcher and not changed:
+            changed = join_products(graph, facts.written)
         remove_dead(graph)
         if not changed:
             break
