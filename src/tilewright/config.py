@@ -73,6 +73,11 @@ pattern_matcher: bool = option(
     "Rewrite products into richer library forms, such as a bias into addmm.",
     affects_code=True,
 )
+layout_optimization: bool = option(
+    True,
+    "Lay out images with their channels last for convolutions on the CPU, in inference.",
+    affects_code=True,
+)
 realize_opcount_threshold: int = option(
     30, "Store a value once computing it takes more operations than this.", affects_code=True
 )

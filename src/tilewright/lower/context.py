@@ -106,7 +106,18 @@ class Lowering:
 
     def realize(self, t: Tensor, stride: Size | None = None) -> Tensor:
         """`t` as one plain load per element; stores it unless it already is."""
-        return t if is_stored(t) else self.copy(t, stride)
+        return t if is_stored(t) else self.copy(t, stride or self._layout(t))
+
+    def _layout(self, t: Tensor) -> Size | None:
+        """Where `t` is an operand of the current node with its channels last: its strides."""
+        for node in () if self.node is None else self.node.all_input_nodes:
+            found = self.env.get(node)
+            same = isinstance(found, Tensor) and found.body is t.body and found.size == t.size
+            if same and len(t.size) == 4 and _static(t.size):
+                fake = node.meta["val"]
+                if fake.is_contiguous(memory_format=torch.channels_last):
+                    return self.sizes.tuple(fake.stride())
+        return None
 
     def copy(self, t: Tensor, stride: Size | None = None) -> Tensor:
         """`t` stored in a new buffer of its own, one element for each of its own."""
@@ -397,6 +408,10 @@ def as_view(t: Tensor) -> View | None:
     if free_vars(offset) or loads(offset):
         return None
     return View(body.arg, t.size, tuple(strides), offset, t.dtype)
+
+
+def _static(size: Size) -> bool:
+    return all(n.op == "const" for n in size)
 
 
 def _is_negative(stride: Expr) -> bool:

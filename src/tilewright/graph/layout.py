@@ -1,0 +1,137 @@
+"""Convolutions of images on the CPU with channels last.
+
+The library's convolutions are faster that way, and loops go along with whatever layout they are
+given. Layouts are those of the fake values on the nodes: they are decided here, once, for the whole
+graph. What the graph returns keeps its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from tilewright.graph.simplify import is_pure
+
+aten = torch.ops.aten
+
+Node = torch.fx.Node
+
+
+def channels_last(graph: torch.fx.Graph) -> bool:
+    """Lay out images with their channels last, where that pays; says whether it did."""
+    images = [n for n in graph.find_nodes(op="call_function", target=aten.convolution.default)
+              if _is_image(n)]  # fmt: skip
+    if not _pays(images) or _results_meet(graph) or _folds_channels(graph):
+        return False
+    before = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
+    moved: set[Node] = set()
+    for node in list(graph.nodes):
+        if node.op == "output":
+            _give_back(node, before, moved)
+        elif node in images:
+            _convert(node, moved)
+        elif moved.intersection(node.all_input_nodes):
+            _follow(node, before, moved)
+    return True
+
+
+def _is_image(node: Node) -> bool:
+    image, weight = _tensor(node.args[0]), _tensor(node.args[1])
+    if image is None or weight is None or image.dim() != 4 or image.device.type != "cpu":
+        return False
+    sizes: tuple[Any, ...] = (*image.shape, *weight.shape)
+    known = all(isinstance(n, int) for n in sizes)
+    return known and image.dtype == weight.dtype == torch.float32 and not node.args[6]
+
+
+def _results_meet(graph: torch.fx.Graph) -> bool:
+    """Whether results share memory: copies of them would not."""
+    results = [t for n in graph.output_node().all_input_nodes if (t := _tensor(n)) is not None]
+    return len({t.untyped_storage()._cdata for t in results}) < len(results)
+
+
+def _pays(images: list[Node]) -> bool:
+    """Whether most of the work is in convolutions that gain: those of all channels at once, over
+    more than single pixels."""
+    gain = total = 0
+    for node in images:
+        weight = _tensor(node.args[1])
+        assert weight is not None
+        work = node.meta["val"].numel() * weight[0].numel()
+        total += work
+        gain += work if weight.shape[2] * weight.shape[3] > 1 and node.args[8] == 1 else 0
+    return 2 * gain > total
+
+
+def _folds_channels(graph: torch.fx.Graph) -> bool:
+    """Whether groups of channels are folded: they are short, and apart, with channels last (a
+    U-Net with group norm took 72 ms instead of 63; AVX2, one thread, 2026-11-15)."""
+    return bool(graph.find_nodes(op="call_function", target=aten.native_group_norm.default))
+
+
+def _convert(node: Node, moved: set[Node]) -> None:
+    node.args = (_copied(node, node.args[0]), _copied(node, node.args[1]), *node.args[2:])
+    _evaluate(node)
+    moved.add(node)
+
+
+def _copied(before: Node, source: Any) -> Node:
+    if source.meta["val"].is_contiguous(memory_format=torch.channels_last):
+        return source
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(aten.clone.default, (source,),
+                                          {"memory_format": torch.channels_last})  # fmt: skip
+    made.meta = dict(source.meta)
+    _evaluate(made)
+    return made
+
+
+def _follow(node: Node, before: dict[Node, Any], moved: set[Node]) -> None:
+    """A call whose operands have a new layout has one too, if it goes by theirs."""
+    if not is_pure(node) or node.target is aten.as_strided.default:
+        _give_back(node, before, moved)
+        return
+    old = node.meta.get("val")
+    try:
+        _evaluate(node)
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # a view that would have to copy: loops read whatever there is
+        node.meta["val"] = old
+        return
+    moved.add(node)
+
+
+def _give_back(node: Node, before: dict[Node, Any], moved: set[Node]) -> None:
+    """Let the node have its operands as they were."""
+    for source in node.all_input_nodes:
+        if source in moved and _tensor(source) is not None:
+            if source.meta["val"].stride() == before[source].stride():
+                continue
+            with node.graph.inserting_before(node):
+                copy = node.graph.call_function(aten.clone.default, (source,))
+            copy.meta = {**source.meta, "val": before[source]}
+            node.replace_input_with(source, copy)
+
+
+def _evaluate(node: Node) -> None:
+    target: Any = node.target
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with _mode(args):
+        node.meta["val"] = target(*args, **kwargs)
+    node.meta.pop("tensor_meta", None)
+
+
+def _mode(values: Any) -> Any:
+    found: list[Any] = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return found[0].fake_mode
+
+
+def _tensor(node: Any) -> torch.Tensor | None:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None

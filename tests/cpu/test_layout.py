@@ -1,0 +1,88 @@
+"""Images with their channels last: what convolutions get, and what users get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilewright.graph.layout import channels_last
+
+aten = torch.ops.aten
+
+
+def conv(x: Tensor, w: Tensor, stride: int = 1) -> Tensor:
+    return F.conv2d(x, w, stride=stride, padding=w.shape[-1] // 2)
+
+
+def traced(fn: Callable[..., Any], *args: Tensor) -> torch.fx.GraphModule:
+    return make_fx(fn, tracing_mode="fake")(*args)
+
+
+def convolutions(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
+
+
+X, W = torch.randn(2, 3, 10, 9), torch.randn(4, 3, 3, 3)
+V = torch.randn(4, 4, 3, 3)
+
+
+def test_everything_between_convolutions_has_its_channels_last() -> None:
+    gm = traced(lambda x, w, v: conv(conv(x, w).relu() * 2, v).sum(), X, W, V)
+    assert channels_last(gm.graph)
+    for node in convolutions(gm):
+        image = node.args[0]
+        assert isinstance(image, torch.fx.Node)
+        for value in (image.meta["val"], node.meta["val"]):
+            assert value.is_contiguous(memory_format=torch.channels_last)
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.clone.default)) == 3
+
+
+@pytest.mark.parametrize(
+    ("why", "fn"),
+    [
+        ("single pixels", lambda x, w: conv(x, w[:, :, :1, :1])),
+        ("depthwise", lambda x, w: F.conv2d(x, w[:3, :1], groups=3)),
+        ("transposed", lambda x, w: F.conv_transpose2d(x, w[:3])),
+        ("results share memory", lambda x, w: (lambda y: (y, y.view(-1)))(conv(x, w))),
+        ("groups of channels", lambda x, w: F.group_norm(conv(x, w), 2)),
+    ],
+)
+def test_graphs_that_stay(why: str, fn: Callable[..., Any]) -> None:
+    assert not channels_last(traced(fn, X, W).graph), why
+
+
+PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "returned": lambda x, w, v: conv(x, w),
+    "both": lambda x, w, v: (lambda y: (y.relu(), conv(y, v)))(conv(x, w)),
+    "view": lambda x, w, v: conv(x, w).view(x.shape[0], -1) + 1,
+    "flattened": lambda x, w, v: F.avg_pool2d(conv(x, w), 3).flatten(1),
+    "strided": lambda x, w, v: conv(x, w).relu().as_strided((3, 5), (7, 2), 4) * 2,
+    "pooled": lambda x, w, v: F.max_pool2d(conv(x, w).relu(), 3, 2, 1, return_indices=True),
+    "joined": lambda x, w, v: torch.cat([conv(x, w), x], 1).sin(),
+    "reduced": lambda x, w, v: conv(x, w).mean((2, 3)).softmax(-1),
+    "resampled": lambda x, w, v: F.interpolate(conv(x, w), scale_factor=2, mode="bilinear"),
+    "permuted": lambda x, w, v: F.layer_norm(conv(x, w).permute(0, 2, 3, 1), (4,)),
+    "as it came": lambda x, w, v: conv(conv(x.to(memory_format=torch.channels_last), w), v),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("size", [(2, 3, 10, 9), (1, 3, 10, 12)])
+def test_values_and_strides_are_eagers(name: str, size: tuple[int, ...]) -> None:
+    args = (torch.randn(size), W, V)
+    with torch.no_grad():
+        expected = PROGRAMS[name](*args)
+        got = torch.compile(PROGRAMS[name], backend="tilewright")(*args)
+    torch.testing.assert_close(got, expected)
+    pairs = zip(_tensors(got), _tensors(expected), strict=True)
+    assert all(a.stride() == b.stride() for a, b in pairs)
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
