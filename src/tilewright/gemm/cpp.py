@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
 
+import torch
+
 from tilewright import config as options
 from tilewright.codegen.cpp.emit import uses_flag
 from tilewright.codegen.cpp.text import CTYPE
 from tilewright.gemm.cpp_source import (
+    FETCHED,
     Config,
+    element,
     is_in_place,
     lanes_of,
     rows_along,
@@ -103,6 +107,8 @@ class CppProvider:
     def supports(self, problem: GemmProblem) -> str:
         if problem.target.is_gpu:
             return "C++ kernels are for the CPU"
+        if any(ix.value_of(e) == 0 for e in problem.sizes[:3]):
+            return "there is nothing to compute"
         unknown = [b.dtype for b in problem.buffers if b.dtype not in CTYPE]
         if unknown:
             return f"no C++ type for {unknown[0]}"
@@ -113,7 +119,8 @@ class CppProvider:
     def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[CppCandidate]:
         if self.supports(problem):
             return ()
-        found = _varied(problem, configurations(problem))[: MOST[effort]]
+        limit = min(MOST[effort], options.test_configs.max_mm_configs or MOST[effort])
+        found = _varied(problem, configurations(problem))[:limit]
         found.sort(key=lambda c: estimate(problem, c))
         return [CppCandidate(problem, c, i, options.cpp.threads) for i, c in enumerate(found)]
 
@@ -187,7 +194,7 @@ def _depth(problem: GemmProblem, most: int) -> int:
 
 def _packed(problem: GemmProblem, q: Expr) -> Iterator[Config]:
     p = problem.m if q is problem.n else problem.n
-    in_place = all(is_in_place(problem, o, problem.k) for o in side(problem, p))
+    in_place = not _packs(problem, p, problem.k, fetched=False)
     size = sum_dtype(problem).itemsize
     for rows, vecs in TILES[problem.target.isa]:
         width = vecs * lanes_of(problem)
@@ -205,12 +212,21 @@ def _dots(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
     count = ix.likely(few.src[0])
     if count > FEW or not all(_along_k(problem, o) for o in side(problem, many)):
         return
-    pack_p = not all(is_in_place(problem, o, problem.k) for o in side(problem, many))
-    pack_q = not all(is_in_place(problem, o, problem.k) for o in side(problem, few))
+    pack_p, pack_q = _packs(problem, many, problem.k), _packs(problem, few, problem.k, False)
     for vecs in range(1, min(max(count, 1), 6) + 1):
         rows = min(REGISTERS[problem.target.isa] // vecs, 8)
         kc, pc = _depth(problem, 1024), 48 // rows * rows
         yield Config("dot", _name(few), rows, vecs, kc, pc, FEW // vecs * vecs, pack_p, pack_q)
+
+
+def _packs(problem: GemmProblem, loop: Expr, along: Expr, fetched: bool = True) -> bool:
+    """Whether one side has to be packed: not if it is contiguous along a loop, and of the sums'
+    type, or of one that vectors are made of as they are `fetched`."""
+    wide = fetched and sum_dtype(problem) == torch.float32
+    operands = side(problem, loop)
+    kinds = {getattr(element(problem, o), "dtype", None) for o in operands}
+    ready = all(is_in_place(problem, o, along, FETCHED if wide else ()) for o in operands)
+    return not ready or len(kinds) > 1
 
 
 def _along_k(problem: GemmProblem, o: Operand) -> bool:
@@ -226,8 +242,8 @@ def _streams(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
     if not all(along):
         return
     registers, most = REGISTERS[problem.target.isa], TILES[problem.target.isa][0][0]
-    pack_p = not all(is_in_place(problem, o, problem.k) for o in side(problem, few))
-    pack_q = not all(is_in_place(problem, o, many) for o in side(problem, many))
+    pack_p = _packs(problem, few, problem.k, fetched=False)
+    pack_q = _packs(problem, many, many)
     size = sum_dtype(problem).itemsize
     for rows in sorted(range(min(3, count), min(most, count) + 1), key=lambda r: _up(count, r))[:2]:
         vecs = max(1, min(8, registers // rows))
@@ -277,7 +293,7 @@ def _packing(problem: GemmProblem, name: str, along: str) -> float:
     """Of an element that is to be contiguous along a loop; `q` means the side's own."""
     loop = problem.m if name == "m" else problem.n
     wanted = problem.k if along == "k" else loop
-    return max(COPY if not o.is_plain or step(o, wanted) is ix.ONE else TURN
+    return max(COPY if step(problem, o, wanted) in (None, ix.ONE) else TURN
                for o in side(problem, loop))  # fmt: skip
 
 

@@ -4,7 +4,7 @@ finished. `runtime/include/tw_gemm.h` holds the loops around it, and says what P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,8 @@ from tilewright.ir.expr import Expr, const, load, loads, substitute, var
 from tilewright.ir.program import Store
 
 Way = Literal["packed", "stream", "dot"]
+# What vectors of float32 are made of on their way from memory into registers.
+FETCHED = frozenset({torch.bfloat16, torch.float16, torch.int8, torch.uint8})
 SUM = "the sum over k"  # what the epilogue's product is made of: an element of the finished row
 TURNED_K, TURNED_ROWS = 64, 16  # of an operand with a prologue that is turned around when packed
 
@@ -64,14 +66,27 @@ def side(problem: GemmProblem, loop: Expr) -> tuple[Operand, ...]:
     return problem.operands[0::2] if loop is problem.m else problem.operands[1::2]
 
 
-def step(operand: Operand, loop: Expr) -> Expr | None:
-    """How far a plain operand's elements are apart along a loop."""
-    return ix.coefficient(operand.value.src[0], loop) if operand.is_plain else None
+def element(problem: GemmProblem, operand: Operand) -> Expr | None:
+    """The load of an operand that needs no more than to be made of the sums' type."""
+    value = operand.value
+    while value.op == "cast" and value.dtype == sum_dtype(problem):
+        value = value.src[0]
+    return value if value.op == "load" and len(value.src) == 1 else None
 
 
-def is_in_place(problem: GemmProblem, operand: Operand, loop: Expr) -> bool:
-    """Whether it can be read where it is, contiguous along a loop."""
-    return operand.dtype == sum_dtype(problem) and step(operand, loop) is ix.ONE
+def step(problem: GemmProblem, operand: Operand, loop: Expr) -> Expr | None:
+    """How far the elements of such an operand are apart along a loop."""
+    found = element(problem, operand)
+    return None if found is None else ix.coefficient(found.src[0], loop)
+
+
+def is_in_place(problem: GemmProblem, operand: Operand, loop: Expr,
+                kinds: Container[torch.dtype] = ()) -> bool:  # fmt: skip
+    """Whether it can be read where it is, contiguous along a loop: it is of the sums' type, or of
+    one of these."""
+    found = element(problem, operand)
+    known = found is not None and (found.dtype == sum_dtype(problem) or found.dtype in kinds)
+    return known and step(problem, operand, loop) is ix.ONE
 
 
 def rows_along(problem: GemmProblem) -> Expr:
@@ -127,6 +142,8 @@ class _Source:
                  "THREADS": self.threads}  # fmt: skip
         flags = {"PACK_P": c.pack_p, "PACK_Q": c.pack_q, "ALONG_Q": self.along is self.q}
         lines = [f"using T = {CTYPE[self.dtype]};"]
+        lines += [f"using {t} = {self._type(loop, packed)};" for t, loop, packed in
+                  (("PT", self.p, c.pack_p), ("QT", self.q, c.pack_q))]  # fmt: skip
         lines.append(f"static constexpr tw::gemm::Way WAY = tw::gemm::{c.way.upper()};")
         lines += [f"static constexpr int64_t {k} = {v};" for k, v in facts.items()]
         lines += [f"static constexpr bool {k} = {str(v).lower()};" for k, v in flags.items()]
@@ -144,6 +161,11 @@ class _Source:
             lines += self._panel()
         lines += self._row()
         return self._assembled(lines)
+
+    def _type(self, loop: Expr, packed: bool) -> str:
+        """Of the elements of one side where they are read."""
+        found = element(self.problem, side(self.problem, loop)[0])
+        return CTYPE[self.dtype] if packed or found is None else CTYPE[found.dtype]
 
     def _assembled(self, lines: list[str]) -> tuple[str, tuple[Argument, ...]]:
         arguments: list[Argument] = [("ptr", b) for b in self.pointers]
@@ -208,17 +230,27 @@ class _Source:
         across = k if name == "q" and self.config.way == "stream" else loop
 
         def address(w: Writer, o: Operand) -> None:
-            _return(w, f"&{self._element(o.view.buffer, o.value.src[0], w)}")
+            found = element(self.problem, o)
+            assert found is not None
+            _return(w, f"&{self._element(found.arg, found.src[0], w)}")
+
+        def distance(w: Writer, o: Operand) -> None:
+            found = step(self.problem, o, across)
+            assert found is not None
+            _return(w, w.index(found))
 
         def at(w: Writer) -> None:
             self._passes(w, operands, lambda o: address(w, o))
 
         def stride(w: Writer) -> None:
-            self._passes(w, operands, lambda o: _return(w, w.index(step(o, across) or ix.ZERO)))
+            self._passes(w, operands, lambda o: distance(w, o))
 
         if packed:
             return []
-        where = f"const T* {name}_at(int64_t pass, int64_t batch, int64_t k, int64_t {loop.arg})"
+        kind = f"{name.upper()}T"
+        where = (
+            f"const {kind}* {name}_at(int64_t pass, int64_t batch, int64_t k, int64_t {loop.arg})"
+        )
         return [*self._function(where, at),
                 *self._function(f"int64_t {name}_stride(int64_t pass)", stride)]  # fmt: skip
 
@@ -283,9 +315,10 @@ class _Source:
     def _fetch_next(self, w: Writer, o: Operand) -> None:
         """Have the same step of the next panel brought near: steps are too far apart for the
         processor to see where this goes."""
-        if o.is_plain:
-            there = substitute(o.value.src[0], {self.q: ix.add(var("q0", ix.ONE), self.width)})
-            w.line(f"__builtin_prefetch(&{self._element(o.view.buffer, there, w)});")
+        found = element(self.problem, o)
+        if found is not None:
+            there = substitute(found.src[0], {self.q: ix.add(var("q0", ix.ONE), self.width)})
+            w.line(f"__builtin_prefetch(&{self._element(found.arg, there, w)});")
 
     def _walks(self, o: Operand, first: Expr, second: Expr) -> Expr:
         """The loop along which an operand is read: the first unless only the second is better."""
@@ -308,8 +341,9 @@ class _Source:
         """A tile of memory turned around, from `start` of a loop and `k0` on: `tile` is where to,
         its width, and how many elements there are along what is contiguous and across."""
         w.line(f"const int64_t k = k0, {start[0].arg} = {start[1]};")
-        source, distance = self._element(o.view.buffer, o.value.src[0], w), step(o, across)
-        assert distance is not None
+        found, distance = element(self.problem, o), step(self.problem, o, across)
+        assert found is not None and distance is not None
+        source = self._element(found.arg, found.src[0], w)
         out, width, *counts = tile
         args = [out, width, f"&{source}", w.index(distance), *counts]
         w.line(f"tw::transpose_tile({', '.join(args)});")

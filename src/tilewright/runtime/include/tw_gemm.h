@@ -49,6 +49,38 @@ TW_INLINE void madd(V& sum, V a, V b) {
     sum = a * b + sum;
 }
 
+// Elements from memory, made numbers of the sums' type. The instructions are named because g++ 12
+// widens one half of a vector at a time.
+template <class V, class E>
+TW_INLINE V fetch(const E* at) {
+    using T = decltype(V{}[0] + V{}[0]);
+    constexpr int N = sizeof(V) / sizeof(T);
+    if constexpr (same<E, T>) return *(const V*)at;
+#if defined(__AVX2__)
+    if constexpr (same<T, float> && sizeof(V) >= 32) {
+        typename lanes<int32_t, N>::type wide;
+        const auto& memory = *(const typename lanes<bits_of<E>, N>::type*)at;
+        if constexpr (same<E, f16>) {
+            V v;
+            asm("vcvtph2ps %1, %0" : "=v"(v) : "m"(memory));
+            return v;
+        } else if constexpr (same<E, bf16>) {
+            asm("vpmovzxwd %1, %0" : "=v"(wide) : "m"(memory));
+            return bit_cast<V>(wide << 16);
+        } else if constexpr (sizeof(E) == 1 && is_int<E>) {
+            if constexpr (is_signed<E>)
+                asm("vpmovsxbd %1, %0" : "=v"(wide) : "m"(memory));
+            else
+                asm("vpmovzxbd %1, %0" : "=v"(wide) : "m"(memory));
+            return __builtin_convertvector(wide, V);
+        }
+    }
+#endif
+    V v;
+    for (int i = 0; i < N; ++i) v[i] = cast<T>(at[i]);
+    return v;
+}
+
 // Nothing less zero is itself. A loop over the lanes is not seen to be a broadcast (g++ 12).
 template <class V, class T>
 TW_INLINE V splat(T x) {
@@ -64,11 +96,11 @@ TW_INLINE int64_t rounded_up(int64_t size, int64_t unit) { return parts(size, un
 
 // ------------------------------------------------------------------------------------------ tiles
 // One step of k: the sums of a tile, ROWS elements of P, VECS vectors of Q.
-template <class S, class V, class T>
-TW_INLINE void tile_step(V (&sum)[S::ROWS][S::VECS], const T* p, int64_t p_stride, const T* q) {
+template <class S, class V, class T, class E>
+TW_INLINE void tile_step(V (&sum)[S::ROWS][S::VECS], const T* p, int64_t p_stride, const E* q) {
     V b[S::VECS];
 #pragma GCC unroll 32
-    for (int v = 0; v < S::VECS; ++v) b[v] = *(const V*)(q + v * S::LANES);
+    for (int v = 0; v < S::VECS; ++v) b[v] = fetch<V>(q + v * S::LANES);
 #pragma GCC unroll 32
     for (int r = 0; r < S::ROWS; ++r) {
         const V a = splat<V>(p[r * p_stride]);
@@ -78,10 +110,10 @@ TW_INLINE void tile_step(V (&sum)[S::ROWS][S::VECS], const T* p, int64_t p_strid
 }
 
 // out[ROWS][VECS * LANES] (+)= p[ROWS][kc] * q[kc][VECS * LANES]
-template <class S>
+template <class S, class E>
 __attribute__((noinline)) void tile(typename S::T* out, int64_t out_stride, const typename S::T* p,
-                                    int64_t p_stride, const typename S::T* q, int64_t q_stride,
-                                    int64_t kc, bool first) {
+                                    int64_t p_stride, const E* q, int64_t q_stride, int64_t kc,
+                                    bool first) {
     using T = typename S::T;
     typedef typename lanes<T, S::LANES>::type V;
     V sum[S::ROWS][S::VECS];
@@ -125,27 +157,36 @@ TW_INLINE auto across(V v) {
 
 // One step of LANES elements along k for VECS rows of q and ROWS rows of p. What there is less of is
 // held in registers, beside the sums.
-template <class S, class V, class T>
-TW_INLINE void dots_step(V (&sum)[S::VECS][S::ROWS], const T* const* p, const T* const* q,
+template <class S, class V, class A, class B>
+TW_INLINE void dots_step(V (&sum)[S::VECS][S::ROWS], const A* const* p, const B* const* q,
                          int64_t k) {
-    constexpr bool HOLD_Q = S::VECS <= S::ROWS;
-    constexpr int HELD = HOLD_Q ? S::VECS : S::ROWS, OTHER = HOLD_Q ? S::ROWS : S::VECS;
-    V held[HELD];
+    if constexpr (S::VECS <= S::ROWS) {
+        V held[S::VECS];
 #pragma GCC unroll 32
-    for (int h = 0; h < HELD; ++h) held[h] = *(const V*)((HOLD_Q ? q : p)[h] + k);
+        for (int v = 0; v < S::VECS; ++v) held[v] = fetch<V>(q[v] + k);
 #pragma GCC unroll 32
-    for (int o = 0; o < OTHER; ++o) {
-        const V other = *(const V*)((HOLD_Q ? p : q)[o] + k);
+        for (int r = 0; r < S::ROWS; ++r) {
+            const V other = fetch<V>(p[r] + k);
 #pragma GCC unroll 32
-        for (int h = 0; h < HELD; ++h) madd(sum[HOLD_Q ? h : o][HOLD_Q ? o : h], held[h], other);
+            for (int v = 0; v < S::VECS; ++v) madd(sum[v][r], held[v], other);
+        }
+    } else {
+        V held[S::ROWS];
+#pragma GCC unroll 32
+        for (int r = 0; r < S::ROWS; ++r) held[r] = fetch<V>(p[r] + k);
+#pragma GCC unroll 32
+        for (int v = 0; v < S::VECS; ++v) {
+            const V other = fetch<V>(q[v] + k);
+#pragma GCC unroll 32
+            for (int r = 0; r < S::ROWS; ++r) madd(sum[v][r], held[r], other);
+        }
     }
 }
 
 // out[VECS][ROWS] (+)= the dot products of VECS rows of q and ROWS rows of p, all along k
-template <class S>
-__attribute__((noinline)) void dots(typename S::T* out, int64_t out_stride,
-                                    const typename S::T* const* p, const typename S::T* const* q,
-                                    int64_t kc, bool first) {
+template <class S, class A, class B>
+__attribute__((noinline)) void dots(typename S::T* out, int64_t out_stride, const A* const* p,
+                                    const B* const* q, int64_t kc, bool first) {
     using T = typename S::T;
     typedef typename lanes<T, S::LANES>::type V;
     V sum[S::VECS][S::ROWS];
@@ -160,7 +201,7 @@ __attribute__((noinline)) void dots(typename S::T* out, int64_t out_stride,
         const T *p_rest[S::ROWS], *q_rest[S::VECS];
         for (int r = 0; r < S::ROWS + S::VECS; ++r)
             for (int64_t at = 0; at < kc - k; ++at)
-                some[r][at] = r < S::ROWS ? p[r][k + at] : q[r - S::ROWS][k + at];
+                some[r][at] = r < S::ROWS ? cast<T>(p[r][k + at]) : cast<T>(q[r - S::ROWS][k + at]);
         for (int r = 0; r < S::ROWS; ++r) p_rest[r] = some[r];
         for (int v = 0; v < S::VECS; ++v) q_rest[v] = some[S::ROWS + v];
         dots_step<S>(sum, p_rest, q_rest, 0);
@@ -322,41 +363,41 @@ struct Loops {
                 const bool first = k == 0 && pass == 0;
                 if constexpr (S::PACK_P) s.p_rows(pass, p_own, KC, batch, k, kc, p0, rows);
                 for (int64_t q = 0; q < cols; q += WIDTH) {
-                    const T* panel = nullptr;
-                    int64_t q_stride = WIDTH;
-                    if constexpr (S::WAY == PACKED)
-                        panel = packed + (q * S::PASSES + pass * WIDTH) * K + k * WIDTH;
+                    auto with = [&](const auto* panel, int64_t q_stride) {
+                        for (int64_t p = 0; p < rows; p += S::ROWS) {
+                            T* out = sums + p * STRIDE + q;
+                            if constexpr (S::PACK_P) {
+                                tile<S>(out, STRIDE, p_own + p * KC, KC, panel, q_stride, kc, first);
+                            } else {
+                                const T* from = s.p_at(pass, batch, k, p0 + p);
+                                const int64_t stride = s.p_stride(pass);
+                                if (p + S::ROWS <= rows)
+                                    tile<S>(out, STRIDE, from, stride, panel, q_stride, kc, first);
+                                else
+                                    edge(out, rows - p, from, stride, panel, q_stride, kc, first);
+                            }
+                        }
+                    };
+                    if constexpr (S::WAY == PACKED) {
+                        with(packed + (q * S::PASSES + pass * WIDTH) * K + k * WIDTH, WIDTH);
+                        continue;
+                    }
                     if constexpr (S::WAY == STREAM && !S::PACK_Q)
                         if (q + WIDTH <= cols) {
-                            panel = s.q_at(pass, batch, k, q0 + q);
-                            q_stride = s.q_stride(pass);
+                            with(s.q_at(pass, batch, k, q0 + q), s.q_stride(pass));
+                            continue;
                         }
-                    if (S::WAY == STREAM && panel == nullptr) {
-                        s.q_panel(pass, q_own, batch, k, kc, q0 + q, least(WIDTH, cols - q));
-                        panel = q_own;
-                    }
-                    for (int64_t p = 0; p < rows; p += S::ROWS) {
-                        T* out = sums + p * STRIDE + q;
-                        if constexpr (S::PACK_P) {
-                            tile<S>(out, STRIDE, p_own + p * KC, KC, panel, q_stride, kc, first);
-                        } else {
-                            const T* from = s.p_at(pass, batch, k, p0 + p);
-                            if (p + S::ROWS <= rows)
-                                tile<S>(out, STRIDE, from, s.p_stride(pass), panel, q_stride, kc,
-                                        first);
-                            else
-                                edge(out, rows - p, from, s.p_stride(pass), panel, q_stride, kc,
-                                     first);
-                        }
-                    }
+                    s.q_panel(pass, q_own, batch, k, kc, q0 + q, least(WIDTH, cols - q));
+                    with((const T*)q_own, WIDTH);
                 }
             }
         finish(batch, p0, rows, q0, cols, sums, q_own + PACKED_Q);
     }
 
     // Fewer rows than a tile has, read in place: there is nothing behind the last one.
+    template <class E>
     __attribute__((noinline)) void edge(T* out, int64_t rows, const T* p, int64_t p_stride,
-                                        const T* panel, int64_t q_stride, int64_t kc,
+                                        const E* panel, int64_t q_stride, int64_t kc,
                                         bool first) const {
         constexpr int64_t STEP = 256;
         T some[S::ROWS * STEP] = {};
@@ -397,7 +438,7 @@ struct Loops {
                     const int64_t kc = least(step, K - k);
                     if constexpr (S::PACK_P) s.p_rows(pass, p_own, KC, batch, k, kc, p0, rows);
                     for (int64_t p = 0; p < rows; p += S::ROWS) {
-                        const T* from[S::ROWS];
+                        const typename S::PT* from[S::ROWS];
                         for (int64_t r = 0; r < S::ROWS; ++r) {
                             const int64_t at = least(p + r, rows - 1);
                             if constexpr (S::PACK_P)
@@ -406,7 +447,7 @@ struct Loops {
                                 from[r] = s.p_at(pass, batch, k, p0 + at);
                         }
                         for (int64_t q = 0; q < cols; q += S::VECS) {
-                            const T* with[S::VECS];
+                            const typename S::QT* with[S::VECS];
                             for (int64_t v = 0; v < S::VECS; ++v) {
                                 const int64_t at = q0 + least(q + v, cols - 1);
                                 if constexpr (S::PACK_Q)
