@@ -48,6 +48,7 @@ COPY, TURN = 0.3, 0.5  # packing all of an operand
 NEXT = 0.15  # packing what is needed next, fetched ahead
 READ = 0.06  # from a cache that is shared
 ROW, TURNED_ROW = 0.05, 0.15  # finishing
+WORTH = 10_000  # nanoseconds of work per thread that are worth starting it
 COMMON = frozenset({"cast", "add", "mul", "sub", "where"})  # say nothing about an epilogue
 
 
@@ -263,7 +264,7 @@ def _streams(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
 
 
 def estimate(problem: GemmProblem, c: Config) -> float:
-    """Microseconds on one core."""
+    """Microseconds, on as many cores as are worth it."""
     b, m, n, k = problem.hints
     q, p = (n, m) if c.q == "n" else (m, n)
     k *= len(problem.operands) // 2
@@ -279,7 +280,8 @@ def estimate(problem: GemmProblem, c: Config) -> float:
         packing += p * k * blocks * _packing(problem, "m" if c.q == "n" else "n", "k")
     along = c.way == "dot" or rows_along(problem).arg == c.q
     ns = max(arithmetic, (p + q) * k * READ) + packing + m * n * (ROW if along else TURNED_ROW)
-    return b * ns / 1000
+    limit = options.cpp.threads if options.cpp.threads > 0 else torch.get_num_threads()
+    return b * ns / 1000 / max(1, min(limit, b * ns / WORTH))
 
 
 def _efficiency(c: Config) -> float:
