@@ -96,6 +96,7 @@ class _Assembly:
         self._targets: dict[Any, str] = {}
         self._bound: set[str] = set()
         self._device: int | None = None
+        self._counted: set[int] = set()  # devices whose kernels count
         self._checked: dict[int, dict[str, str]] = {}  # device -> its checked kernels, their sites
 
     def assemble(self, steps: Sequence[Step], kernels: Sequence[KernelCall | None]) -> HostProgram:
@@ -191,8 +192,10 @@ class _Assembly:
         self.lines += [f"stream{d} = raw_stream({d})" for d in launched if d is not None]
 
     def _flags(self) -> list[str]:
-        return ["flag = Flag()", *(f"flag{device} = DeviceFlag({sites!r})"
-                                   for device, sites in self._checked.items())]  # fmt: skip
+        return ["flag = Flag()",
+                *(f"flag{device} = DeviceFlag({sites!r})"
+                  for device, sites in self._checked.items()),
+                *(f"counters{d} = Counters({d})" for d in sorted(self._counted))]  # fmt: skip
 
     # ---- memory
 
@@ -243,7 +246,8 @@ class _Assembly:
             self._on_device(device, f"workspace = empty_cuda(({n},), (1,), torch.float32)")
         if kernel.counters is not ix.ZERO:
             n = number(kernel.counters)
-            self.lines.append(f"zeroed = counters({device}, stream{device}, {n})")
+            self._counted.add(device)
+            self.lines.append(f"zeroed = counters{device}.get(stream{device}, {n})")
         args = [f"stream{device}", f"@grid {kernel.name}@", "1", "1"]
         args += ["zeroed" if name == "counters" else name for _, name in kernel.args]
         if kernel.checked:

@@ -40,20 +40,27 @@ def exchange_device(device: int) -> int:
     return torch.cuda._exchange_device(device)
 
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+class Counters:
+    """Integers of one program that are zero, and that its kernels leave zero."""
 
+    RECORDED = -1
 
-def counters(device: int, stream: int, count: int) -> torch.Tensor:
-    """Integers that are zero, and that a kernel leaves zero: kept for each stream."""
-    if torch.cuda.is_current_stream_capturing():  # memory of a graph is not for others
-        return torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", device))
-    found = _counters.get((device, stream))
-    if found is None or found.numel() < count:
-        found = torch.zeros(
-            max(count, 4096), dtype=torch.int32, device=torch.device("cuda", device)
-        )
-        _counters[device, stream] = found
-    return found
+    def __init__(self, device: int) -> None:
+        self._device = torch.device("cuda", device)
+        self._kept: dict[int, torch.Tensor] = {}  # by stream
+
+    def get(self, stream: int, count: int) -> torch.Tensor:
+        """Those of a stream. While a graph is recorded nothing can be kept that is made: what an
+        earlier call has made for recordings is taken, so that no replay has to clear it."""
+        recording = torch.cuda.is_current_stream_capturing()
+        found = self._kept.get(self.RECORDED if recording else stream)
+        if found is not None and found.numel() >= count:
+            return found
+        found = torch.zeros(count, dtype=torch.int32, device=self._device)
+        if not recording:
+            self._kept[stream] = found
+            self._kept[self.RECORDED] = torch.zeros_like(found)
+        return found
 
 
 def empty(size: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -161,11 +168,11 @@ def resolve(path: str) -> Any:
 
 
 __all__ = [
+    "Counters",
     "DeviceFlag",
     "Flag",
     "empty",
     "empty_cpu",
-    "counters",
     "empty_cuda",
     "exchange_device",
     "key_get",
