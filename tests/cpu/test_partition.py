@@ -120,6 +120,33 @@ def test_dropout_of_certain_and_disabled_rates() -> None:
         check(lambda x, p=p, train=train: F.dropout(x, p, train).sin(), leaf(4, 5))
 
 
+NORMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "layer": (lambda x, w, b: F.layer_norm(x, (6,), w, b), (4, 5, 6)),
+    "layer of two": (lambda x, w, b: F.layer_norm(x, (5, 6), None, w + b), (4, 5, 6)),
+    "rms": (lambda x, w, b: torch.ops.aten._fused_rms_norm(x, [6], w, 1e-5)[0] + b, (4, 5, 6)),
+    "batch": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (4, 6, 5)),
+    "flat batch": (lambda x, w, b: F.batch_norm(x, w.detach().clone(), b.detach().exp(), None, None,
+                                                True), (7, 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_norms_that_loops_use(name: str, dtype: torch.dtype, dynamic: bool) -> None:
+    norm, size = NORMS[name]
+    shape = (5, 6) if name == "layer of two" else (6,)
+    x, w, b = (torch.randn(n).to(dtype).requires_grad_() for n in (size, shape, shape))
+    loose = {"rtol": 0.1, "atol": 0.1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    check(lambda *given: norm(*given).sin(), x, w, b, tolerance=loose, dynamic=dynamic)
+
+
+def test_a_normalised_value_is_computed_again() -> None:
+    model = torch.nn.LayerNorm(50)
+    kept = saved(lambda x: F.gelu(model(x)), leaf(40, 50))
+    assert sum(n for _, n in kept) <= 40 * 50 + 2 * 40 + 2 * 50  # input, statistics, parameters
+
+
 def test_checkpointing_is_the_users_choice() -> None:
     def block(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh(x @ w) @ w

@@ -8,11 +8,12 @@ Only training graphs are touched, and the formulas are those of the lowerings.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from tilewright import config
@@ -23,24 +24,32 @@ aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
 
 
-def expose(graph: torch.fx.Graph) -> None:
+Fuses = Callable[[Node], bool]
+"""Whether a node becomes part of a kernel of ours."""
+
+
+def expose(graph: torch.fx.Graph, fuses: Fuses) -> None:
     """Take apart what has a rule, in place."""
     for node in list(graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is not None:
-            rule(_Builder(node))
+            rule(_Builder(node, fuses))
             if not node.users:
                 graph.erase_node(node)
 
 
 class _Builder:
-    """Makes nodes in front of one node, with fake values of their own."""
+    """Makes nodes in front of one node (or `before` another), with fake values of their own."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, fuses: Fuses) -> None:
         self.node = node
+        self.before = node
+        self.fuses = fuses
+        source: Any = node.args[0]
+        self.mode: Any = source.meta["val"].fake_mode
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        with self.node.graph.inserting_before(self.node):
+        with self.node.graph.inserting_before(self.before):
             made = self.node.graph.call_function(target, args, kwargs)
         made.meta = dict(self.node.meta)
         values = map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -48,11 +57,6 @@ class _Builder:
             made.meta["val"] = target(*values[0], **values[1])
         made.meta.pop("tensor_meta", None)
         return made
-
-    @property
-    def mode(self) -> Any:
-        found: Any = self.node.args[0]
-        return found.meta["val"].fake_mode
 
     def becomes(self, new: Node) -> None:
         """`new`, made here, takes the node's place and its layout: lowering goes by fake values."""
@@ -123,9 +127,82 @@ def _log_softmax(make: _Builder) -> None:
     make.becomes(out)
 
 
+# ---- normalised values
+
+
+def _norm(make: _Builder, shapes: _Shapes, weight: int, bias: int | None, mean: bool) -> None:
+    """Where loops use what a norm gives, let it follow from the input and the statistics: the
+    backward pass has those anyway. Statistics that were rounded are left alone."""
+    node = make.node
+    out, *statistics = node.meta["val"][: 3 if mean else 2]
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    results = [user for user in node.users if user.args[1] == 0]
+    used = any(make.fuses(user) for result in results for user in _users(result))
+    if not used or any(s.dtype != wide for s in statistics):
+        return
+    make.before = node.next
+    parts = [shapes(make, make(operator.getitem, node, 1 + k)) for k in range(len(statistics))]
+    value = _in_type(make, node.args[0], wide)
+    if mean:
+        value = make(aten.sub.Tensor, value, parts[0])
+    value = make(aten.mul.Tensor, value, parts[-1])
+    for op, position in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
+        parameter = None if position is None else node.args[position]
+        if parameter is not None:
+            value = make(op, value, shapes(make, _in_type(make, parameter, wide)))
+    value = _in_type(make, value, out.dtype)
+    for result in results:
+        result.replace_all_uses_with(value)
+        node.graph.erase_node(result)
+
+
+_Shapes = Callable[[_Builder, Node], Node]
+
+
+def _as_it_is(make: _Builder, t: Node) -> Node:
+    return t
+
+
+def _per_channel(make: _Builder, t: Node) -> Node:
+    rank = make.node.meta["val"][0].dim()
+    return make(aten.view.default, t, [-1, *[1] * (rank - 2)])
+
+
+def _in_type(make: _Builder, t: Any, dtype: torch.dtype) -> Any:
+    same = t.meta["val"].dtype == dtype
+    return t if same else make(prims.convert_element_type.default, t, dtype)
+
+
+def _users(node: Node) -> Iterator[Node]:
+    """What takes a value, also through views."""
+    for user in node.users:
+        if isinstance(user.target, OpOverload) and user.target.is_view:
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _layer_norm(make: _Builder) -> None:
+    _norm(make, _as_it_is, weight=2, bias=3, mean=True)
+
+
+def _rms_norm(make: _Builder) -> None:
+    _norm(make, _as_it_is, weight=2, bias=None, mean=False)
+
+
+def _batch_norm(make: _Builder) -> None:
+    # otherwise the statistics are the running ones
+    if make.node.target is aten._native_batch_norm_legit.no_stats or make.node.args[5]:
+        _norm(make, _per_channel, weight=1, bias=2, mean=True)
+
+
 RULES: dict[Any, Callable[[_Builder], None]] = {
     aten.threshold_backward.default: _threshold_backward,
     aten.hardtanh_backward.default: _hardtanh_backward,
     aten.native_dropout.default: _dropout,
     aten._log_softmax.default: _log_softmax,
+    aten.native_layer_norm.default: _layer_norm,
+    aten._fused_rms_norm.default: _rms_norm,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
 }

@@ -54,7 +54,7 @@ def partitioner(family: Family) -> Callable[..., tuple[torch.fx.GraphModule, tor
             return kept(graph, info, num_fwd_outputs, family)
 
         annotated = any("recompute" in n.meta for n in joint.graph.nodes)
-        expose(joint.graph)
+        expose(joint.graph, lambda node: family(node.target) not in OPAQUE)
         if not annotated:
             simplify.remove_common(joint.graph, simplify.Facts(joint.graph))
         torchs_choice = partitioners.choose_saved_values_set
