@@ -118,6 +118,37 @@ def test_a_product_of_values_that_change_does_not_wait() -> None:
     counted(function, torch.randn(8, 8), torch.randn(8, 8))
 
 
+# ---- computed again
+
+
+def test_cheap_values_are_computed_again() -> None:
+    """Two kernels that cannot be one both read `x`: neither reads what the other stored."""
+
+    def function(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(x + b) * 2
+        return y.softmax(1), y.cumsum(1)
+
+    elements, _ = counted(function, torch.randn(100, 80), torch.randn(80))
+    assert elements == 4 * 8000 + 2 * 80
+
+
+def test_what_changes_is_not_read_again() -> None:
+    def function(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(x + b) * 2
+        first = y.softmax(1)
+        x.mul_(3)
+        return first, y.cumsum(1)
+
+    counted(function, torch.randn(100, 80), torch.randn(80))
+
+
+def test_part_of_a_buffer_is_not_taken_for_all_of_it() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return cat([a, a, F.mish(b)], -2).logsumexp((0, 1))
+
+    counted(function, torch.randn(1, 33, 4), torch.randn(1, 33, 4))
+
+
 # ---- loops (LO-1 to LO-13)
 
 

@@ -9,6 +9,7 @@
 - `limits.py`   what a processor asks of a group beyond being right
 - `improve.py`  changes of the program that save bytes: cuts, accumulating products, placed results
 - `group.py`    the fusion group, and the search for the grouping that moves the fewest bytes
+- `recompute.py` values computed again where they are used, in place of being stored
 - `segments.py` inside a group: which members share a loop
 - `carve.py`    groups that one kernel cannot express, in pieces
 - `memory.py`   lifetimes: what is allocated, reused, written in place, freed

@@ -25,7 +25,6 @@ from tilewright.schedule.limits import combo_kind, unsuited
 from tilewright.schedule.mixed import fit_in_order, wasteful
 from tilewright.schedule.order import Gap, Order
 from tilewright.schedule.segments import segments_of
-from tilewright.schedule.sizes import hint, hint_bytes, hint_product, work
 from tilewright.target import Target
 
 NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either side
@@ -77,12 +76,11 @@ class Group:
         return {b for node in self.nodes for b in node.writes}
 
 
-def grouped(program: Program, nodes: Sequence[Node]) -> list[Group]:
-    """The nodes as fusion groups, in an order that respects their dependences."""
+def searched(program: Program, nodes: Sequence[Node]) -> Search:
+    """The best grouping found of these nodes."""
     search = Search(program, nodes)
     search.run()
-    search.combine()
-    return search.groups()
+    return search
 
 
 class Search:
@@ -231,19 +229,21 @@ class Search:
     def combine(self) -> None:
         """Let groups that need nothing of each other share a launch: those that fill parts of one
         buffer, and all that are alike where `combo_kernels` asks for it."""
+        # a Triton kernel has one grid: on a card each group is launched by itself
+        fit = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
+               if not self.shape[k].serial and not self._target(k).is_gpu]  # fmt: skip
         writers: dict[str, list[int]] = {}
-        for k in sorted(self.shape, key=self.order.rank.__getitem__):
-            if not self.shape[k].serial and (config.combo_kernels or not self._target(k).is_gpu):
-                for b, touch in self.touch[k].items():
-                    if touch.writes:
-                        writers.setdefault(b, []).append(k)
+        for k in fit:
+            for b, touch in self.touch[k].items():
+                if touch.writes:
+                    writers.setdefault(b, []).append(k)
         for ks in writers.values():
             self._share_launches(ks, 1 << 30)
         if config.combo_kernels:
             kinds: dict[tuple[torch.device, bool, int], list[int]] = {}
-            for k in sorted(self.shape, key=self.order.rank.__getitem__):
+            for k in fit:
                 kind = combo_kind(self.shape[k])
-                if kind is not None and k not in self.launch and not self.shape[k].serial:
+                if kind is not None and k not in self.launch:
                     kinds.setdefault((self.device[k], *kind), []).append(k)
             for ks in kinds.values():
                 self._share_launches(ks, config.combo_kernel_max_num_nodes)
@@ -284,6 +284,8 @@ class Search:
         return bool(parts) and all(self.nodes[p].name in others for p in parts)
 
     def groups(self) -> list[Group]:
+        """The groups in an order that respects their dependences."""
+        self.combine()
         made: dict[int, Group] = {}
         for k in self.parts:
             node = self.nodes[k]
@@ -321,6 +323,3 @@ def _device(program: Program, node: Node) -> torch.device:
     found: Iterable[str] = (b for b in sorted(node.writes) if b in program.buffers)
     name = next(iter(found), None)
     return torch.device("cpu") if name is None else program.buffers[name].device
-
-
-__all__ = ["Group", "grouped", "hint", "hint_bytes", "hint_product", "work"]

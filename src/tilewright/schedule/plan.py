@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from tilewright import metrics
 from tilewright.ir.program import Nest, Program, View
 from tilewright.schedule.carve import Limits, carved
-from tilewright.schedule.group import Group, grouped
+from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
+from tilewright.schedule.recompute import recomputed
 from tilewright.schedule.split import cut_groups
 from tilewright.schedule.traffic import Traffic, traffic
 
@@ -39,7 +40,11 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     program = replace(program, buffers=dict(program.buffers))
     nodes = improved(program, [split_divisions(node) if isinstance(node, Nest) else node
                                for node in program.nodes if node.name in live])  # fmt: skip
-    groups = grouped(program, nodes)
+    search = searched(program, nodes)
+    again = recomputed(program, search)
+    if again is not None:
+        search = searched(program, again)
+    groups = search.groups()
     program, groups = cut_groups(program, groups)
     _mark_local(program, groups)
     if limits is not None:

@@ -14,10 +14,11 @@ from functools import cached_property
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.program import Nest, Program
-from tilewright.schedule.group import Group, hint, hint_product
+from tilewright.schedule.group import Group
 from tilewright.schedule.legality import accesses, all_loops
 from tilewright.schedule.loops import is_fold, rename, substitute_nest
 from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
+from tilewright.schedule.sizes import hint, hint_product
 
 MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive at once
 LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as fast in a loop

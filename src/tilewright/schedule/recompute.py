@@ -1,0 +1,128 @@
+"""Values computed again where they are used, because that moves fewer bytes than storing them.
+
+A grouping leaves some values in memory only because kernels that could not be joined both need
+them. Where such a value is cheap, and a kernel reads what it is made of anyway or could read it for
+less, that kernel computes it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const, rewrite, substitute, walk
+from tilewright.ir.ops import TABLE
+from tilewright.ir.program import Buffer, Nest, Node, Program, View
+from tilewright.schedule.access import terms
+from tilewright.schedule.group import Search
+from tilewright.schedule.legality import is_alone
+from tilewright.schedule.loops import replace_exprs
+from tilewright.schedule.sizes import hint_bytes, hint_product, work
+
+MOST_WORK = 16  # additions that are cheaper than an access to memory
+MOST_REPEATS = 2  # times a value may be computed in each kernel that needs it
+
+
+def recomputed(program: Program, search: Search) -> list[Node] | None:
+    """The program with such values computed where they are used; None if there are none."""
+    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    home = {part: k for k, parts in search.parts.items() for part in parts}
+    users: dict[str, list[int]] = {}
+    for k, node in enumerate(search.nodes):
+        for b in node.reads | node.writes:
+            users.setdefault(b, []).append(k)
+    changed: dict[int, Nest | None] = {}
+    for maker, node in enumerate(search.nodes):
+        if not isinstance(node, Nest) or not _is_cheap(node):
+            continue
+        (store,) = node.stores
+        buffer = program.buffers[store.buffer]
+        readers = [k for k in users[buffer.name] if k != maker]
+        if buffer.kind != "temporary" or buffer.name in visible or maker in changed:
+            continue
+        if any(k in changed or buffer.name in search.nodes[k].writes for k in readers):
+            continue
+        if _written_later(search, node, maker, users):
+            continue
+        away = [k for k in readers if home[k] != home[maker]]
+        new = {k: inlined(search.nodes[k], node, buffer) for k in away}
+        if away and all(new.values()) and _gain(program, search, maker, away, home) > 0:
+            changed.update(new)
+            if len(away) == len(readers):
+                changed[maker] = None
+    if not changed:
+        return None
+    found = (changed.get(k, node) for k, node in enumerate(search.nodes))
+    return [node for node in found if node is not None]
+
+
+def _is_cheap(nest: Nest) -> bool:
+    """Whether a nest computes one value per element of one buffer, with little work."""
+    if nest.reduce or len(nest.stores) != 1 or is_alone(nest):
+        return False
+    cost = sum(TABLE[n.op].cost for n in walk(nest.stores[0].value) if n.op in TABLE)
+    return cost <= MOST_WORK
+
+
+def _written_later(search: Search, nest: Nest, position: int,
+                   users: Mapping[str, list[int]]) -> bool:  # fmt: skip
+    return any(k > position and b in search.nodes[k].writes for b in nest.reads for k in users[b])
+
+
+def _gain(program: Program, search: Search, maker: int, away: list[int],
+          home: Mapping[int, int]) -> int:  # fmt: skip
+    """Bytes that are not moved when the nodes `away` compute what `maker` does themselves."""
+    node = search.nodes[maker]
+    assert isinstance(node, Nest)
+    buffer = program.buffers[node.stores[0].buffer]
+    groups = {home[k] for k in away}
+    gain = hint_bytes(buffer) * (1 + len(groups))
+    for g in groups:
+        gain -= sum(hint_bytes(program.buffers[b]) for b in node.reads if b not in search.touch[g])
+    if len(search.parts[home[maker]]) == 1:
+        gain += sum(hint_bytes(program.buffers[b]) for b in node.reads)
+    return gain
+
+
+def inlined(reader: Node, maker: Nest, buffer: Buffer) -> Nest | None:
+    """The reader with the maker's value in place of loads of what it stores; None if the reader
+    would compute it too often, or at places that are hard to tell."""
+    (store,) = maker.stores
+    steps = _digits(store.index, maker)
+    if not isinstance(reader, Nest) or steps is None or is_alone(reader):
+        return None
+    if work(reader) > MOST_REPEATS * max(hint_product(buffer.size), 1):
+        return None
+    value = build.cast(store.value, buffer.dtype)
+
+    def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        if node.op != "load" or node.arg != buffer.name:
+            return None
+        rest = src[0]
+        places: dict[Expr, Expr] = {}
+        for v, stride in steps:
+            places[v], rest = ix.floordiv(rest, stride), ix.mod(rest, stride)
+        body = substitute(value, places)
+        if len(src) == 1:
+            return body
+        return build.where(src[1], build.guard(body, src[1]), const(0, buffer.dtype))
+
+    new = replace_exprs(reader, lambda e: rewrite(e, rule))
+    divided = {"ifloordiv", "imod"} & (new.ops - reader.ops - maker.ops)
+    return None if divided else replace(new, name=f"{reader.name}_{maker.name}")
+
+
+def _digits(index: Expr, nest: Nest) -> list[tuple[Expr, Expr]] | None:
+    """The loops of a store that fills its buffer without gaps, with their strides, descending."""
+    found = terms(index, nest.loops)
+    if found is None or found[1] is not ix.ZERO or len(found[0]) != len(nest.loops):
+        return None
+    steps = sorted(found[0].items(), key=lambda step: -hint_product([step[1]]))
+    within: Expr = ix.ONE
+    for v, stride in reversed(steps):
+        if stride is not within:
+            return None
+        within = ix.mul(within, v.src[0])
+    return steps
