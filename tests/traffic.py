@@ -267,6 +267,20 @@ def geglu(x: Tensor) -> Tensor:
     return a * F.gelu(b)
 
 
+def norm_and_most_kept(x: Tensor, scale: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    n = F.layer_norm(x, (4096,), w, b)
+    return (n * scale).sigmoid(), n.abs().amax((0, 1, 2), keepdim=True)
+
+
+def scaled_and_most_kept(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    v = 1.1 * x
+    return (v * scale).sigmoid(), v.abs().amax((0, 1, 2), keepdim=True)
+
+
+def copies_and_sum(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sum(), x * 2, (x * 2).t().contiguous()
+
+
 # ---- the cases
 
 CASES = [
@@ -333,6 +347,10 @@ CASES = [
          floor=67117058),
     Case("PF-29", 100663298, scaled_and_most, "f32[4,2048,4096] f32[1]", floor=67108866,
          bound=67109890),
+    Case("PF-28 keepdim", 67133442, norm_and_most_kept,
+         "f32[4,2048,4096] f32[1] f32[4096] f32[4096]", floor=67117058),
+    Case("PF-29 keepdim", 100663298, scaled_and_most_kept, "f32[4,2048,4096] f32[1]",
+         floor=67108866, bound=67109890),
     # grouping when not everything fits; every op is a buffer of its own
     Case("PF-31", 700, choice1, "f32[10,10]", floor=600, bound=600, options=EVERY_OP),
     Case("PF-32", 620, choice2, "f32[10,10]", floor=420, bound=420, options=EVERY_OP),
@@ -354,6 +372,8 @@ CASES = [
     Case("PF-40", 1300, unremat, "f32[10,10]", train=True, floor=1200, bound=1200),
     Case("PF-41", 2600, two_kept, "f32[10,10]", train=True, floor=2200, bound=2200,
          options={"pattern_matcher": False}),
+    Case("PF-42", 220, lambda a, b: (a * b).cos().sum(1), "f32[20,1] f32[1,20]", train=True,
+         floor=160, bound=160),
     Case("PF-43", 70, lambda a, b: cat([a.tanh(), b]), "f32[10] f32[10]", train=True),
     Case("PF-44", 72, lambda x: x.relu(), "f32[16]", train=True),
     Case("PF-45", 900, ThroughView.apply, "f32[100]", train=True),
@@ -409,11 +429,21 @@ CASES = [
     Case("PF-68", 250, add_rows, "f32[10,10] f32[5,10] f32[10]", bound=200, honest=190),
     # beyond the reference
     Case("PF-69", 210, lambda a: (a.sum(0), a.cos()), "f32[10,10]"),
-    Case("PF-69 at 1024x1024", 2098176, lambda a: (a.sum(0), a.cos()), "f32[1024,1024]"),
+    Case("PF-69 at 1024x1024", 2140139, lambda a: (a.sum(0), a.cos()), "f32[1024,1024]",
+         floor=2098176),
+    Case("PF-69 at 4096x4096", 34229698, lambda a: (a.sum(0), a.cos()), "f32[4096,4096]",
+         floor=33558528),
     Case("PF-70", 200, lambda a: softmax(a, 0), "f32[10,10]"),
     Case("PF-70 at 1024x1024", 2097152, lambda a: softmax(a, 0), "f32[1024,1024]"),
     Case("PF-71", 1000, choice4, "f32[10,10] f16[10,10] f32[10,10]", floor=850, options=EVERY_OP),
+    Case("PF-70 at 4096x4096", 33554432, lambda a: softmax(a, 0), "f32[4096,4096]"),
     Case("PF-72", 170, squares, "f32[10,1,8] f32[1,10,8]"),
+    Case("PF-72 of 16", 330, squares, "f32[10,1,16] f32[1,10,16]"),
+    Case("PF-72 of 64", 1290, squares, "f32[10,1,64] f32[1,10,64]"),
+    Case("LO-11 softmax", 1 << 27, lambda x: softmax(x, 0), "f32[32,2097152]"),
+    Case("LO-11 sum", 1 << 27, lambda x: x.sum(0) + x, "f32[32,2097152]"),
+    Case("LO-12", 3 * 2097152 + 2 * 1024 + 1, copies_and_sum, "f32[1024,2048]",
+         floor=3 * 2097152 + 1),
 ]  # fmt: skip
 
 BY_NAME = {case.name: case for case in CASES}

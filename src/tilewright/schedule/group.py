@@ -175,7 +175,9 @@ class Search:
         if isinstance(fit, Fit) and _keeps_loops(fit, left, right):
             return fit
         ordered = self._in_order(a, b, fit)
-        return ordered if isinstance(ordered, Fit) else fit
+        if isinstance(ordered, Fit) or isinstance(fit, Fit):
+            return ordered if isinstance(ordered, Fit) else fit
+        return Misfit(f"{fit.reason}; in order: {ordered.reason}")
 
     def _in_order(self, a: int, b: int, plain: Fit | Misfit) -> Fit | Misfit:
         """The two with the loops that some members fold run one after the other."""

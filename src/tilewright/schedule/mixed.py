@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.ops import REDUCTIONS
 from tilewright.ir.program import Nest
 from tilewright.schedule.access import all_loops
 from tilewright.schedule.legality import Fit, Misfit, conflict, guides, is_alone, match_loops
@@ -23,7 +24,9 @@ NARROWEST = 16  # elements of a row that fill vectors while the rows run one aft
 SMALL = 1 << 13  # iterations that one thread does before others have started
 CPU_CHUNKS = 32  # a fixed number: results do not depend on how many threads there are
 SHORTEST_CHUNK = 16  # rows, where each chunk leaves a row of results
-WIDTH = 8  # bytes of a partial result, at most
+LARGE = 1 << 17  # iterations that should keep more than a few processors busy
+LONGEST_KEPT = 1 << 14  # elements of a row that a program of a card keeps
+TILE = 64  # neighbouring columns that one program of a card takes
 CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
 
 
@@ -143,23 +146,94 @@ def chunks(fit: Fit, target: Target) -> int:
     """How many chunks the serial loops are worth; one: none."""
     rows = hint_product(v.src[0] for v in fit.serial)
     total = max(work(m) for m in fit.members)
-    wanted = 1 << (2 * target.sms).bit_length() - 1 if target.is_gpu else CPU_CHUNKS
-    wanted = -(-wanted // max(hint_product(v.src[0] for v in fit.outer), 1))
+    wanted = -(-_wanted(target) // _programs(fit, target))
     if all(ix.value_of(v.src[0]) is not None for v in fit.serial):
         shortest = SHORTEST_CHUNK if partial_results(fit) > SHORTEST_CHUNK else 1
         wanted = min(wanted, total // CHUNK_WORK, -(-rows // shortest))
     return max(1, min(wanted, rows))
 
 
+def _wanted(target: Target) -> int:
+    return 1 << (2 * target.sms).bit_length() - 1 if target.is_gpu else CPU_CHUNKS
+
+
+def _programs(fit: Fit, target: Target, columns: int = TILE) -> int:
+    """Parts that run side by side already; a card takes neighbouring columns together."""
+    lanes = hint_product(v.src[0] for v in fit.outer)
+    along = _contiguous(fit.members)
+    if target.is_gpu and along in fit.outer:
+        lanes = -(-lanes // min(columns, hint_product([along.src[0]]) or 1))
+    return max(lanes, 1)
+
+
+def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
+    """Loops to cut because the group would leave most of a card idle; none: it would not."""
+    if not target.is_gpu or not any(m.reduce for m in fit.members):
+        return ()
+    if any(is_alone(m) for m in fit.members) or max(work(m) for m in fit.members) < LARGE:
+        return ()
+    if 2 * _programs(fit, target) > _wanted(target):
+        return ()
+    later = dependents(fit.members)
+    if later and 8 * _programs(fit, target, 16) > target.sms:
+        return ()  # reading the data again for what follows would cost more
+    left = tuple(m for m in fit.members if m not in later)
+    for _, serial in _orders(left):
+        if all(v not in fit.outer for v in serial) and not _problem(left, fit.outer, serial):
+            return serial
+    return ()
+
+
+def dependents(members: Sequence[Nest]) -> tuple[Nest, ...]:
+    """The members that need a fold of another, also through others."""
+    made: set[str] = set()
+    used: set[str] = set()  # by those found: who writes it must not come before them
+    found: list[Nest] = []
+    for m in members:
+        if (m.reads | m.writes) & made or m.writes & used:
+            found.append(m)
+            made |= m.writes
+            used |= m.reads
+        elif m.reduce:
+            made |= m.writes
+    return tuple(found)
+
+
 def partial_results(fit: Fit) -> int:
     """Elements each chunk leaves behind."""
-    return sum(hint_product(v.src[0] for v in m.loops if v not in fit.outer)
-               for m in fit.members if folds_over(m, fit.serial))  # fmt: skip
+    return sum(_results(m, fit) for m in fit.members if folds_over(m, fit.serial))
+
+
+def _results(nest: Nest, fit: Fit) -> int:
+    return hint_product(v.src[0] for v in nest.loops if v not in fit.outer)
+
+
+def _width(nest: Nest) -> int:
+    """Bytes of one partial result."""
+    folds = [n for n in walk(*nest.exprs) if n.op == "reduce"]
+    return sum(sum(s.dtype.itemsize for s in n.src) * REDUCTIONS[n.arg.kind].outputs for n in folds)
+
+
+def stays_apart(nest: Nest, fit: Fit, target: Target) -> bool:
+    """Whether a fold over serial loops leaves a result per round, not per chunk: on a card a
+    program has a row to itself, and accumulates over rows only what it has a column of."""
+    columns = [v for v in nest.loops if v not in fit.outer]
+    return target.is_gpu and not columns and folds_over(nest, fit.serial)
 
 
 def wasteful(fit: Fit, saved: int, target: Target) -> str:
-    """Why the partial results cost more than they save (in bytes), or an empty string."""
+    """Why the target should not run these in order, or an empty string. `saved` are bytes."""
     parts = chunks(fit, target)
-    if parts > 1 and 2 * parts * partial_results(fit) * WIDTH > saved:
+    rows = hint_product(v.src[0] for v in fit.serial)
+    left = sum(_results(m, fit) * _width(m) * (rows if stays_apart(m, fit, target) else parts)
+               for m in fit.members if folds_over(m, fit.serial))  # fmt: skip
+    if parts > 1 and 2 * left > saved:
         return "partial results would cost more than reading the data again"
+    folded = [m for m in fit.members if folds_over(m, fit.serial)]
+    if target.is_gpu and not all(stays_apart(m, fit, target) for m in folded):
+        shared = (*fit.outer, *fit.serial)
+        for m in fit.members:
+            row = [v.src[0] for v in all_loops(m) if v not in shared]
+            if (ix.value_of(ix.product(row)) or LONGEST_KEPT + 1) > LONGEST_KEPT:
+                return "rows do not stay on the chip"
     return ""

@@ -20,7 +20,14 @@ from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, align, conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
-from tilewright.schedule.mixed import SHORTEST_CHUNK, chunks
+from tilewright.schedule.mixed import (
+    SHORTEST_CHUNK,
+    chunks,
+    dependents,
+    folds_over,
+    starved,
+    stays_apart,
+)
 from tilewright.schedule.segments import segments_of
 from tilewright.schedule.sizes import hint
 from tilewright.target import Target
@@ -37,21 +44,39 @@ class Cut:
 
 
 def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list[Group]]:
-    """Every group with serial loops in parallel chunks. Returns the program with the buffers this
-    takes: the one given is not changed."""
+    """Groups with serial loops, and those that leave a card idle, in parallel chunks. Returns the
+    program with the buffers this takes: the one given is not changed."""
     buffers: dict[str, Buffer] = {}
     order = _Order()
-    for group in groups:
-        if not group.serial:
-            order.add(group)
+    waiting = list(reversed(groups))
+    while waiting:
+        group = waiting.pop()
+        target = Target.of(_device(program, group)) if group.members else None
+        if target is None or group.serial:
+            parts = [group]
+        else:
+            parts = _fed(group, target)
+        waiting += parts[:0:-1]
+        if target is None or not parts[0].serial:
+            order.add(parts[0])
             continue
-        target = Target.of(_device(program, group))
-        count = chunks(Fit(group.members, group.outer, group.serial), target)
-        done = cut(program, group, count)
+        done = cut(program, parts[0], target)
         order.add(done.group)
         order.waiting += done.after
         buffers.update({b.name: b for b in done.buffers})
     return replace(program, buffers={**program.buffers, **buffers}), order.all()
+
+
+def _fed(group: Group, target: Target) -> list[Group]:
+    """The group with serial loops to cut, if it would leave the target idle; what needs its folds
+    comes after it."""
+    loops = starved(Fit(group.members, group.outer), target)
+    if not loops:
+        return [group]
+    later = dependents(group.members)
+    first = tuple(m for m in group.members if m not in later)
+    rest = [replace(group, members=later)] if later else []
+    return [replace(group, members=first, serial=loops), *rest]
 
 
 class _Order:
@@ -99,47 +124,71 @@ def _device(program: Program, group: Group) -> torch.device:
 
 
 def _joined(first: Group, second: Group) -> Group | None:
-    """Both in one kernel, if the second fits the loops of the first as they are."""
-    if second.serial or second.call is not None or any(is_alone(m) for m in second.members):
+    """Both in one kernel, if they have the same loops."""
+    if second.serial or not second.members or any(is_alone(m) for m in second.members):
         return None
     position = {m.name: k for k, m in enumerate((*first.members, *second.members))}
     fit = align(Fit(first.members, first.outer), Fit(second.members, second.outer), position)
-    if not isinstance(fit, Fit) or len(fit.outer) < len(first.outer):
+    if not isinstance(fit, Fit) or not len(fit.outer) == len(first.outer) == len(second.outer):
         return None
     return replace(second, members=fit.members, outer=fit.outer)
 
 
-def cut(program: Program, group: Group, count: int) -> Cut:
-    """The serial loops of a group in `count` parallel chunks."""
+def cut(program: Program, group: Group, target: Target) -> Cut:
+    """The serial loops of a group in as many parallel chunks as the target is worth."""
+    made = _Cutting(program)
     members, serial = _merged(group.members, group.serial)
-    loop, rest = serial[0], serial[1:]
-    if count <= 1 or hint(loop.src[0]) <= 1:
-        return Cut(_settled(replace(group, members=members, serial=serial)), (), ())
-    chunk, inside, index = _chunk(loop, count)
-    nests: list[Nest] = []
-    after: list[Nest] = []
-    buffers: list[Buffer] = []
-    for m in members:
-        loops = [w for v in m.loops for w in ((chunk, inside) if v is loop else (v,))]
-        reduce = [w for v in m.reduce for w in ((inside,) if v is loop else (v,))]
-        if loop in m.reduce:
-            loops.insert(0, chunk)
-        new = substitute_nest(m, {loop: index}, loops, reduce)
-        if loop not in m.reduce:
-            nests.append(new)
-            continue
-        partial, final, made = _Partial(program, m, new, chunk).split({loop: index})
-        nests.append(partial)
-        after += final
-        buffers += made
-    whole = replace(group, members=tuple(nests), outer=(chunk, *group.outer),
-                    serial=(inside, *rest))  # fmt: skip
-    return Cut(_settled(whole), tuple(_grouped(after)), tuple(buffers))
+    outer = group.outer
+    if len(segments_of(members, outer)) > 1:
+        whole = Fit(members, outer, serial)
+        members = tuple(made.apart(m, serial) if stays_apart(m, whole, target) else m
+                        for m in members)  # fmt: skip
+        if not any(folds_over(m, serial) for m in members):
+            return made.result(replace(group, members=members, outer=(*outer, *serial), serial=()))
+    loop, *rest = serial
+    count = chunks(Fit(members, outer, serial), target)
+    if count > 1 and hint(loop.src[0]) > 1:
+        chunk, inside, index = _chunk(loop, count)
+        members = tuple(made.chunked(m, loop, (chunk, inside), index) for m in members)
+        outer, serial = (chunk, *outer), (inside, *rest)
+    return made.result(replace(group, members=members, outer=outer, serial=serial))
 
 
-def _settled(group: Group) -> Group:
-    """Members that run in one loop anyway need no order among their rows."""
-    return replace(group, serial=()) if len(segments_of(group.members, group.outer)) == 1 else group
+class _Cutting:
+    """What the members of one group leave behind when they are cut."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.after: list[Nest] = []
+        self.buffers: list[Buffer] = []
+
+    def result(self, group: Group) -> Cut:
+        """Members that run in one loop anyway need no order among their rows."""
+        if len(segments_of(group.members, group.outer)) == 1:
+            group = replace(group, serial=())
+        return Cut(group, tuple(_grouped(self.after)), tuple(self.buffers))
+
+    def chunked(self, nest: Nest, loop: Expr, parts: tuple[Expr, Expr], index: Expr) -> Nest:
+        """The nest with `loop` as a loop over chunks and one inside them."""
+        chunk, inside = parts
+        loops = [w for v in nest.loops for w in (parts if v is loop else (v,))]
+        if loop not in nest.reduce:
+            return substitute_nest(nest, {loop: index}, loops, nest.reduce)
+        reduce = [inside if v is loop else v for v in nest.reduce]
+        new = substitute_nest(nest, {loop: index}, [chunk, *loops], reduce)
+        return self._split(_Partial(self.program, nest, new, (chunk,)), {loop: index})
+
+    def apart(self, nest: Nest, serial: tuple[Expr, ...]) -> Nest:
+        """A partial result for every round of the serial loops."""
+        reduce = tuple(v for v in nest.reduce if v not in serial)
+        new = replace(nest, loops=(*serial, *nest.loops), reduce=reduce)
+        return self._split(_Partial(self.program, nest, new, serial), {})
+
+    def _split(self, partial: _Partial, cut: Mapping[Expr, Expr]) -> Nest:
+        nest, after, buffers = partial.split(cut)
+        self.after += after
+        self.buffers += buffers
+        return nest
 
 
 def _merged(members: tuple[Nest, ...], serial: tuple[Expr, ...]
@@ -189,11 +238,12 @@ class _Partial:
     """A fold over a loop that was cut: `nest` keeps the partial results of each chunk, nests after
     it fold them. Partial results have the type they are accumulated in."""
 
-    def __init__(self, program: Program, whole: Nest, nest: Nest, chunk: Expr) -> None:
+    def __init__(self, program: Program, whole: Nest, nest: Nest,
+                 apart: tuple[Expr, ...]) -> None:  # fmt: skip
         self.program = program
         self.whole = whole
         self.nest = nest
-        self.chunk = chunk
+        self.apart = apart
         self.columns = whole.loops
         self.made: list[Buffer] = []
         self.stores: list[Store] = []
@@ -216,15 +266,15 @@ class _Partial:
 
     def _nest(self, name: str, stores: tuple[Store, ...]) -> Nest:
         folds = any(n.op == "reduce" for s in stores for n in walk(*s.exprs))
-        return Nest(name, self.columns, (self.chunk,) if folds else (), stores, self.nest.origin)
+        return Nest(name, self.columns, self.apart if folds else (), stores, self.nest.origin)
 
     def _keep(self, value: Expr) -> Expr:
         """Store a partial result; the load that gives it back."""
-        sizes = (self.chunk.src[0], *(v.src[0] for v in self.columns))
-        return self._buffer(value, (self.chunk, *self.columns), sizes, self.stores)
+        where = (*self.apart, *self.columns)
+        return self._buffer(value, where, self.stores)
 
-    def _buffer(self, value: Expr, where: Sequence[Expr], sizes: tuple[Expr, ...],
-                stores: list[Store]) -> Expr:  # fmt: skip
+    def _buffer(self, value: Expr, where: Sequence[Expr], stores: list[Store]) -> Expr:
+        sizes = tuple(v.src[0] for v in where)
         strides = ix.contiguous_strides(sizes)
         device = self.program.buffers[self.nest.stores[0].buffer].device
         made = Buffer(f"{self.nest.name}_part{len(self.made)}", value.dtype, device, sizes, strides)
@@ -236,22 +286,29 @@ class _Partial:
     def _fold(self, old: Expr, node: Expr) -> dict[Expr, Expr]:
         """What the whole fold (its parts, if it has several) is made of."""
         kind = node.arg.kind
+        alone = not self.nest.reduce  # each partial result is of one element
         if kind in ("argmin", "argmax"):
-            best = self._keep(build.reduce(kind.removeprefix("arg"), node.src[0]))
-            return {old: build.reduce(kind, best, self._keep(node), dtype=node.dtype)}
+            value, place = node.src
+            best = self._keep(value if alone else build.reduce(kind.removeprefix("arg"), value))
+            at = self._keep(place if alone else node)
+            return {old: build.reduce(kind, best, at, dtype=node.dtype)}
         if kind == "welford":
             return self._moments(old, node)
-        return {old: build.reduce(kind, self._keep(node), dtype=node.dtype)}
+        one = self._keep(build.cast(node.src[0], node.dtype) if alone else node)
+        return {old: build.reduce(kind, one, dtype=node.dtype)}
 
     def _moments(self, old: Expr, node: Expr) -> dict[Expr, Expr]:
         """The mean of the chunks' means; then their deviations, and those of their means."""
-        mean, m2 = self._keep(build.part(node, 0)), self._keep(build.part(node, 1))
+        if self.nest.reduce:
+            mean, m2 = self._keep(build.part(node, 0)), self._keep(build.part(node, 1))
+        else:
+            mean = self._keep(node.src[0])
+            m2 = build.op("sub", mean, mean)  # zero, or NaN where the element has no deviation
         count = build.cast(ix.product(v.src[0] for v in self.nest.reduce), node.dtype)
         total = build.cast(ix.product(v.src[0] for v in self.whole.reduce), node.dtype)
         share = build.op("div", count, total)
         one = build.reduce("sum", build.op("mul", mean, share))
-        sizes = tuple(v.src[0] for v in self.columns)
-        middle = self._buffer(one, self.columns, sizes, self.before)
+        middle = self._buffer(one, self.columns, self.before)
         apart = build.op("sub", mean, middle)
         spread = build.op("add", m2, build.op("mul", build.op("mul", apart, apart), count))
         return {build.part(old, 0): middle, build.part(old, 1): build.reduce("sum", spread)}

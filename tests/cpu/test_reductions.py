@@ -1,0 +1,304 @@
+"""Reductions that share a kernel with what walks the same data in another order, and reductions cut
+into chunks. Traffic of the same programs is in `tests/traffic.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.cpu.against_eager import check
+from tests.fuzz.stages import capture, first_wrong
+from tilewright import metrics
+from tilewright.schedule import group, mixed, split
+from tilewright.schedule.plan import Schedule
+from tilewright.target import Target
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are cut too, so that there is little to compute here."""
+    monkeypatch.setattr(mixed, "CHUNK_WORK", 64)
+    monkeypatch.setattr(mixed, "LARGE", 256)
+
+
+@pytest.fixture
+def for_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules are made as for an H100; what they compute can be run here all the same."""
+    card = type("Card", (), {"of": staticmethod(lambda device: Target("sm_90"))})
+    monkeypatch.setattr(group, "Target", card)
+    monkeypatch.setattr(split, "Target", card)
+
+
+def plans(function: Callable[..., Any], *args: Any, **options: Any) -> list[Schedule]:
+    """What is scheduled; every stage up to there gives eager's values."""
+    found = capture(function, *args, **options)
+    wrong = first_wrong(found, alike)
+    assert not wrong, wrong
+    return [graph.plan for graph in found.graphs]
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if not isinstance(b, Tensor):
+            return a is b or a == b
+        loose = 0.05 if b.dtype.itemsize < 4 else 2e-4
+        return torch.allclose(a.double(), b.double(), loose, loose, equal_nan=True)
+
+    return all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def kernels(found: list[Schedule]) -> list[list[str]]:
+    """The nests of each kernel of the last graph."""
+    return [[m.name for m in step.group.members] for step in found[-1].steps]
+
+
+def serial_loops(found: list[Schedule]) -> int:
+    return sum(len(step.group.serial) > 0 for plan in found for step in plan.steps)
+
+
+def whole_numbers(*size: int) -> Tensor:
+    """Many equal elements, sums without rounding."""
+    return torch.randint(-5, 6, size).float()
+
+
+def with_nan(*size: int) -> Tensor:
+    x = torch.randn(*size)
+    x[size[0] // 3, 1] = x[size[0] // 2, 1] = float("nan")
+    return x
+
+
+FOLDS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "sum": lambda x: (x.sum(0), x.sum(1)),
+    "mean": lambda x: (x.mean(0), x.mean(1)),
+    "prod": lambda x: ((x / 4).prod(0), x.sum(1)),
+    "extremes": lambda x: (x.amax(0), x.amin(0), x.amax(1)),
+    "any and all": lambda x: ((x > 4).any(0), (x > -5).all(0), x.sum(1)),
+    "positions": lambda x: (x.argmax(0), x.argmin(0), x.sum(1)),
+    "variance": lambda x: (x.var(0), x.std(0), x.sum(1)),
+    "all of it": lambda x: (x.sum(), x.amax(), x.sum(1)),
+    "position in all of it": lambda x: (x.argmax(), x.argmin(), x.amax(1)),
+    "variance of all of it": lambda x: (x.var(), x.sum(1)),
+    "everything": lambda x: (x.sum(0), x.amax(1), x.sum(), x.cos()),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDS)
+@pytest.mark.parametrize("rows", [3, 67])
+def test_rows_and_columns(kind: str, rows: int) -> None:
+    """RD-1, RD-4: any fold over rows and columns; a prime number of rows fills no chunk evenly."""
+    for x in (whole_numbers(rows, 20), with_nan(rows, 20)):
+        found = plans(FOLDS[kind], x)
+        assert serial_loops(found) == 1
+        # results for columns and for everything are finished in kernels of their own
+        assert len(found[0].steps) == (1 if rows == 3 else 3 if kind == "everything" else 2)
+
+
+@pytest.mark.parametrize("kind", FOLDS)
+@pytest.mark.parametrize("rows", [3, 67])
+@pytest.mark.usefixtures("for_a_card")
+def test_rows_and_columns_on_a_card(kind: str, rows: int) -> None:
+    plans(FOLDS[kind], with_nan(rows, 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
+def test_rows_and_columns_generated(dtype: torch.dtype) -> None:
+    """RD-1: the kernels, for accumulation types wide and narrow."""
+    x = (torch.randn(211, 40) * 3).to(dtype)
+    check(lambda x: (x.sum(0), x.sum(1), x.sum(), x.amax(0)), x, rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["positions", "variance", "any and all", "prod"])
+def test_folds_generated(kind: str) -> None:
+    check(FOLDS[kind], whole_numbers(211, 40), rtol=1e-4, atol=1e-4)
+    check(FOLDS[kind], with_nan(211, 40), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_behind_the_data_are_not_touched() -> None:
+    """RD-4: the rows are part of a larger tensor, poisoned behind them."""
+    whole = torch.full((250, 48), float("nan"))
+    whole[:237] = torch.randn(237, 48)
+    check(lambda x: (x.sum(0), x.sum(1), x.amax()), whole[:237], rtol=1e-4, atol=1e-4)
+
+
+def test_three_dimensions() -> None:
+    """RD-1: leading dimensions are one loop of rows; a kept one stays parallel."""
+    x = torch.randn(7, 15, 32)
+    assert serial_loops(plans(lambda x: (x.sum((0, 1)), x.sum(2)), x)) == 1
+    assert serial_loops(plans(lambda x: (x.sum(1), x.sum(2)), x)) == 1
+    check(lambda x: (x.sum((0, 1)), x.sum(2), x.sum(1)), x, rtol=1e-4, atol=1e-4)
+
+
+NORMS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "layer norm": (lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2),
+    "layer norm without bias": (lambda x, w: F.layer_norm(x, x.shape[-1:], w), 1),
+    "rms norm": (lambda x, w: F.rms_norm(x, x.shape[-1:], w), 1),
+    "keepdim": (lambda x, w: x * w.view(1, -1) / x.abs().mean(1, keepdim=True), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_backward(name: str, dtype: torch.dtype) -> None:
+    """RD-2, RD-8: input and parameter gradients in one kernel, partial ones added up in another;
+    parameter gradients are rounded to their own type there."""
+    norm, count = NORMS[name]
+    x = torch.randn(53, 32, dtype=dtype, requires_grad=True)
+    parameters = [torch.randn(32, dtype=dtype, requires_grad=True) for _ in range(count)]
+    found = capture(norm, x, *parameters)
+    given = [t.detach().clone().requires_grad_() for t in (x, *parameters)]
+    torch._dynamo.reset()
+    out = torch.compile(norm, backend=found, fullgraph=True)(*given)
+    out.float().square().mean().backward()
+    backward = found.graphs[-1]
+    assert len(backward.plan.steps) == 2
+    assert sum(bool(step.group.serial) for step in backward.plan.steps) == 1
+    wrong = first_wrong(found, alike)
+    assert not wrong, wrong
+
+
+def test_norm_backward_generated() -> None:
+    norm, _ = NORMS["layer norm"]
+    args = torch.randn(57, 48), torch.randn(48), torch.randn(48)
+    weight = torch.randn(57, 48)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        own = [x.clone().requires_grad_() for x in args]
+        return torch.autograd.grad((function(*own) * weight).sum(), own)
+
+    torch._dynamo.reset()
+    ours = gradients(torch.compile(norm, backend="tilewright"))
+    for a, b in zip(ours, gradients(norm), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_new_sizes_need_no_new_code() -> None:
+    """RD-3: chunks have a fixed length, so a new number of rows is another number of chunks."""
+    torch._dynamo.reset()
+    metrics.reset()
+    compiled = torch.compile(lambda x: (x.sum(0), x.sum(1)), backend="tilewright", dynamic=True)
+    for rows in (300, 1, 17, 2000, 33):
+        x = torch.randn(rows, 40)
+        for a, b in zip(compiled(x), (x.sum(0), x.sum(1)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert metrics.generated_kernel_count <= 4  # one row is a program of its own
+
+
+def test_sums_of_sizes() -> None:
+    """RD-8: the number of rows is a sum of dynamic sizes."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.cat([x, y])
+        return z.sum(0), (z * 2).sum(1)
+
+    check(function, torch.randn(130, 20), torch.randn(57, 20), dynamic=True, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fold_that_the_rows_need_is_finished_first() -> None:
+    """RD-6: what reads the columns' sums does not run with the rows that make them."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        columns = x.sum(0)
+        return columns, (x * columns).sum(1)
+
+    found = plans(function, torch.randn(70, 64))
+    assert len(kernels(found)) > 1
+    check(function, torch.randn(70, 64), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (128, 128), (400, 24), (40, 400)])
+def test_never_more_bytes_than_apart(size: tuple[int, int]) -> None:
+    """RD-5: sizes near each other, or too few rows: a cut is made where it saves bytes."""
+    metrics.reset()
+    plans(lambda x: (x.sum(0), x.sum(1)), torch.randn(size))
+    together, metrics.num_bytes_accessed = metrics.num_bytes_accessed, 0
+    plans(lambda x: x.sum(0), torch.randn(size))
+    plans(lambda x: x.sum(1), torch.randn(size))
+    assert together <= metrics.num_bytes_accessed
+
+
+def test_norms_with_common_weights() -> None:
+    """RD-7: three norms, three kernels for their gradients."""
+
+    def function(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.rms_norm(t, (32,), w) for t in (x, y, z))
+
+    found = capture(function, *[torch.randn(60, 32, requires_grad=True) for _ in range(3)],
+                    torch.randn(32, requires_grad=True))  # fmt: skip
+    assert len(found.graphs) >= 1
+    check(function, *[torch.randn(60, 32) for _ in range(3)], torch.randn(32))
+
+
+def test_what_uses_a_partial_fold_joins_the_last_step() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        columns = x.sum(0)
+        return x.sum(1), columns.relu() + 1, columns.to(torch.bfloat16)
+
+    assert len(kernels(plans(function, torch.randn(100, 64)))) == 2
+
+
+def test_a_large_use_of_a_small_fold_runs_in_parallel() -> None:
+    """A scale found over everything, then applied: the last fold keeps to its own small kernel."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        top = x.abs().amax()
+        return x.sum(1), x / top
+
+    for step in plans(function, torch.randn(100, 64))[-1].steps:
+        assert step.group.outer or all(m.reduce or not m.loops for m in step.group.members)
+
+
+@pytest.mark.usefixtures("for_a_card")
+def test_a_card_is_kept_busy() -> None:
+    """A loss over everything is cut into chunks; its last operations follow in a small kernel."""
+    found = plans(lambda x, y: (x - y).square().mean().sqrt() * 2,
+                  torch.randn(30, 40), torch.randn(30, 40))  # fmt: skip
+    first, last = (step.group for step in found[-1].steps)
+    assert len(first.outer) == 1 and not last.outer and len(last.members) > 1
+    plans(lambda x: x - x.mean(), torch.randn(30, 40))
+    plans(lambda x: x.softmax(0), torch.randn(400, 8))
+    plans(lambda x: (x.sum(1), x.mean(1).exp()), torch.randn(3, 2001))
+    plans(lambda x: (x.sum(), x.add_(1)), torch.randn(40, 81))
+
+
+@pytest.mark.parametrize("size", [(0, 30), (30, 0), (0,), (1, 1), (1, 400), (400, 1)])
+def test_no_elements_or_one(size: tuple[int, ...]) -> None:
+    check(lambda x: (x.sum(0), x.sum(-1), x.sum(), x.cos()), torch.randn(size))
+
+
+# ---- softmax
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_softmax_is_as_accurate_as_eager(dtype: torch.dtype, dim: int) -> None:
+    """OS-3"""
+    x = (torch.randn(600, 300) * 4).to(dtype)
+    exact = x.double().softmax(dim)
+    torch._dynamo.reset()
+    ours = torch.compile(lambda x: x.softmax(dim), backend="tilewright")(x)
+    error = (ours.double() - exact).abs().max()
+    assert error <= 1.5 * (x.softmax(dim).double() - exact).abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_softmax_of_masked_parts(dim: int) -> None:
+    """OS-4: a part of a row that is minus infinity throughout gives no NaN."""
+    x = torch.randn(300, 300)
+    x = x.masked_fill(torch.ones(300, 300).tril() == 0, float("-inf"))
+    for y in (x, x.t().contiguous()):
+        y = y.clone()
+        y[0, 0] = y[-1, -1] = 0.0
+        check(lambda x: (x.softmax(dim), x.log_softmax(dim)), y)
+
+
+def test_softmax_keeps_plain_loops_on_the_cpu() -> None:
+    """OS-5: the row is in cache, and a second pass over it costs less than scaling sums."""
+    (plan,) = plans(lambda x: x.softmax(1), torch.randn(20, 5000))
+    (step,) = plan.steps
+    kinds = [n for m in step.group.members for n in m.reduce]
+    assert len(kinds) == 2
