@@ -115,6 +115,12 @@ inplace_buffers: bool = option(
 allow_buffer_reuse: bool = option(
     True, "Give the memory of dead buffers to later ones.", affects_code=True
 )
+reorder_for_peak_memory: bool = option(
+    True, "Run kernels in the order that keeps the least memory alive.", affects_code=True
+)
+memory_planning: bool = option(
+    False, "Carve buffers that live at the same time out of one allocation.", affects_code=True
+)
 
 # Tuning ------------------------------------------------------------------------------------
 

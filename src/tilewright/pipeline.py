@@ -126,7 +126,7 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
     dump.stage("simplified", gm)
 
     with stage("lower"):
-        program: Program = lower(gm, devices)
+        program: Program = lower(gm, devices, boundary.donated)
         verify(program)
     dump.stage("lowered", program)
 

@@ -284,3 +284,13 @@ def test_a_repeated_value_returned_twice() -> None:
         return v.amax(0), v.reshape(-1), v
 
     check(function, torch.randn(5))
+
+
+def test_pf_61_the_sum_is_written_over_what_a_call_returned() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        total = step(q, k, v)
+        return total + step(q, k, v)
+
+    ran = Ran(function, torch.randn(3), torch.randn(3), torch.randn(3))
+    assert (ran.elements, ran.allocations, ran.missed) == (45, 0, 0)
+    assert "memory used again" in ran.text

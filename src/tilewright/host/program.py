@@ -17,7 +17,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.schedule.group import Group
-from tilewright.schedule.memory import Step
+from tilewright.schedule.memory import Step, alike
 
 Kernel = Callable[..., None]
 _SITE = re.compile(r"@(\w+)@")
@@ -202,15 +202,31 @@ class _Assembly:
     def _allocate(self, step: Step) -> None:
         for name in step.allocate:
             b = self.buffers[name]
-            layout = f"{numbers(b.size)}, {numbers(b.stride)}, {b.dtype}"
-            if b.device.type == "cpu":
-                self.lines.append(f"{name} = empty_cpu({layout})")
-            elif b.device.type == "cuda" and (b.device.index or 0) == self._device:
-                self.lines.append(f"{name} = empty_cuda({layout})")
-            else:
-                self.lines.append(f"{name} = empty({layout}, {str(b.device)!r})")
+            self._empty(name, f"{numbers(b.size)}, {numbers(b.stride)}, {b.dtype}", b.device)
+        for pool in step.pools:
+            self._empty(pool.name, f"({number(pool.size)},), (1,), torch.uint8", pool.device)
+        for slot in step.carve:
+            self.lines.append(f"{slot.buffer} = {self._again(slot.buffer, slot.pool, slot.start)}")
         for new, old in step.reuse:
-            self.lines.append(f"{new} = {old}  # memory used again")
+            self.lines.append(f"{new} = {self._again(new, old)}  # memory used again")
+
+    def _empty(self, name: str, layout: str, device: torch.device) -> None:
+        if device.type == "cpu":
+            self.lines.append(f"{name} = empty_cpu({layout})")
+        elif device.type == "cuda" and (device.index or 0) == self._device:
+            self.lines.append(f"{name} = empty_cuda({layout})")
+        else:
+            self.lines.append(f"{name} = empty({layout}, {str(device)!r})")
+
+    def _again(self, new: str, old: str, start: Expr = ix.ZERO) -> str:
+        """The memory of a dead buffer, or of a pool from `start` on, laid out as another."""
+        made, given = self.buffers[new], self.buffers.get(old)
+        if given is not None and alike(made, given):
+            return old
+        layout = f"{numbers(made.size)}, {numbers(made.stride)}"
+        if given is not None and made.dtype == given.dtype:
+            return f"window({old}, {layout}, 0)"
+        return f"recast({old}, {layout}, {made.dtype}, {number(start)})"
 
     def _free(self, step: Step) -> None:
         gone = [*step.free, *(old for _, old in step.reuse)]

@@ -89,6 +89,14 @@ class OutOfRangeError(IndexError, RuntimeError):
     """Eager raises one or the other, depending on the operator."""
 
 
+def recast(t: torch.Tensor, size: Any, stride: Any, dtype: torch.dtype,
+           start: int) -> torch.Tensor:  # fmt: skip
+    """The memory of `t` from byte `start` on with another type and layout."""
+    begin = (t.storage_offset() * t.element_size() + start) // dtype.itemsize
+    made = torch.empty(0, dtype=dtype, device=t.device)
+    return made.set_(t.untyped_storage(), begin, size, stride)  # type: ignore[call-overload]
+
+
 class Flag:
     """A cell a kernel writes to when it meets bad data."""
 
@@ -179,6 +187,7 @@ __all__ = [
     "laid_out",
     "math",
     "raw_stream",
+    "recast",
     "resolve",
     "torch",
     "window",

@@ -202,3 +202,4 @@ class Program:
     symbols: dict[str, Expr] = field(default_factory=dict[str, Expr])
     derived: dict[str, str] = field(default_factory=dict[str, str])  # symbol -> text over others
     constants: dict[str, str] = field(default_factory=dict[str, str])  # name -> graph attribute
+    donated: frozenset[str] = frozenset()  # inputs that nobody reads after the call

@@ -55,7 +55,6 @@ class Lowering:
         self.shared: frozenset[int] = frozenset()  # storages several results are views of
         self.owners: dict[str, int] = {}  # buffer -> storage, of arguments and of shared results
         self.detached: list[tuple[torch.fx.Node, Any]] = []  # with the values they had before
-        self.scratch: frozenset[str] = frozenset()  # arguments whose contents nobody needs again
         self.based: dict[torch.fx.Node, torch.fx.Node | None] = {}  # stored for a call that writes
         self.exposed: set[str] = set()  # buffers whose memory a value we cannot see into may share
         self._counts: dict[str, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +33,16 @@ aten = torch.ops.aten
 families.load()
 
 
-def lower(gm: torch.fx.GraphModule, devices: frozenset[str] = frozenset({"cpu"})) -> Program:
+def lower(gm: torch.fx.GraphModule, devices: frozenset[str] = frozenset({"cpu"}),
+          donated: Sequence[int] = ()) -> Program:  # fmt: skip
     """The program of one functional ATen graph, whose nodes carry fake values in `meta["val"]`.
 
-    Loops are made for tensors on `devices`; what is elsewhere is left to ATen.
+    Loops are made for tensors on `devices`; what is elsewhere is left to ATen. `donated` are the
+    positions of arguments that nobody reads after the call.
     """
     ctx = Lowering(devices)
     ctx.shared = _shared_results(gm)
+    ctx.program.donated = _donated(gm, donated)
     for node in gm.graph.nodes:
         ctx.node = node
         try:
@@ -56,6 +59,15 @@ def lower(gm: torch.fx.GraphModule, devices: frozenset[str] = frozenset({"cpu"})
 
 
 # ---- inputs and constants
+
+
+def _donated(gm: torch.fx.GraphModule, positions: Sequence[int]) -> frozenset[str]:
+    """The donated arguments that share memory with no other."""
+    fakes = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    plain = {k: storage_of(t) for k, t in enumerate(fakes)
+             if isinstance(t, torch.Tensor) and is_plain(t)}  # fmt: skip
+    times = Counter(plain.values())
+    return frozenset(f"arg{k}" for k in positions if k in plain and times[plain[k]] == 1)
 
 
 def _placeholder(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> None:

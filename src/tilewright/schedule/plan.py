@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilewright import metrics
+from tilewright import config, metrics
 from tilewright.ir.program import Nest, Program, View
 from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
+from tilewright.schedule.pool import pooled
 from tilewright.schedule.recompute import recomputed
+from tilewright.schedule.reorder import reordered
 from tilewright.schedule.split import cut_groups
 from tilewright.schedule.traffic import Traffic, traffic
 
@@ -54,9 +56,14 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
 
 
 def planned(grouping: Grouping) -> Schedule:
-    """Memory for groups that are final, and the bytes they move."""
-    bytes_ = _count(grouping.program, grouping.groups)
-    return Schedule(grouping.program, plan(grouping.program, grouping.groups), bytes_)
+    """Memory for groups that are final, in the order that needs least of it, and the bytes they
+    move."""
+    program, groups = grouping.program, reordered(grouping.program, grouping.groups)
+    bytes_ = _count(program, groups)
+    steps = plan(program, groups)
+    if config.memory_planning:
+        pooled(program, steps)
+    return Schedule(program, steps, bytes_)
 
 
 def _live(program: Program) -> set[str]:

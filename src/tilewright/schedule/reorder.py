@@ -1,0 +1,165 @@
+"""The order of groups that keeps the least memory alive.
+
+Three orders are tried beside the program's own: the group that adds least to what is alive first,
+breadth first, and depth first. The one with the lowest estimated peak is taken, the program's own
+where none is lower. Every order respects the dependences, and so the order of effects.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from tilewright import config
+from tilewright.ir.program import Program, View
+from tilewright.schedule.depend import dependences
+from tilewright.schedule.group import Group
+from tilewright.schedule.sizes import hint_bytes
+
+Order = list[int]
+
+
+def reordered(program: Program, groups: list[Group]) -> list[Group]:
+    """The groups in the order with the lowest estimated peak."""
+    if not config.reorder_for_peak_memory or len(groups) < 3:
+        return groups
+    facts = Facts(program, groups)
+    best = list(range(len(groups)))
+    least = facts.peak(best)
+    for attempt in ORDERS.values():
+        order = attempt(facts)
+        found = facts.peak(order)
+        if found < least:
+            best, least = order, found
+    return [groups[k] for k in best]
+
+
+class Facts:
+    """Which group needs which, and what each makes and uses, in bytes."""
+
+    def __init__(self, program: Program, groups: Sequence[Group]) -> None:
+        self.needs = _group_dependences(groups)
+        self.feeds: list[list[int]] = [[] for _ in groups]
+        for k, needs in enumerate(self.needs):
+            for n in sorted(needs):
+                self.feeds[n].append(k)
+        visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+        self.size = {b.name: hint_bytes(b) for b in program.buffers.values()
+                     if b.kind == "temporary" or b.name in program.donated}  # fmt: skip
+        self.touches = [sorted(b for b in (g.reads | g.writes) - g.local if b in self.size)
+                        for g in groups]  # fmt: skip
+        self.given = program.donated
+        self.mortal = {b for b in self.size if b not in visible}
+        self.users: dict[str, list[int]] = {}
+        for k, touched in enumerate(self.touches):
+            for b in touched:
+                self.users.setdefault(b, []).append(k)
+
+    def peak(self, order: Sequence[int]) -> int:
+        """The most bytes alive at once, each buffer from its first group to its last."""
+        left = {b: len(users) for b, users in self.users.items()}
+        exists = set(self.given)
+        alive = most = sum(self.size[b] for b in exists if b in self.size)
+        for k in order:
+            for b in self.touches[k]:
+                if b not in exists:
+                    exists.add(b)
+                    alive += self.size[b]
+            most = max(most, alive)
+            for b in self.touches[k]:
+                left[b] -= 1
+                if not left[b] and b in self.mortal:
+                    alive -= self.size[b]
+        return most
+
+
+def _group_dependences(groups: Sequence[Group]) -> list[set[int]]:
+    nodes = [(node, k) for k, group in enumerate(groups) for node in group.nodes]
+    found: list[set[int]] = [set() for _ in groups]
+    for (_, k), before in zip(nodes, dependences([n for n, _ in nodes]), strict=True):
+        found[k] |= {nodes[b][1] for b in before} - {k}
+    return found
+
+
+# ---- the orders
+
+
+def least_peak_first(facts: Facts) -> Order:
+    """Of the groups that could run, the one after which least is alive."""
+    left = {b: len(users) for b, users in facts.users.items()}
+    exists = set(facts.given)
+
+    def grows(k: int) -> int:
+        made = sum(facts.size[b] for b in facts.touches[k] if b not in exists)
+        freed = sum(facts.size[b] for b in facts.touches[k] if left[b] == 1 and b in facts.mortal)
+        return made - freed
+
+    def done(k: int) -> set[int]:
+        """Note that `k` has run; the groups whose answer that changes."""
+        changed: set[int] = set()
+        for b in facts.touches[k]:
+            left[b] -= 1
+            if b not in exists or left[b] == 1:
+                changed.update(facts.users[b])
+            exists.add(b)
+        return changed
+
+    return _by_priority(facts, grows, done)
+
+
+def _by_priority(facts: Facts, price: Callable[[int], int],
+                 done: Callable[[int], set[int]]) -> Order:  # fmt: skip
+    waits = [len(n) for n in facts.needs]
+    ready = {k for k, n in enumerate(waits) if not n}
+    heap = [(price(k), k) for k in ready]
+    heapq.heapify(heap)
+    current = {k: p for p, k in heap}
+    order: Order = []
+    while heap:
+        p, k = heapq.heappop(heap)
+        if k not in ready or current[k] != p:
+            continue  # its price has changed since
+        ready.discard(k)
+        order.append(k)
+        fresh = done(k) & ready
+        for f in facts.feeds[k]:
+            waits[f] -= 1
+            if not waits[f]:
+                ready.add(f)
+                fresh.add(f)
+        for f in fresh:
+            current[f] = price(f)
+            heapq.heappush(heap, (current[f], f))
+    return order
+
+
+def breadth_first(facts: Facts) -> Order:
+    """By distance from the arguments."""
+    level = [0] * len(facts.needs)
+    for k, needs in enumerate(facts.needs):
+        level[k] = max((level[n] + 1 for n in needs), default=0)
+    return sorted(range(len(level)), key=lambda k: (level[k], k))
+
+
+def depth_first(facts: Facts) -> Order:
+    """Each result with all it needs before the next."""
+    order: Order = []
+    seen: set[int] = set()
+    for end in (k for k, feeds in enumerate(facts.feeds) if not feeds):
+        stack = [(end, False)]
+        while stack:
+            k, ready = stack.pop()
+            if ready:
+                order.append(k)
+            elif k not in seen:
+                seen.add(k)
+                stack.append((k, True))
+                stack.extend((n, False) for n in sorted(facts.needs[k], reverse=True))
+    return order
+
+
+ORDERS: dict[str, Callable[[Facts], Order]] = {
+    "least peak first": least_peak_first,
+    "breadth first": breadth_first,
+    "depth first": depth_first,
+}

@@ -1,0 +1,224 @@
+"""Memory planning: what is allocated, whose memory is used again, and how much is alive at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.fuzz.build import Build
+from tests.fuzz.stages import capture
+from tests.programs import check, compiled, copy, fresh_compiler, same
+from tilewright import config
+from tilewright.ir import build
+from tilewright.ir import index as ix
+from tilewright.ir.program import Store
+from tilewright.schedule.memory import peak, profile
+from tilewright.schedule.plan import Schedule, schedule
+from tilewright.schedule.reorder import ORDERS, Facts, reordered
+from tilewright.testing import run_and_get_code
+
+__all__ = ["fresh_compiler"]
+
+
+def host(function: Callable[..., Any], *inputs: Any, **options: Any) -> str:
+    """The host program's text; the result is checked against eager."""
+    want = function(*(theirs := [copy(x) for x in inputs]))
+    got, code = run_and_get_code(
+        compiled(function, **options), *(mine := [copy(x) for x in inputs])
+    )
+    same((got, mine), (want, theirs), rtol=1e-4, atol=1e-4)
+    return code[0]
+
+
+def allocations(text: str) -> int:
+    return len(re.findall(r"= empty\w*\(", text))
+
+
+def plan_of(function: Callable[..., Any], *inputs: Any) -> Schedule:
+    (graph,) = capture(function, *inputs).graphs
+    return graph.plan
+
+
+# ---- in place
+
+
+def test_a_result_overwrites_what_a_product_returned() -> None:
+    text = host(lambda x, b: F.relu(x @ x + b), torch.randn(16, 16), torch.randn(16))
+    assert allocations(text) == 0
+
+
+def test_rows_are_overwritten_by_their_softmax() -> None:
+    text = host(lambda x: torch.softmax(x @ x, 1), torch.randn(16, 16))
+    assert allocations(text) == 0
+
+
+def test_a_value_read_elsewhere_in_the_kernel_is_not_overwritten() -> None:
+    text = host(lambda x: (lambda m: m + m.t())(x @ x), torch.randn(16, 16))
+    assert allocations(text) == 1
+    text = host(lambda x: (lambda m: m + m.sum(0))(x @ x), torch.randn(16, 16))
+    assert "memory used again" not in text or allocations(text) <= 2
+
+
+def test_other_shapes_of_as_many_bytes() -> None:
+    def function(x: Tensor) -> Tensor:
+        a = (x @ x).view(2, 8, 16)
+        return a.transpose(0, 1).reshape(16, 16) @ x
+
+    host(function, torch.randn(16, 16))
+    host(function, torch.randn(16, 16), dynamic=False)
+
+
+def test_memory_of_another_type() -> None:
+    def function(x: Tensor) -> Tensor:
+        a = (x @ x).sin()
+        b = a.flip(0).to(torch.int32)
+        c = b.cumsum(0, dtype=torch.int32)
+        return (c.flip(0) @ c).float()
+
+    for dynamic in (False, True):
+        host(function, torch.randn(16, 16) * 3, dynamic=dynamic)
+
+
+# ---- donated buffers
+
+
+def test_what_was_saved_for_backward_is_overwritten() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).exp() * 2).sum()
+
+    x, w = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
+    want = torch.autograd.grad(function(x, w), (x, w))
+
+    def step(x: Tensor, w: Tensor) -> Any:
+        return torch.autograd.grad(call(x, w), (x, w))
+
+    call = compiled(function)
+    got, codes = run_and_get_code(step, x, w)
+    torch.testing.assert_close(got, want)
+    backward = codes[-1]
+    assert re.search(r"buf\d+ = arg\d+  # memory used again", backward)
+
+
+# ---- how much is alive
+
+
+def test_mp_6_a_new_version_of_a_buffer_allocates_nothing() -> None:
+    b = Build()
+    x, first, last = b.input(512), b.buffer((512,)), b.buffer((512,))
+    (i,) = b.loops(512)
+    at = b.index(x, i)
+    b.nest([i], Store(first, at, build.op("sin", b.at(x, i))))
+    call = b.call(torch.ops.aten.add_.Tensor, (b.view(first), b.view(x)), None)
+    b.program.nodes[-1] = replace(call, mutates=(first,))
+    b.nest([i], Store(last, at, b.at(first, ix.sub(511, i))))
+    plan = schedule(b.returns(last))
+    assert profile(plan.program, plan.steps)[:2] == [2048, 2048]
+    assert plan.steps[1].allocate == [] and first not in plan.steps[1].free
+    assert peak(plan.program, plan.steps) == 4096
+
+
+def wide(x: Tensor, *ws: Tensor) -> list[Tensor]:
+    """Breadth first, many large values live at once; depth first, one or two."""
+    return [(x @ w) @ w[:, :1] for w in ws]
+
+
+def test_mp_5_the_order_with_the_lowest_peak_is_taken() -> None:
+    inputs = [torch.randn(32, 32) for _ in range(7)]
+    with config.patch(reorder_for_peak_memory=False):
+        plan = plan_of(wide, *inputs)
+    groups = [step.group for step in plan.steps]
+    facts = Facts(plan.program, groups)
+    peaks = {name: facts.peak(order(facts)) for name, order in ORDERS.items()}
+    chosen = reordered(plan.program, list(reversed_independent(facts, groups)))
+    best = Facts(plan.program, chosen)
+    assert best.peak(range(len(chosen))) <= min(peaks.values())
+    assert peaks["depth first"] < peaks["breadth first"]
+    for order in ORDERS.values():
+        _respects(facts, order(facts))
+    check(wide, *inputs, tolerance={"rtol": 1e-4, "atol": 1e-2})
+
+
+def reversed_independent(facts: Facts, groups: list[Any]) -> list[Any]:
+    """A legal order that is bad for memory: breadth first."""
+    return [groups[k] for k in ORDERS["breadth first"](facts)]
+
+
+def _respects(facts: Facts, order: list[int]) -> None:
+    assert sorted(order) == list(range(len(facts.needs)))
+    place = {k: n for n, k in enumerate(order)}
+    assert all(place[n] < place[k] for k, needs in enumerate(facts.needs) for n in needs)
+
+
+@pytest.mark.parametrize("name", list(ORDERS))
+def test_mp_5_every_order_gives_the_same_results(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Facts, "peak", lambda self, order: 0 if order == mine(self) else 1)
+    mine = ORDERS[name]
+    with config.patch(fx_graph_cache=False):
+        inputs = [torch.randn(8, 8) for _ in range(4)]
+        check(wide, *inputs, tolerance={"rtol": 1e-4, "atol": 1e-3})
+
+
+def test_mp_9_conditional_subgraphs_keep_their_order() -> None:
+    def function(p: Tensor, x: Tensor) -> Tensor:
+        a = torch.cond(p, lambda t: t.sin(), lambda t: t.cos(), (x,))
+        b = torch.cond(p, lambda t: t + 1, lambda t: t - 1, (x,))
+        return b * 2 + a
+
+    plan = plan_of(function, torch.tensor(True), torch.randn(4))
+    calls = [s.group.call.origin.nodes[-1] for s in plan.steps if s.group.call is not None]
+    assert [c for c in calls if c.startswith("cond")] == ["cond", "cond_1"]
+    host(function, torch.tensor(True), torch.randn(4))
+
+
+# ---- pools
+
+
+def three_alive(x: Tensor, y: Tensor) -> Tensor:
+    return (x.cumsum(0) @ x.cumsum(1)) @ y.cumsum(0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_mp_1_buffers_alive_at_once_come_from_one_pool(dynamic: bool) -> None:
+    with config.patch(memory_planning=True):
+        text = host(three_alive, torch.randn(5, 5), torch.randn(5, 5), dynamic=dynamic)
+    assert len(re.findall(r"pool\d+ = empty", text)) == 1
+    assert len(re.findall(r"= recast\(pool0", text)) >= 2
+    if dynamic:
+        assert re.search(r"pool0 = empty_cpu\(\(.* // \(", text)
+
+
+def test_mp_4_a_pool_of_unknown_size_waits_for_it() -> None:
+    def function(x: Tensor) -> Tensor:
+        kept = x[x > 0]
+        return kept.cumsum(0).flip(0).cumsum(0).sin()
+
+    with (
+        config.patch(memory_planning=True),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        text = host(function, torch.randn(50))
+    pool = re.search(r"pool\d+ = empty_cpu\(\(.*u0", text)
+    assert pool is not None and text.index("u0 = ") < pool.start()
+
+
+# ---- MP-10
+
+
+def test_mp_10_dead_buffers_are_reused_and_live_slices_are_not() -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        whole = torch.cat([x @ y, y @ x])
+        first = whole[:5]
+        a = first.cumsum(0)
+        b = a.flip(0).cumsum(0)
+        return whole[5:] * 2, b.flip(0).cumsum(0) + first
+
+    host(function, torch.randn(5, 5), torch.randn(5, 5))
