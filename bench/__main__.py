@@ -14,17 +14,16 @@ from rich.console import Console
 
 from bench import report
 from bench.measure import EAGER, empty_caches, keep_freed_memory, machine
+from bench.peak import peak_suite
 from bench.suites import Options, Table, compile_suite, memory_suite, models_suite
 
-SUITES = ("compile", "models", "memory")
+SUITES = ("compile", "models", "memory", "peak")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="A few programs and two models, under four minutes.")
 @click.option("--only", default="", metavar="REGEX", help="Only programs and models that match.")
-@click.option(
-    "--suite", "suites", multiple=True, type=click.Choice(SUITES), help="Default: all three."
-)
+@click.option("--suite", "suites", multiple=True, type=click.Choice(SUITES), help="Default: all.")
 @click.option(
     "--backends",
     default="eager,inductor,tilewright",
@@ -93,6 +92,8 @@ def log(console: Console, line: str) -> None:
 def run_suite(suite: str, options: Options) -> Table:
     if suite == "compile":
         return compile_suite(options)
+    if suite == "peak":
+        return peak_suite(options)
     return models_suite(options) if suite == "models" else memory_suite(options)
 
 

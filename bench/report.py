@@ -105,14 +105,30 @@ def peak_text(result: Result) -> str:
     return f"{result.extra['peak_mb']:.0f}" if "peak_mb" in result.extra else "-"
 
 
+def peak_cells(table: Table, backends: tuple[str, ...]) -> Cells:
+    """Head and rows of the peak suite; ratios are ours over the others'."""
+    ours = challenger(backends)
+    others = [b for b in (EAGER, REFERENCE) if ours and b in backends]
+    rows: Cells = [["model", *(f"{b} MB" for b in backends), *(f"{ours} / {b}" for b in others)]]
+    for name, row in table.items():
+        peaks = {b: row[b].extra.get("peak") for b in backends}
+        cells = [name, *("failed" if p is None else f"{p / 1e6:.2f}" for p in peaks.values())]
+        mine = peaks.get(ours or "")
+        cells += [ratio_text(mine / p if mine and (p := peaks[b]) else None) for b in others]
+        rows.append(cells)
+    return rows
+
+
 FORMATS: dict[str, Callable[[Table, tuple[str, ...]], Cells]] = {
     "memory": speed_cells,
     "models": speed_cells,
     "compile": compile_cells,
+    "peak": peak_cells,
 }
 TITLES = {
     "memory": "memory-bound programs: time per call, speed over eager",
     "models": "models: time per call, speed over eager",
+    "peak": "models: most memory at once beyond parameters and inputs",
     "compile": "first call of a training step in a new process, seconds",
 }
 

@@ -87,6 +87,13 @@ realize_reads_threshold: int = option(
 realize_acc_reads_threshold: int = option(
     8, "Store a value when it reads more buffers than this, however used.", affects_code=True
 )
+realize_acc_reads_size_threshold: int | None = option(
+    None,
+    "Most bytes one kernel reads of what others made; none: no limit. A limit lets memory be freed "
+    "earlier, at the price of more traffic.",
+    affects_code=True,
+    check=lambda n: n is None or n >= 0,
+)
 unroll_reductions_threshold: int = option(
     8, "Write out reductions over fewer elements than this as plain arithmetic.", affects_code=True
 )

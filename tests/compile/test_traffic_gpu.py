@@ -8,8 +8,7 @@ from tests.pretend import run
 from tests.traffic import BY_NAME, count_by_name
 
 
-# cross entropy reaches its bound on the CPU; on a card its rows are read a second time
-@pytest.mark.parametrize("name", [n for n in BY_NAME if n != "cross entropy"])
+@pytest.mark.parametrize("name", BY_NAME)
 def test_case(name: str) -> None:
     case, found = BY_NAME[name], run(count_by_name, name, "cuda")
     assert found.elements <= case.limit

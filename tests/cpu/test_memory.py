@@ -222,3 +222,31 @@ def test_mp_10_dead_buffers_are_reused_and_live_slices_are_not() -> None:
         return whole[5:] * 2, b.flip(0).cumsum(0) + first
 
     host(function, torch.randn(5, 5), torch.randn(5, 5))
+
+
+# ---- limits that keep memory low
+
+
+def test_mp_7_reductions_of_two_products_do_not_keep_both_alive() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return (a @ c).sum(-1) + (b @ c).sum(-1)
+
+    inputs = torch.randn(64, 8), torch.randn(64, 8), torch.randn(8, 512)
+    plan = plan_of(function, *inputs)
+    product = 64 * 512 * 4
+    assert peak(plan.program, plan.steps) < 2 * product
+    host(function, *inputs)
+
+
+@pytest.mark.parametrize(("most", "kernels"), [(None, 1), (3, 2), (2, 3)])
+def test_mp_8_a_cap_on_bytes_read_splits_a_long_chain(most: int | None, kernels: int) -> None:
+    def function(x: Tensor, *ys: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for y in ys:
+            total = total + (x @ y).sin()
+        return total
+
+    size = 16 * 16 * 4
+    with config.patch(realize_acc_reads_size_threshold=most and most * size):
+        plan = plan_of(function, *(torch.randn(16, 16) for _ in range(5)))
+    assert sum(step.group.call is None for step in plan.steps) == kernels

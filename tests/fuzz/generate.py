@@ -9,6 +9,7 @@ error would become a large one (comparison, floor, sorting), and exact results a
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ FLOATS = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bflo
 INTS = (torch.int64, torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
 LAYOUTS = ("plain", "plain", "plain", "transposed", "strided", "offset", "expanded", "padded")
 SIZES = (2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130)
+_NARROW = re.compile(r"torch\.(bfloat16|float16|float32)\b")
 LARGEST = 40_000  # elements of one value
 
 
@@ -109,6 +111,14 @@ class Program:
         namespace = {"torch": torch, "F": torch.nn.functional}
         exec(compile(self.source(), f"<fuzz {self.seed}>", "exec"), namespace)
         return namespace["program"]  # type: ignore[return-value]
+
+    def in_float64(self) -> Program:
+        """The same with every floating type the widest; with that as the default type, too."""
+        inputs = tuple(replace(i, dtype=torch.float64) if i.dtype.is_floating_point else i
+                       for i in self.inputs)  # fmt: skip
+        lines = tuple(replace(line, text=_NARROW.sub("torch.float64", line.text))
+                      for line in self.lines)  # fmt: skip
+        return replace(self, inputs=inputs, lines=lines)
 
     def arguments(self, sizes: dict[str, int]) -> list[Tensor]:
         return [i.make(sizes) for i in self.inputs]

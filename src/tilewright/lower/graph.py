@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from tilewright import config, metrics
 from tilewright.errors import LoweringError, TilewrightError, at_node
-from tilewright.ir.expr import Expr, const, sym
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, const, loads, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
 from tilewright.lower.context import Lowering, as_view, is_number, is_plain
@@ -263,7 +264,7 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
                             f"{fake.dim()}", site=at_node(node))  # fmt: skip
     if storage_of(fake) in ctx.shared:
         return _claim(ctx, t, fake)
-    if holder is not None and should_store(holder, t):
+    if holder is not None and should_store(ctx, holder, t):
         return ctx.realize(t, ctx.sizes.tuple(fake.stride()))
     return t
 
@@ -280,10 +281,13 @@ def _claim(ctx: Lowering, t: Tensor, fake: torch.Tensor) -> Tensor:
 SPREAD_WORK = 48  # two functions or more are worth computing once, if spread over many elements
 
 
-def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
+def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
     """Whether computing `t` once and keeping it beats computing it again in every user."""
     if is_stored(t):
         return False
+    most = config.realize_acc_reads_size_threshold
+    if most is not None and _bytes_read(ctx, t) >= most:
+        return True
     work, reads = cost(t.body)
     if work > 16 * config.realize_opcount_threshold or reads > config.realize_acc_reads_threshold:
         return True
@@ -292,6 +296,11 @@ def should_store(holder: torch.fx.Node, t: Tensor) -> bool:
             return True  # it is stored anyway: the others read one buffer in place of several
         return work >= 4 or reads > config.realize_reads_threshold
     return work >= SPREAD_WORK and _is_spread(holder)
+
+
+def _bytes_read(ctx: Lowering, t: Tensor) -> int:
+    read = (ctx.program.buffers[name] for name in {n.arg for n in loads(t.body)})
+    return sum(ix.likely(b.numel) * b.dtype.itemsize for b in read if b.kind == "temporary")
 
 
 def _is_spread(holder: torch.fx.Node) -> bool:

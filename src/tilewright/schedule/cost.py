@@ -88,6 +88,11 @@ class Prices:
     def bytes(self, group: Footprint) -> int:
         return sum(self.of(b, touch) for b, touch in group.items())
 
+    def read_of_others(self, group: Footprint) -> int:
+        """Bytes a group reads of what the program made before."""
+        return sum(min(self.whole[b], sum(touch.reads.values())) * self.item[b]
+                   for b, touch in group.items() if b not in self.keep)  # fmt: skip
+
     def saving(self, a: Footprint, b: Footprint) -> int:
         """Bytes that are not moved when the two are one kernel."""
         if len(b) < len(a):

@@ -102,6 +102,7 @@ class Search:
         if total is None:
             total = Counter(b for touch in self.touch for b in touch)
         self.prices = Prices(program.buffers, visible, total)
+        self.made = {b for n in nodes if isinstance(n, Opaque) for b in n.results if b} - visible
         self.device = [_device(program, node) for node in nodes]
         self.targets: dict[torch.device, Target] = {}
         self.parts: dict[int, list[int]] = {k: [k] for k in range(len(nodes))}
@@ -168,6 +169,11 @@ class Search:
             left, right = right, left  # the smaller is brought into the loops of the larger
         if len(left.members) + len(right.members) > config.max_fusion_size:
             return Misfit("the group is full")
+        most = config.realize_acc_reads_size_threshold
+        if most is not None:
+            joined = self.prices.join(self.touch[a], self.touch[b])
+            if self.prices.read_of_others(joined) > most:
+                return Misfit("one kernel may not read as many bytes of what others made")
         fit = align(left, right, self.position)
         if isinstance(fit, Fit):
             reason = self._share_too_little(a, b, fit) or unsuited(fit, self._target(a))
@@ -191,14 +197,23 @@ class Search:
         return Misfit(reason) if reason else fit
 
     def _share_too_little(self, a: int, b: int, fit: Fit) -> str:
-        """Independent kernels over different loops gain nothing from a small common operand."""
-        if b in self.order.feeds[a] or a in self.order.feeds[b]:
+        """Kernels over different loops gain nothing from a small common operand, nor, with large
+        products to read, from a small value that one makes for the other: they keep the products
+        alive at the same time."""
+        fed = b in self.order.feeds[a] or a in self.order.feeds[b]
+        if fed and not (self._products(a, b) and self._products(b, a)):
             return ""
         if all(len(m.loops) + len(m.reduce) == len(fit.outer) for m in fit.members):
             return ""
         saved = self.prices.saving(self.touch[a], self.touch[b])
         least = min(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
         return "they have too little in common" if saved * LEAST_SHARE < least else ""
+
+    def _products(self, a: int, b: int) -> bool:
+        """Whether a group reads a result of a library call that only it needs, not `b`."""
+        return any(name in self.made and name not in self.touch[b]
+                   and touch.users + 1 == self.prices.total[name]
+                   for name, touch in self.touch[a].items())  # fmt: skip
 
     def _target(self, k: int) -> Target:
         device = self.device[k]

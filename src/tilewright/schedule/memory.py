@@ -200,6 +200,8 @@ def _pass_on(program: Program, steps: Sequence[Step]) -> None:
     for k, step in enumerate(steps):
         for b in list(step.allocate):
             waiting = idle.get(_block(program.buffers[b]), [])
+            while waiting and k - waiting[0][0] > FARTHEST:
+                waiting.pop(0)
             found = _kept(program, waiting, b, k, live, top)
             if found is None:
                 continue
@@ -230,8 +232,8 @@ def _kept(program: Program, waiting: Sequence[tuple[int, str]], buffer: str, now
     if not is_dense(mine) or hint(mine.numel) == 0:
         return None
     size = hint_bytes(mine)
-    fits = [(since, old) for since, old in waiting if now - since <= FARTHEST
-            and max(live[since + 1 : now], default=0) + size <= top]  # fmt: skip
+    fits = [(since, old) for since, old in waiting
+            if max(live[since + 1 : now], default=0) + size <= top]  # fmt: skip
     return max(fits, key=lambda f: (alike(program.buffers[f[1]], mine), f[0]), default=None)
 
 

@@ -33,6 +33,7 @@ def recomputed(program: Program, search: Search) -> list[Node] | None:
     for k, node in enumerate(search.nodes):
         for b in node.reads | node.writes:
             users.setdefault(b, []).append(k)
+    written = {b: k for k, node in enumerate(search.nodes) for b in node.writes}  # by whom last
     changed: dict[int, Nest | None] = {}
     for maker, node in enumerate(search.nodes):
         if not isinstance(node, Nest) or not _is_cheap(node):
@@ -44,7 +45,7 @@ def recomputed(program: Program, search: Search) -> list[Node] | None:
             continue
         if any(k in changed or buffer.name in search.nodes[k].writes for k in readers):
             continue
-        if _written_later(search, node, maker, users):
+        if any(written.get(b, -1) > maker for b in node.reads):
             continue
         away = [k for k in readers if home[k] != home[maker]]
         new = {k: inlined(search.nodes[k], node, buffer) for k in away}
@@ -64,11 +65,6 @@ def _is_cheap(nest: Nest) -> bool:
         return False
     cost = sum(TABLE[n.op].cost for n in walk(nest.stores[0].value) if n.op in TABLE)
     return cost <= MOST_WORK
-
-
-def _written_later(search: Search, nest: Nest, position: int,
-                   users: Mapping[str, list[int]]) -> bool:  # fmt: skip
-    return any(k > position and b in search.nodes[k].writes for b in nest.reads for k in users[b])
 
 
 def _gain(program: Program, search: Search, maker: int, away: list[int],

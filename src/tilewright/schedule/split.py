@@ -7,6 +7,7 @@ chunks left. The same gives a card enough to do when a reduction has few results
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -62,7 +63,7 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
             continue
         done = cut(program, parts[0], target)
         order.add(done.group)
-        order.waiting += done.after
+        order.wait(done.after)
         buffers.update({b.name: b for b in done.buffers})
     return replace(program, buffers={**program.buffers, **buffers}), order.all()
 
@@ -85,38 +86,74 @@ class _Order:
 
     def __init__(self) -> None:
         self.placed: list[Group] = []
-        self.waiting: list[Group] = []
-        self.folds: list[int] = []  # places of kernels that fold partial results
+        self.waiting = _Users()
+        self.users = _Users()  # of what is placed
+        self.known = -1  # the place after which no more sizes become known
+        self.folds: set[int] = set()  # places of kernels that fold partial results
 
-    def add(self, group: Group) -> None:
-        for first in [w for w in self.waiting if _needs(group, w)]:
-            self.waiting.remove(first)
-            joined = _joined(first, group)
+    def add(self, group: Group, folds: bool = False) -> None:
+        while (first := self.waiting.last_needed(group)) >= 0:
+            fold = self.waiting.remove(first)
+            joined = _joined(fold, group)
+            if joined is None:
+                self.add(fold, folds=True)
+            else:
+                group, folds = joined, True
+        place = self.users.last_needed(group)
+        if place in self.folds and place > self.known:
+            joined = _joined(self.placed[place], group)
             if joined is not None:
-                self._place(joined, folds=True)
+                self._put(place, joined)
                 return
-            self._place(first, folds=True)
-        for k in self.folds:
-            if _needs(group, self.placed[k]) and not any(
-                _needs(group, other) for other in self.placed[k + 1 :]
-            ):
-                joined = _joined(self.placed[k], group)
-                if joined is not None:
-                    self.placed[k] = joined
-                    return
-        self._place(group)
-
-    def _place(self, group: Group, folds: bool = False) -> None:
-        if folds:
-            self.folds.append(len(self.placed))
+        place = len(self.placed)
         self.placed.append(group)
+        self._put(place, group)
+        if folds:
+            self.folds.add(place)
+        if group.call is not None and group.call.binds:
+            self.known = place
+
+    def _put(self, place: int, group: Group) -> None:
+        self.placed[place] = group
+        self.users.add(place, group)
+
+    def wait(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.waiting.add(self.waiting.count, group)
 
     def all(self) -> list[Group]:
-        return [*self.placed, *self.waiting]
+        return [*self.placed, *self.waiting.groups.values()]
 
 
-def _needs(group: Group, earlier: Group) -> bool:
-    return bool((group.reads | group.writes) & earlier.writes or group.writes & earlier.reads)
+class _Users:
+    """Groups by number, and which of them use a buffer."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+        self.count = 0
+        self.readers: dict[str, list[int]] = {}
+        self.writers: dict[str, list[int]] = {}
+
+    def add(self, k: int, group: Group) -> None:
+        self.groups[k] = group
+        self.count = max(self.count, k + 1)
+        for found, buffers in ((self.readers, group.reads), (self.writers, group.writes)):
+            for b in buffers:
+                insort(found.setdefault(b, []), k)
+
+    def remove(self, k: int) -> Group:
+        group = self.groups.pop(k)
+        for found, buffers in ((self.readers, group.reads), (self.writers, group.writes)):
+            for b in buffers:
+                found[b].remove(k)
+        return group
+
+    def last_needed(self, group: Group) -> int:
+        """The last group that this one must not run before, or -1."""
+        reads, writes = group.reads, group.writes
+        found = [ks for b in reads | writes if (ks := self.writers.get(b))]
+        found += [ks for b in writes if (ks := self.readers.get(b))]
+        return max((ks[-1] for ks in found), default=-1)
 
 
 def _device(program: Program, group: Group) -> torch.device:
