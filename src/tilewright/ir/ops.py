@@ -134,6 +134,9 @@ class Fold:
     ref: Callable[..., Any]
 
 
+# folds that are one operation on what was folded so far and the next value
+STEPS = {"sum": "add", "prod": "mul", "min": "min", "max": "max", "any": "bit_or", "all": "bit_and"}
+
 REDUCTIONS: dict[str, Fold] = {
     "sum": Fold(1, 1, lambda x, dim: torch.sum(x, dim, dtype=x.dtype)),
     "prod": Fold(1, 1, lambda x, dim: torch.prod(x, dim, dtype=x.dtype)),

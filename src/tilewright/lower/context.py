@@ -15,6 +15,7 @@ from tilewright.errors import at_node
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, substitute, sym, var
+from tilewright.ir.ops import STEPS
 from tilewright.ir.program import Buffer, Nest, Opaque, Origin, Program, Store, StoreMode, View
 from tilewright.lower.sizes import Sizes
 from tilewright.lower.tensor import (
@@ -26,9 +27,6 @@ from tilewright.lower.tensor import (
     view,
 )
 from tilewright.lower.values import Values
-
-UNROLLABLE = {"sum": "add", "prod": "mul", "min": "min", "max": "max", "any": "bit_or",
-              "all": "bit_and"}  # fmt: skip
 
 MOST_ORIGINS = 12  # enough to recognise a kernel by
 
@@ -186,7 +184,7 @@ class Lowering:
                 inner: Sequence[Expr]) -> Expr | None:  # fmt: skip
         """A short fold written out, so that it can be part of a larger expression."""
         count = ix.value_of(ix.product(v.src[0] for v in inner))
-        if kind not in UNROLLABLE or count is None or count > config.unroll_reductions_threshold:
+        if kind not in STEPS or count is None or count > config.unroll_reductions_threshold:
             return None
         if len(inner) > 1 or count == 0:
             return None
@@ -196,7 +194,7 @@ class Lowering:
             point = [const(k) if inner and inner[0].arg == f"r{d}" else loops[d]
                      for d in range(t.rank)]  # fmt: skip
             value = t.at(point)
-            total = value if total is None else build.op(UNROLLABLE[kind], total, value)
+            total = value if total is None else build.op(STEPS[kind], total, value)
         return total
 
     def _renumber(self, body: Expr, size: Size, positions: Sequence[Expr],

@@ -12,7 +12,7 @@ from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, plan
 from tilewright.schedule.pool import pooled
-from tilewright.schedule.recompute import recomputed
+from tilewright.schedule.recompute import recomputed, written_out
 from tilewright.schedule.reorder import reordered
 from tilewright.schedule.split import cut_groups
 from tilewright.schedule.traffic import Traffic, traffic
@@ -40,8 +40,9 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     cannot express; those are taken apart."""
     live = _live(program)
     program = replace(program, buffers=dict(program.buffers))
-    nodes = improved(program, [split_divisions(node) if isinstance(node, Nest) else node
-                               for node in program.nodes if node.name in live])  # fmt: skip
+    nodes = written_out(program, [split_divisions(node) if isinstance(node, Nest) else node
+                                  for node in program.nodes if node.name in live])  # fmt: skip
+    nodes = improved(program, nodes)
     search = searched(program, nodes)
     again = recomputed(program, search)
     if again is not None:

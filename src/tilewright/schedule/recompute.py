@@ -2,26 +2,31 @@
 
 A grouping leaves some values in memory only because kernels that could not be joined both need
 them. Where such a value is cheap, and a kernel reads what it is made of anyway or could read it for
-less, that kernel computes it itself.
+less, that kernel computes it itself. And a card's kernel folds rows, not rows of rows: a short fold
+that another folds is written out inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from itertools import product
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, rewrite, substitute, walk
-from tilewright.ir.ops import TABLE
+from tilewright.ir.ops import STEPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Node, Program, View
 from tilewright.schedule.access import terms
 from tilewright.schedule.group import Search
 from tilewright.schedule.legality import is_alone
 from tilewright.schedule.loops import replace_exprs
 from tilewright.schedule.sizes import hint_bytes, hint_product, work
+from tilewright.target import Target
 
 MOST_WORK = 16  # additions that are cheaper than an access to memory
+MOST_TERMS = 64  # of a fold that is written out
 MOST_REPEATS = 2  # times a value may be computed in each kernel that needs it
 
 
@@ -57,6 +62,67 @@ def recomputed(program: Program, search: Search) -> list[Node] | None:
         return None
     found = (changed.get(k, node) for k, node in enumerate(search.nodes))
     return [node for node in found if node is not None]
+
+
+# ---- short folds on a card
+
+
+def written_out(program: Program, nodes: Sequence[Node]) -> list[Node]:
+    """The program with short folds that only another fold reads as a part of that."""
+    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    users: dict[str, list[int]] = {}
+    for k, node in enumerate(nodes):
+        for b in node.reads | node.writes:
+            users.setdefault(b, []).append(k)
+    written = {b: k for k, node in enumerate(nodes) for b in node.writes}
+    found: list[Node | None] = list(nodes)
+    for maker, node in enumerate(nodes):
+        if not isinstance(node, Nest) or not node.reduce or len(node.stores) != 1:
+            continue
+        buffer = program.buffers[node.stores[0].buffer]
+        readers = [k for k in users[buffer.name] if k != maker]
+        if buffer.kind != "temporary" or buffer.name in visible or len(readers) != 1:
+            continue
+        reader = found[readers[0]]
+        if not isinstance(reader, Nest) or not reader.reduce or buffer.name in reader.writes:
+            continue
+        if any(written.get(b, -1) > maker for b in node.reads) or found[maker] is not node:
+            continue
+        if _is_broadcast(program, node, buffer) and Target.of(buffer.device).is_gpu:
+            plain = _without_folds(node)
+            new = None if plain is None else inlined(reader, plain, buffer)
+            if new is not None:
+                found[maker], found[readers[0]] = None, new
+    return [node for node in found if node is not None]
+
+
+def _is_broadcast(program: Program, nest: Nest, buffer: Buffer) -> bool:
+    """Whether its results are many beside what it reads."""
+    read = sum(hint_bytes(program.buffers[b]) for b in nest.reads)
+    return 16 * hint_bytes(buffer) >= read
+
+
+def _without_folds(nest: Nest) -> Nest | None:
+    """The nest with its folds as plain arithmetic; None if they are not short or not simple."""
+    count = ix.value_of(ix.product(v.src[0] for v in nest.reduce))
+    if count is None or not 0 < count <= MOST_TERMS or is_alone(nest):
+        return None
+    kinds = {n.arg.kind for n in walk(*nest.exprs) if n.op == "reduce"}
+    if not kinds <= STEPS.keys():
+        return None
+    sizes = [range(ix.value_of(v.src[0]) or 0) for v in nest.reduce]
+    points = [dict(zip(nest.reduce, map(ix.as_index, at), strict=True)) for at in product(*sizes)]
+
+    def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        if node.op != "reduce":
+            return None
+        terms_ = [build.cast(substitute(src[0], point), node.dtype) for point in points]
+        return reduce(lambda a, b: build.op(STEPS[node.arg.kind], a, b), terms_)
+
+    return replace(replace_exprs(nest, lambda e: rewrite(e, rule)), reduce=())
+
+
+# ---- values computed again
 
 
 def _is_cheap(nest: Nest) -> bool:
