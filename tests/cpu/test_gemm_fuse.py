@@ -187,7 +187,7 @@ def test_the_product_is_kept_where_it_is_needed() -> None:
         pytest.param(lambda x, w: (x.to(F16) + 1) @ w,
                      (r(8, 8).to(torch.float8_e4m3fn), r(8, 4, dtype=F16)), "arithmetic",
                      id="MA-K5"),
-        pytest.param(lambda x: (x + 1) @ (x + 1), (r(8, 8),), "both operands", id="MA-K14"),
+        pytest.param(lambda x: (x + 1) @ (x + 1), (r(8, 8),), "for both operands", id="MA-K14"),
         pytest.param(lambda x, i, w: x[i] @ w, (r(8, 8), torch.arange(8), r(8, 4)),
                      "checks indices", id="checked"),
     ],

@@ -17,7 +17,7 @@ import torch
 from tilewright import config
 from tilewright.gemm.problem import GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, load, loads, rewrite, substitute, walk
+from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS
 from tilewright.ir.program import Buffer, Opaque, Program, Store, View
 from tilewright.schedule.access import terms
@@ -38,7 +38,7 @@ MORE_READ = 1.1  # times the bytes of an operand that its prologue may read inst
 MOVES = frozenset(("cast", "load", "const", "sym", "var", *INDEX_OPS))
 
 Place = tuple[Expr, ...]
-Values = dict[str, Expr]
+Values = dict[int, Expr]  # by the operand's place
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,10 @@ class _Finder:
                 both: tuple[int, GemmProblem] | None = None) -> Fusion:  # fmt: skip
         taken = tuple(k for k, _ in before) + (() if both is None else (both[0],))
         problem = self.problem if both is None else both[1]
-        values = {name: value for _, made in before for name, value in made.items()}
+        values = {k: value for _, made in before for k, value in made.items()}
         if values:
-            operands = tuple(Operand(o.view, values[o.view.buffer], is_plain=False)
-                             if o.view.buffer in values else o
-                             for o in problem.operands)  # fmt: skip
+            operands = tuple(Operand(o.view, values[k], is_plain=False) if k in values else o
+                             for k, o in enumerate(problem.operands))  # fmt: skip
             problem = replace(problem, operands=operands)
         if after is not None:
             problem = replace(problem, epilogue=tuple(after[1]), keeps=self._is_kept(after[0]))
@@ -283,11 +282,11 @@ class _Finder:
 
     def _prologues(self) -> list[tuple[int, Values]]:
         """Groups that make nothing but operands of this product, with the value of each."""
-        makers: dict[int, list[Operand]] = {}
-        for operand in self.problem.operands:
+        makers: dict[int, list[int]] = {}
+        for k, operand in enumerate(self.problem.operands):
             maker = self._maker(operand, (self.position,))
             if maker is not None and self.groups[maker].call is None:
-                makers.setdefault(maker, []).append(operand)
+                makers.setdefault(maker, []).append(k)
         found: list[tuple[int, Values]] = []
         for position, operands in makers.items():
             values = self._operand_values(position, operands)
@@ -308,18 +307,17 @@ class _Finder:
             return None
         return users[0]
 
-    def _operand_values(self, position: int, operands: Sequence[Operand]) -> Values | str:
+    def _operand_values(self, position: int, operands: Sequence[int]) -> Values | str:
         group = self.groups[position]
-        names = [o.view.buffer for o in operands]
+        names = [self.problem.operands[k].view.buffer for k in operands]
         made = group.writes - group.local
         reason = _not_pointwise(group)
         if reason:
             return reason
         if made != set(names):
             return "it makes more than this operand"
-        all_views = [o.view for o in self.problem.operands if o.view.buffer in names]
-        if len(all_views) != len(set(names)):
-            return "it feeds both operands"
+        if len(names) != len(set(names)) and any(m.ops - MOVES for m in group.members):
+            return "it would be computed for both operands"
         reason = self._disturbed(frozenset(group.reads), position, self.position)
         if reason:
             return reason
@@ -328,13 +326,13 @@ class _Finder:
             return inlined
         return self._placed(group, operands, {s.buffer: s for s in inlined})
 
-    def _placed(self, group: Group, operands: Sequence[Operand],
+    def _placed(self, group: Group, operands: Sequence[int],
                 stores: Mapping[str, Store]) -> Values | str:  # fmt: skip
         """Each operand's value at its own position in the product."""
         values: Values = {}
-        for operand in operands:
+        for k in operands:
+            operand, place = self.problem.operands[k], self.problem.positions[k]
             store = stores[operand.view.buffer]
-            place = self._position_of(operand)
             where = _solve(store.index, group.members[0].loops, operand.view, place)
             if where is None:
                 return "its loops are not those of the operand"
@@ -342,14 +340,8 @@ class _Finder:
             reason = _unwanted(self.program, operand, value)
             if reason:
                 return reason
-            values[operand.view.buffer] = value
+            values[k] = value
         return values
-
-    def _position_of(self, operand: Operand) -> Place:
-        p = self.problem
-        lead = (p.batch,) if p.is_batched else ()
-        first = operand is p.operands[0]
-        return (*lead, p.m, p.k) if first else (*lead, p.k, p.n)
 
 
 def _not_pointwise(group: Group) -> str:
@@ -372,11 +364,12 @@ def _not_pointwise(group: Group) -> str:
 
 def _unwanted(program: Program, operand: Operand, value: Expr) -> str:
     """Why computing an operand where it is read is no gain."""
-    read = {n.arg for n in loads(value)}
+    read = list(loads(value))
     if not read:
         return "it is a constant"
-    sizes = [program.buffers[b] for b in read]
-    reads = sum(hint_product(b.size) * b.dtype.itemsize for b in sizes)
+    reads = sum(min(hint_product(program.buffers[n.arg].size),
+                    hint_product(v.src[0] for v in free_vars(n.src[0]))) * n.dtype.itemsize
+                for n in read)  # fmt: skip
     if reads > MORE_READ * hint_product(operand.view.size) * operand.dtype.itemsize:
         return "it reads more bytes than the operand has"
     arithmetic = {n.op for n in walk(value)} - MOVES

@@ -111,8 +111,8 @@ class Memory:
 
     def arguments(self, names: Sequence[Argument], which: int,
                   own: Mapping[str, torch.Tensor]) -> list[Any]:  # fmt: skip
-        memory = {**own, **self.sets[which]}
-        return [memory[name] if kind == "ptr" else self.sizes[name] for kind, name in names]
+        known: dict[str, Any] = {**self.sizes, **own, **self.sets[which]}
+        return [eval(name, {}, known) if kind == "address" else known[name] for kind, name in names]
 
     def results(self, run: Run) -> dict[str, torch.Tensor]:
         """What a run writes into the first set; the set is afterwards as before."""
