@@ -18,14 +18,15 @@ from tilewright.gemm.problem import GemmProblem
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute
 from tilewright.ir.program import Buffer, View
+from tilewright.schedule.plan import arranged
 
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def sites(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[Site | str]:
     (graph,) = capture(function, *inputs, **options).graphs
-    groups = [step.group for step in graph.plan.steps]
-    return [fuse.site(graph.plan.program, groups, k) for k, g in enumerate(groups)
+    found = arranged(graph.program)
+    return [fuse.site(found.program, found.groups, k) for k, g in enumerate(found.groups)
             if fuse.is_product(g)]  # fmt: skip
 
 
