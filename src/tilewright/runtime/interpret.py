@@ -38,7 +38,7 @@ class _Maths:
     """`libdevice` by torch's functions of the same meaning."""
 
     _NAMES: Mapping[str, Callable[..., torch.Tensor]] = {
-        "nearbyint": torch.round, "pow": torch.pow, "fmod": torch.fmod,
+        "nearbyint": torch.round, "pow": torch.pow, "fmod": torch.fmod, "fast_dividef": torch.div,
     }  # fmt: skip
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -100,16 +100,15 @@ def softmax(m, s, m_b, s_b):
 
 
 @jit
-def online(m, s, v):
-    """The largest so far and the sum of exponentials relative to it, with eight values more each:
-    one of nine exponentials goes into keeping up with the largest."""
+def online(m, s, v, axis: tl.constexpr):
+    """The largest so far and the sum of exponentials relative to it, with several values more each,
+    along `axis`: of eight, one exponential in nine goes into keeping up with the largest."""
     log2e: tl.constexpr = 1.4426950408889634
-    top = maximum(m, tl.reduce(v, 2, maximum))
+    top = maximum(m, tl.reduce(v, axis, maximum))
     base = tl.where(tl.abs(top) == float("inf"), 0.0, top) * log2e
-    p = tl.exp2(
-        tl.fma(v, tl.full(v.shape, log2e, v.dtype), tl.broadcast_to(-base[:, :, None], v.shape))
-    )
-    return top, s * tl.exp2(m * log2e - base) + tl.reduce(p, 2, add)
+    away = tl.broadcast_to(tl.expand_dims(-base, axis), v.shape)
+    p = libdevice.exp2(tl.fma(v, tl.full(v.shape, log2e, v.dtype), away))
+    return top, s * libdevice.exp2(m * log2e - base) + tl.reduce(p, axis, add)
 
 
 # ---- running folds
@@ -162,12 +161,18 @@ def exp(x):
 
 @jit
 def fast_exp(x):
-    return tl.exp(x)
+    return libdevice.exp2(x * 1.4426950408889634)
 
 
 @jit
 def fast_sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return libdevice.fast_dividef(tl.full(x.shape, 1.0, x.dtype), 1.0 + fast_exp(-x))
+
+
+@jit
+def horner(p, z, c: tl.constexpr):
+    """`p * z + c`, rounded once: kernels are compiled without joining products and sums."""
+    return tl.fma(p, z, tl.full(z.shape, c, z.dtype))
 
 
 @jit
@@ -183,17 +188,30 @@ def fast_tanh(x):
 @jit
 def fast_erf(x):
     """A rational fit of our own on [-3.92, 3.92], off by 8e-7 at most."""
-    c = tl.clamp(x, -3.92, 3.92)
+    c = maximum(minimum(x, tl.full(x.shape, 3.92, x.dtype)), tl.full(x.shape, -3.92, x.dtype))
     z = c * c
-    p = -1.680571585893631e-06 * z + 0.00029988359892740846
-    p = p * z + 0.011873009614646435
-    p = p * z + 0.07763772457838058
-    p = p * z + 0.4023369550704956
-    p = p * z + 1.128378987312317
-    q = 0.002806158736348152 * z + 0.03149774298071861
-    q = q * z + 0.19882404804229736
-    q = q * z + 0.6898851990699768
-    return tl.where(x == x, c * p / (q * z + 1.0), x)
+    p = horner(tl.full(z.shape, -1.680571585893631e-06, z.dtype), z, 0.00029988359892740846)
+    p = horner(p, z, 0.011873009614646435)
+    p = horner(p, z, 0.07763772457838058)
+    p = horner(p, z, 0.4023369550704956)
+    p = horner(p, z, 1.128378987312317)
+    q = horner(tl.full(z.shape, 0.002806158736348152, z.dtype), z, 0.03149774298071861)
+    q = horner(q, z, 0.19882404804229736)
+    q = horner(q, z, 0.6898851990699768)
+    return libdevice.fast_dividef(c * p, horner(q, z, 1.0))
+
+
+@jit
+def erf_beside_one(x):
+    """Where one is added to it: 1 - 2**-p(|x|) with a fit of our own, off by 3e-7 at most, which is
+    much of a small result."""
+    t = minimum(tl.abs(x), tl.full(x.shape, 3.92, x.dtype))
+    p = horner(tl.full(t.shape, -0.0001420290645910427, t.dtype), t, 0.003664218820631504)
+    p = horner(p, t, -0.03089609369635582)
+    p = horner(p, t, 0.1496993750333786)
+    p = horner(p, t, 0.9181655049324036)
+    p = horner(p, t, 1.6279250383377075)
+    return libdevice.copysign(1.0 - libdevice.exp2(-(p * t)), x)
 
 
 @jit

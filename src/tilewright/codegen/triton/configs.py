@@ -61,7 +61,10 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         found = [Config(((shape.parallel[0].block, 1),), 1)]
     elif shape.family == "poi":
         x = shape.parallel[0]
-        found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
+        if shape.looked_up:
+            found = _row_pieces(shape, vector)
+        else:
+            found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
     elif not shape.persistent:
         found = _looped(shape, target)
     else:
@@ -98,6 +101,17 @@ def _tiled(shape: Shape) -> Iterable[Config]:
         bx = min(along * (across // by), power(x.likely))
         by = min(by * max(1, along // bx), power(y.likely))
         yield Config((*fixed, (y.block, by), (x.block, bx)), clamp(1, by * bx // 256, warps))
+
+
+def _row_pieces(shape: Shape, vector: int) -> Iterable[Config]:
+    """Pieces of a row, several rows of short ones; blocks that divide a row need no mask."""
+    y, x = shape.parallel
+    size = x.size or x.likely
+    even = size & -size
+    for piece in (128 * vector, 256 * vector, 64 * vector):
+        bx = min(even, piece) if even >= 16 * vector else min(power(size), piece)
+        by = min(max(1, piece // bx), power(y.likely))
+        yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (32 * vector), 8))
 
 
 def _rows(shape: Shape, target: Target) -> Iterable[Config]:

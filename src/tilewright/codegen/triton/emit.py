@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from tilewright.codegen.triton.shape import Axis
-from tilewright.codegen.triton.text import COARSE, OPS, TYPE, cast, number
+from tilewright.codegen.triton.text import OPS, TYPE, cast, number
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, loads, walk
@@ -36,7 +36,7 @@ class Writer:
         self.index_type = index_type
         self.masked: set[Axis] = set()
         self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
-        self.coarse: frozenset[Expr] = frozenset()  # operations whose last bits will not be seen
+        self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
@@ -245,7 +245,7 @@ class Writer:
             text = f"({self.spread(self.index(source), self.support(source), NOWHERE)})"
             return cast(text, INDEX if node.dtype != INDEX else torch.int32, node.dtype)
         if node in self.coarse:
-            return COARSE[node.op].format(*(self.operand(s) for s in node.src))
+            return self.coarse[node].format(*(self.operand(s) for s in node.src))
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
         for k, s in enumerate(node.src):

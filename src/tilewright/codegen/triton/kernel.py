@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,7 @@ from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
 from tilewright.codegen.triton.online import OnlineFold, Pair, joined
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters, shape_of
-from tilewright.codegen.triton.text import COARSE, SIGNATURE, STEPS, cast
+from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SIGNATURE, STEPS, cast
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads, substitute, walk
@@ -108,12 +108,14 @@ class Kernel:
         self.w.ends = {a: self.w.support(*found) for a, found in self._ends.items()}
         self.w.coarse = coarse([e for m in shape.members for e in m.exprs],
                                {self.buffers[b].dtype for m in shape.members for b in m.writes
-                                if b not in self.local})  # fmt: skip
+                                if b not in self.local},
+                               {s.buffer: s.value for m in shape.members for s in m.stores})  # fmt: skip
         self.w.valued = valued([e for m in shape.members for e in m.exprs],
                                [s for m in shape.members for s in m.stores])  # fmt: skip
         self.rewritten = _rewritten(shape.members)
         self.written: set[str] = set()  # since the last barrier
         self.online: dict[Expr, OnlineFold] = {}
+        self._joined = {} if shape.persistent else joined(shape, self.local)
         self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
 
     # ---- facts
@@ -221,7 +223,7 @@ class Kernel:
     # ---- segments
 
     def _segments(self) -> None:
-        online = {} if self.shape.persistent else joined(self.shape, self.local)
+        online = self._joined
         for k, (segment, axis) in enumerate(self.shape.segments):
             if axis is None or self.shape.persistent:
                 self._straight(segment, axis)
@@ -286,7 +288,7 @@ class Kernel:
         w = self.w
         folds = folds_of(segment.members, axis, w)
         for pair in pairs:
-            fold = OnlineFold(pair, folds[pair.largest], w)
+            fold = OnlineFold(pair, folds[pair.largest], w, self.shape.across)
             folds[pair.largest] = self.online[pair.total] = fold
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
@@ -332,8 +334,9 @@ class Kernel:
         """Rows read again by a later loop are asked to stay in cache."""
         if self.shape.persistent or not self.shape.inner:
             return ""
-        readers = [s for s, axis in self.shape.segments
-                   if axis is not None and any(node.arg in m.reads for m in s.members)]  # fmt: skip
+        passes = [s for k, (s, axis) in enumerate(self.shape.segments)
+                  if axis is not None and k not in self._joined]  # fmt: skip
+        readers = [s for s in passes if any(node.arg in m.reads for m in s.members)]
         return ', eviction_policy="evict_last"' if len(readers) > 1 else ""
 
     def _maker(self, node: Expr) -> Store:
@@ -398,16 +401,26 @@ def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buf
     return None if any(ix.value_of(s) is not None for s in assumed) else assumed
 
 
-def coarse(exprs: Sequence[Expr], results: set[torch.dtype]) -> frozenset[Expr]:
-    """Operations that need not be exact, as all results are rounded to sixteen bits or less."""
+def coarse(exprs: Sequence[Expr], results: set[torch.dtype],
+           made: Mapping[str, Expr] | None = None) -> dict[Expr, str]:  # fmt: skip
+    """The text of operations that need not be exact, as all results are rounded to sixteen bits or
+    less. `made` are the values of the buffers the kernel makes."""
     if not all(d.is_floating_point and d.itemsize <= 2 for d in results):
-        return frozenset()
+        return {}
+    made = made or {}
     nodes = list(walk(*exprs))
     steps = [n for n in nodes if n.op in STEPS
              or (n.op == "cast" and not n.dtype.is_floating_point)]  # fmt: skip
     exact = {s for n in steps for s in n.src}
-    return frozenset(n for n in nodes if n.op in COARSE and n.dtype == torch.float32
-                     and n not in exact)  # fmt: skip
+    found = {n: COARSE[n.op] for n in nodes
+             if n.op in COARSE and n.dtype == torch.float32 and n not in exact}  # fmt: skip
+    alone = {s for n in nodes if not _adds_one(n) for s in n.src} | {*made.values(), *exprs}
+    for n in found:
+        if n.op == "erf" and n not in alone:
+            found[n] = ERF_BESIDE_ONE
+        elif n.op == "div" and _is_sum(made.get(n.src[1].arg, n.src[1])):
+            found[n] = BY_A_SUM  # of a row: its reciprocal is computed once
+    return found
 
 
 def imports(lines: Sequence[str]) -> list[str]:
@@ -438,6 +451,14 @@ def valued(exprs: Sequence[Expr], stores: Sequence[Store]) -> frozenset[Expr]:
         found |= {s for s in operands if s.op == "sym"}
     found |= {s.value for s in stores if s.value.op == "sym"}
     return frozenset(found)
+
+
+def _adds_one(e: Expr) -> bool:
+    return e.op in ("add", "sub") and any(s.is_const and abs(s.arg) == 1 for s in e.src)
+
+
+def _is_sum(e: Expr) -> bool:
+    return e.op == "reduce" and e.arg.kind == "sum"
 
 
 def _multiple(e: Expr) -> int:

@@ -18,7 +18,8 @@ from tilewright.codegen.triton.shape import Shape
 from tilewright.ir.expr import Expr, walk
 from tilewright.ir.program import Nest
 
-SIDE = 8  # values a thread takes together
+SIDE = 8  # values a thread takes together: neighbours of a row, rows apart of a column
+ROWS = 4  # the same where memory runs across
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def joined(shape: Shape, local: frozenset[str]) -> dict[int, Joined]:
     """Which segments need no loop of their own."""
     found: dict[int, Joined] = {}
     for k, (segment, axis) in enumerate(shape.segments):
-        if axis is None or shape.across:
+        if axis is None:
             continue
         if any(not m.writes <= local for m in segment.members if not m.reduce):
             continue
@@ -85,22 +86,28 @@ def _pair(shape: Shape, node: Expr, first: int) -> Pair | None:
 class OnlineFold(Fold):
     """The accumulators of a pair; it takes the place of the fold of the largest value."""
 
-    def __init__(self, pair: Pair, fold: Fold, w: Writer) -> None:
+    def __init__(self, pair: Pair, fold: Fold, w: Writer, across: bool) -> None:
         super().__init__(pair.largest, fold.axis, w)
         self.pair = pair
+        self.across = across
+        self.side = ROWS if across else SIDE
         self._top = self._total = ""
         self._extents = w.shape(self.support).strip("[]").split(", ")
 
     def begin(self) -> None:
         x, r = self._extents
         for suffix, start in (("", self.start), ("_s", "0.0")):
-            self.w.line(f"{self.name}{suffix} = tl.full([{x}, {r} // {SIDE}], {start}, tl.float32)")
+            self.w.line(f"{self.name}{suffix} = tl.full([{x}, {r} // {self.side}], {start}, "
+                        "tl.float32)")  # fmt: skip
 
     def step(self) -> None:
         x, r = self._extents
         names = f"{self.name}, {self.name}_s"
-        tile = self.w.let(f"tl.reshape({self._tile()}, [{x}, {r} // {SIDE}, {SIDE}])")
-        self.w.line(f"{names} = tri.online({names}, {tile})")
+        lengths = [f"{r} // {self.side}", str(self.side)]
+        if self.across:  # a thread has rows that are far apart
+            lengths.reverse()
+        tile = self.w.let(f"tl.reshape({self._tile()}, [{x}, {', '.join(lengths)}])")
+        self.w.line(f"{names} = tri.online({names}, {tile}, {1 if self.across else 2})")
 
     def end(self) -> None:
         w = self.w

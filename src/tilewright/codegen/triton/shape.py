@@ -24,6 +24,7 @@ MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive 
 LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as fast in a loop
 NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
 SHORTEST_COLUMN = 64  # rows below which columns are folded at once
+SHORTEST_ROW = 64  # elements worth looking up where they are once
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
 
@@ -77,6 +78,7 @@ class Shape:
     rank: int
     persistent: bool = True
     across: bool = False  # memory runs along the parallel axis, not along the rows
+    looked_up: bool = False  # of the axes of a tile, the outer ones say which rows are read
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
@@ -135,8 +137,12 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     placed = _inner_axes(segments)
     members = [m for s, _ in placed for m in s.members]
     if not any(axis for _, axis in placed) and not group.serial:
-        parallel = _tiles(program, members, outer)
-        shape = Shape(parallel, placed, max(1, len(parallel)), ragged=ragged, members=members)
+        parallel, looked_up = _tiles(program, members, outer), False
+        if len(parallel) == 1:
+            parallel = _rows_looked_up(members, outer) or parallel
+            looked_up = len(parallel) > 1
+        shape = Shape(parallel, placed, max(1, len(parallel)), looked_up=looked_up, ragged=ragged,
+                      members=members)  # fmt: skip
         return _cannot_hand_over(group, shape) or shape
     total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
                       and any(v not in group.serial for v in m.reduce))  # fmt: skip
@@ -384,6 +390,20 @@ def _tiles(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
         return Axis("y", (*rest, *turned), 0), Axis("x", (last,), 1)
     rest = [v for v in outer[:-1] if v not in turned]
     return Axis("z", (*rest, turned[1]), 0), Axis("y", (turned[0],), 1), Axis("x", (last,), 2)
+
+
+def _rows_looked_up(members: Sequence[Nest], outer: tuple[Expr, ...]) -> tuple[Axis, ...]:
+    """Rows and columns, where positions that are read from memory name whole rows: each is then
+    read and checked once, not for every element (H200: embedding of 2048 bfloat16)."""
+    nodes = [n for m in members for n in walk(*m.exprs) if n.op == "index"]
+    used = {v for n in nodes for v in free_vars(n)}
+    inner = 0
+    while inner < len(outer) and outer[len(outer) - 1 - inner] not in used:
+        inner += 1
+    rows, columns = outer[: len(outer) - inner], outer[len(outer) - inner :]
+    if not used or not rows or hint_product(v.src[0] for v in columns) < SHORTEST_ROW:
+        return ()
+    return Axis("y", rows, 0), Axis("x", columns, 1)
 
 
 def scatters(nest: Nest) -> bool:

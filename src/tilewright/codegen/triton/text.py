@@ -269,6 +269,8 @@ RUNNING = {"sum": "tri.add", "prod": "tri.mul", "logsumexp": "tri.logaddexp",
 COARSE = {"exp": "tri.fast_exp({0})", "sigmoid": "tri.fast_sigmoid({0})",
           "erf": "tri.fast_erf({0})", "tanh": "tri.fast_tanh({0})",
           "div": "({0} / {1})"}  # fmt: skip
+ERF_BESIDE_ONE = "tri.erf_beside_one({0})"
+BY_A_SUM = "({0} * (1.0 / {1}))"
 """Float32 operations where only the first twenty bits will be seen."""
 
 STEPS = frozenset(("floor", "ceil", "trunc", "round", "eq", "ne", "lt", "le", "gt", "ge",
