@@ -176,6 +176,20 @@ def test_gather() -> None:
     check(lambda x, i: F.embedding(i, x), _normal(9, 4), at)
 
 
+@pytest.mark.parametrize("width", [64, 100, 2048])
+@pytest.mark.parametrize("config", range(3))
+def test_rows_are_looked_up_once(width: int, config: int) -> None:
+    (kernel,) = check(lambda x, i: F.embedding(i, x) * 2, _normal(9, width),
+                      torch.randint(0, 9, (5, 3)), config=config)  # fmt: skip
+    position = next(line for line in kernel.text.splitlines() if "tl.load" in line)
+    assert "ybase" in position and "xbase" not in position
+
+
+def test_short_rows_are_looked_up_by_element() -> None:
+    (kernel,) = check(lambda x, i: x[i], _normal(9, 4), torch.randint(0, 9, (5, 3)))
+    assert "YBLOCK" not in kernel.text
+
+
 @pytest.mark.parametrize("bad", [100, 9, -10])
 def test_bad_index_is_reported(bad: int) -> None:
     torch._dynamo.reset()
@@ -258,3 +272,31 @@ def test_long_softmax_folds_in_one_pass(fn: Callable[..., Any]) -> None:
     (kernel,) = check(fn, x, rtol=1e-5, atol=1e-5)
     assert "tri.online" in kernel.text
     assert kernel.text.count("for roffset") <= 2  # the second writes what has the row's size
+
+
+@pytest.mark.parametrize("config", range(3))
+@pytest.mark.parametrize("fn", [lambda x: torch.softmax(x, 0), lambda x: torch.logsumexp(x, 0)])
+def test_long_softmax_of_columns_too(fn: Callable[..., Any], config: int) -> None:
+    x = _normal(2201, 33) * 9
+    x[7, 1], x[9, 2], x[5, 3], x[:, 4] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    (kernel,) = check(fn, x, config=config, rtol=1e-5, atol=1e-5)
+    assert "tri.online" in kernel.text
+    assert kernel.text.count("for roffset") <= 2
+
+
+# ---- operations that need not be exact
+
+
+@pytest.mark.parametrize("fn", [torch.erf, F.gelu, lambda x: torch.erf(x) - 1, torch.sigmoid,
+                                F.silu, torch.exp])  # fmt: skip
+def test_coarse_functions_differ_in_no_visible_bit(fn: Callable[..., Any]) -> None:
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat((torch.linspace(-90, 90, 500), torch.logspace(-20, 0, 200), torch.randn(500),
+                   special)).bfloat16()  # fmt: skip
+    torch._dynamo.reset()
+    backend = Interpreter()
+    made = torch.compile(fn, backend=backend)(x)
+    torch.testing.assert_close(made.double(), fn(x.double()), equal_nan=True, rtol=2**-7,
+                               atol=1e-37 if fn is torch.erf else 1e-6)  # fmt: skip
+    text = backend.kernels[0].text
+    assert "tri.fast_" in text or "tri.erf_beside_one" in text

@@ -24,6 +24,7 @@ class Report:
     failures: list[Verdict] = field(default_factory=list)
     stale: list[Case] = field(default_factory=list)
     left: int = 0  # groups that a time budget left undone
+    by_dtype: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def add(self, verdict: Verdict) -> str:
         name = verdict.name
@@ -34,6 +35,7 @@ class Report:
             name = STALE
             self.stale.append(verdict.case)
         self.counts[name] += 1
+        self.by_dtype[verdict.group.dtype][name] += 1
         self.seconds += verdict.outcome.seconds
         if name == FAILED:
             self.failures.append(verdict)
@@ -45,9 +47,20 @@ class Report:
         if self.left:
             lines.append(f"out of time: {self.left} groups were not run; --resume runs them")
         lines += [f"  {count:7d}  {name}" for name, count in self.counts.most_common()]
+        lines += self._table()
         lines += self._groups(self.failures)
         lines += [f"remove it from differences.toml, it passes: {case}" for case in self.stale]
         return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        """How the cases of each dtype ended."""
+        names = [name for name, _ in self.counts.most_common()]
+        if len(self.by_dtype) < 2:
+            return []
+        lines = ["", f"| dtype | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+        for dtype, counts in sorted(self.by_dtype.items()):
+            lines.append(f"| {dtype} | {' | '.join(str(counts[n]) for n in names)} |")
+        return lines
 
     def _groups(self, verdicts: list[Verdict]) -> list[str]:
         if not verdicts:
