@@ -74,7 +74,7 @@ def kernels_of(program: GpuProgram) -> list[Found]:
 
 def _stages(count: int) -> Callable[[str], str]:
     """Loops whose loads run ahead, through shared memory."""
-    loop = re.compile(r"in range\((.*)\):")
+    loop = re.compile(r"in (?:tl\.)?range\((.*?)(?:, num_stages=STAGES)?\):")
     return lambda text: loop.sub(rf"in tl.range(\1, num_stages={count}):", text)
 
 
@@ -142,7 +142,8 @@ def _inside(source: TritonSource, c: TritonConfig) -> bool:
 
 def _grid(source: TritonSource) -> Iterator[TritonConfig]:
     first = source.configs[0]
-    names = [name for name, _ in first.constants]
+    names = [name for name, _ in first.constants if name != "STAGES"]
+    fixed = tuple((n, v) for n, v in first.constants if n == "STAGES")
     sizes = dict(first.constants)
     looped = [n for n in names if f"{n.removesuffix('BLOCK').lower()}offset" in source.text]
     across = len(names) == 2 and looped and sizes["XBLOCK"] > 4
@@ -164,7 +165,7 @@ def _grid(source: TritonSource) -> Iterator[TritonConfig]:
         for shape, warps in spread.items():
             if k < len(warps):
                 blocks = tuple(zip(names, shape, strict=True))
-                yield replace(first, constants=blocks, num_warps=warps[k])
+                yield replace(first, constants=(*blocks, *fixed), num_warps=warps[k])
 
 
 def _warps(elements: int) -> list[int]:

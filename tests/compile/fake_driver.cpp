@@ -54,6 +54,7 @@ int cuLaunchKernel(void* f, unsigned x, unsigned y, unsigned z, unsigned bx, uns
 int cuLaunchKernelEx(const Config* c, void* f, void** params, void**) {
     return record(f, c->grid, c->block[0], c->shared, c->stream, params, c->count);
 }
+int cuGraphLaunch(void* graph, void* stream) { return graph == (void*)13 ? 700 : 0; }
 // for the tests
 int fake_launches() { return (int)launches.size(); }
 const Launch* fake_launch(int k) { return &launches[k]; }

@@ -41,7 +41,7 @@ class FakeCard:
         ctypes.memmove(to, start, size)
         self.copied += size
 
-    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[int], None], Any]:
         if self.fails:
             raise RuntimeError(self.fails)
         self.recorded += 1
@@ -54,7 +54,7 @@ class FakeCard:
             if isinstance(a, torch.Tensor):
                 a.copy_(b)
 
-        def replay() -> None:
+        def replay(stream: int) -> None:
             self.replayed += 1
             for kept, made in zip(results, call(list(given)), strict=True):
                 kept.copy_(made)

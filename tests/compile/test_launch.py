@@ -129,3 +129,11 @@ def test_a_launch_costs_little():
                 kernel(0, 1, 1, 1, x, y, 1, 2, 3.0)
             best = min(best, (time.perf_counter() - start) / 200)
     assert best < 2e-6, f"{best * 1e6:.2f} us per launch"
+
+
+def test_graphs_are_started_by_the_driver() -> None:
+    with fake_driver():
+        start = launch.graph_starter()
+        assert start is not None
+        assert start(12, 7) == 0
+        assert start(13, 7) == 700

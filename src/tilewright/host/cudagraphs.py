@@ -11,6 +11,7 @@ lives only while they run. `why_not` says which programs cannot be recorded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch._ops import OpOverload
 from tilewright import metrics
 from tilewright.gemm.choose import Implementation
 from tilewright.graph.user_kernels import Launch
+from tilewright.host.support import window
 from tilewright.ir.program import Opaque, Program
 from tilewright.runtime import launch
 from tilewright.schedule.memory import Step
@@ -44,6 +46,7 @@ class Facts:
     numbers: tuple[int, ...] = ()  # arguments that are no tensors
     dynamic: bool = False  # whether tensors come in different sizes
     reason: str = ""  # why it cannot be recorded
+    draws: bool = True  # random numbers: torch moves the generator on at every replay
 
 
 # ---- which programs can be recorded
@@ -58,7 +61,7 @@ def facts(program: Program, steps: Sequence[Step]) -> Facts:
     cards = sorted(d.index or 0 for d in devices if d.type == "cuda")
     calls = [step.group.call for step in steps if step.group.call is not None]
     return Facts(cards[0] if cards else 0, mutated, numbers, bool(program.symbols),
-                 _why_not(devices, calls))  # fmt: skip
+                 _why_not(devices, calls), any(map(_draws, calls)))  # fmt: skip
 
 
 def _why_not(devices: Iterable[torch.device], calls: Sequence[Opaque]) -> str:
@@ -69,6 +72,13 @@ def _why_not(devices: Iterable[torch.device], calls: Sequence[Opaque]) -> str:
     if len(found) > 1:
         return "it uses several devices"
     return next((reason for reason in map(_unsafe, calls) if reason), "")
+
+
+def _draws(call: Opaque) -> bool:
+    """Whether a call may draw random numbers."""
+    if isinstance(call.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in call.target.tags
+    return not isinstance(call.target, Launch | Implementation)
 
 
 def _unsafe(call: Opaque) -> str:
@@ -96,8 +106,10 @@ def _name(target: Any) -> str:
 class Card(Protocol):
     """What a device does; tests have one that is not there."""
 
-    def stream(self) -> int: ...
-    def recording(self) -> bool: ...
+    @property
+    def stream(self) -> Callable[[], int]: ...
+    @property
+    def recording(self) -> Callable[[], bool]: ...
     @property
     def pointers(self) -> Callable[[list[Any]], tuple[int, ...]]: ...
     @property
@@ -105,27 +117,39 @@ class Card(Protocol):
     def record(self, call: Call, args: list[Any]) -> tuple[Any, Any]: ...
 
 
+class _Watched:
+    """The memory of a result that is handed out as it is, and its uses while nobody has it."""
+
+    def __init__(self, which: int, result: torch.Tensor) -> None:
+        self.which = which
+        self.storage = result.untyped_storage()  # a use of its own, counted below
+        self.address: int = self.storage._cdata
+        self.uses = _use_count(self.address)
+
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
 @dataclass
 class Recording:
     """A graph, the addresses it reads in place, what is copied in, and its results."""
 
-    replay: Callable[[], None]
+    replay: Callable[[int], None]  # on a stream
     fixed: tuple[int, ...]  # arguments
     addresses: Any  # theirs, as `where` finds them among all
     where: Callable[[Sequence[int]], Any]
     copies: tuple[tuple[int, torch.Tensor, int], ...]  # (argument, memory, bytes)
     results: list[Any]
     back: tuple[tuple[int, torch.Tensor, int], ...]  # copies to return: the program writes to them
-    idle: list[int] = field(default_factory=list[int])  # uses of each result's memory when unused
     copied_out: frozenset[int] = frozenset()
+    watched: tuple[_Watched, ...] = ()
 
     def fits(self, addresses: Sequence[int]) -> bool:
         return self.where(addresses) == self.addresses
 
     def held(self) -> list[int]:
         """The results somebody still has, of those that are handed out as they are."""
-        return [k for k, uses in enumerate(self.idle)
-                if uses and k not in self.copied_out and _uses(self.results[k]) > uses]  # fmt: skip
+        return [w.which for w in self.watched if _use_count(w.address) > w.uses]
 
 
 @dataclass
@@ -184,7 +208,7 @@ class Replayed:
         card = self.card
         for k, memory, count in recording.copies:
             card.copy(memory.data_ptr(), addresses[k], count, stream)
-        recording.replay()
+        recording.replay(stream)
         for k, memory, count in recording.back:
             card.copy(addresses[k], memory.data_ptr(), count, stream)
         results = tuple(_handed_out(r, k in recording.copied_out, args)
@@ -248,7 +272,8 @@ class Replayed:
                               back)  # fmt: skip
         mine = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
         recording.copied_out = frozenset(size.copied_out)
-        recording.idle = [_idle_uses(r, mine) for r in kept]
+        recording.watched = tuple(_Watched(k, r) for k, r in enumerate(kept)
+                                  if k not in size.copied_out and _is_own(r, mine))  # fmt: skip
         _count("recorded")
         return recording
 
@@ -283,15 +308,10 @@ def _span(t: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))
 
 
-def _uses(t: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
-
-
-def _idle_uses(result: Any, arguments: set[int]) -> int:
-    """Uses of a result's memory while no caller has it; 0 for what need not be watched."""
-    if not isinstance(result, torch.Tensor) or result.numel() == 0:
-        return 0
-    return 0 if result.untyped_storage().data_ptr() in arguments else _uses(result)
+def _is_own(result: Any, arguments: set[int]) -> bool:
+    """Whether a result is memory of the recording, which callers may hold."""
+    return (isinstance(result, torch.Tensor) and result.numel() > 0
+            and result.untyped_storage().data_ptr() not in arguments)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -326,7 +346,7 @@ def _handed_out(result: Any, copied: bool, args: Sequence[Any]) -> Any:
         return result.of(args)
     if not isinstance(result, torch.Tensor):
         return result
-    return result.clone() if copied else result.detach()
+    return result.clone() if copied else window(result, result.size(), result.stride(), 0)
 
 
 # ---- the card itself
@@ -335,19 +355,15 @@ def _handed_out(result: Any, copied: bool, args: Sequence[Any]) -> Any:
 class Cuda:
     """A real card."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, draws: bool) -> None:
         self.device = device
+        self.draws = draws
         self.pointers = launch.pointer_reader()
         self.copy = launch.copier()
-        self._stream = torch._C._cuda_getCurrentRawStream
+        self.stream = functools.partial(torch._C._cuda_getCurrentRawStream, device)
+        self.recording = torch.cuda.is_current_stream_capturing
 
-    def stream(self) -> int:
-        return self._stream(self.device)
-
-    def recording(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[int], None], Any]:
         main = torch.cuda.current_stream(self.device)
         side = _side_stream(self.device)
         side.wait_stream(main)
@@ -356,7 +372,21 @@ class Cuda:
             pool = _pool(self.device, main.cuda_stream)
             graph, results = _captured(lambda: call(args), pool, self.device)
         main.wait_stream(side)
-        return graph.replay, results
+        return self._replay(graph), results
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> Callable[[int], None]:
+        """The driver's launch of the graph, where torch need not do anything beside it."""
+        start = launch.graph_starter()
+        handle = getattr(graph, "raw_cuda_graph_exec", None)
+        if self.draws or start is None or handle is None:
+            return lambda stream: graph.replay()
+        address = handle()
+
+        def replay(stream: int) -> None:
+            if start(address, stream):  # a thread new to CUDA; an error is torch's to report
+                graph.replay()
+
+        return replay
 
 
 def _captured(run: Callable[[], Any], pool: Any, device: int) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -410,4 +440,4 @@ def replayed(call: Call, found: Facts | None) -> Call:
     if found.reason:
         _skipped(found.reason)
         return call
-    return Replayed(call, found, Cuda(found.device))
+    return Replayed(call, found, Cuda(found.device, found.draws))

@@ -215,8 +215,24 @@ PyObject* copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// start_graph(cuGraphLaunch, graph, stream): the driver's answer, 0 for success.
+PyObject* start_graph(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    void* words[3];
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "start_graph takes 3 numbers");
+    for (int i = 0; i < 3; ++i) words[i] = PyLong_AsVoidPtr(args[i]);
+    if (PyErr_Occurred()) return nullptr;
+    using Start = Result (*)(void*, void*);
+    Result result;
+    Py_BEGIN_ALLOW_THREADS
+    result = reinterpret_cast<Start>(words[0])(words[1], words[2]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(result);
+}
+
 PyMethodDef functions[] = {{"pointers", pointers, METH_O, nullptr},
                            {"copy", reinterpret_cast<PyCFunction>(copy), METH_FASTCALL, nullptr},
+                           {"start_graph", reinterpret_cast<PyCFunction>(start_graph),
+                            METH_FASTCALL, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "tw_launch", nullptr, -1, functions,
                       nullptr, nullptr, nullptr, nullptr};

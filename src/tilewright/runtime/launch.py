@@ -108,6 +108,14 @@ def copier() -> Callable[[int, int, int, int], None]:
     return lambda to, start, size, stream: made.check(copy(to, start, size, stream), "a copy")
 
 
+def graph_starter() -> Callable[[int, int], int] | None:
+    """`start(graph, stream)`, the driver's answer: 0 for success. None without the extension."""
+    extension = _extension()
+    if extension is None:
+        return None
+    return functools.partial(extension.start_graph, driver().address("cuGraphLaunch"))
+
+
 # ---- the extension module
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tilewright.codegen.triton.shape import NARROWEST_TILE, Axis, Shape
-from tilewright.ir.expr import walk
+from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Program
 from tilewright.target import Target
@@ -21,15 +21,20 @@ MOST_WARPS = 32
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run a kernel; `blocks` are its constexpr arguments."""
+    """One way to run a kernel; `constants` are its constexpr arguments."""
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int = 2
+    ahead: int = 0  # rounds of a loop whose loads are under way, where it may run ahead
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        return (*self.blocks, ("STAGES", self.ahead)) if self.ahead else self.blocks
 
     @property
     def kwargs(self) -> dict[str, int]:
-        return dict(self.blocks)
+        return dict(self.constants)
 
 
 def power(n: float) -> int:
@@ -62,11 +67,13 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
     elif shape.family == "poi":
         x = shape.parallel[0]
         if shape.looked_up:
-            found = _row_pieces(shape, vector)
+            found = _row_pieces(shape, vector, target)
         else:
             found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
     elif not shape.persistent:
-        found = _looped(shape, target)
+        found = _long_columns(shape, vector, target) if shape.across else _long_rows(shape, target)
+    elif shape.serial:
+        found = _rows_in_order(shape)
     else:
         found = _columns(shape) if shape.across else _rows(shape, target)
     chosen = dict.fromkeys(found)
@@ -82,13 +89,14 @@ def _elements(config: Config) -> int:
 
 
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
-    """Blocks of a thousand elements; smaller where a few programs would do all the work."""
+    """Two accesses of sixteen bytes per thread (H200: bias and gelu of 16384x8192 bfloat16 128 us,
+    135 us with one); smaller blocks where a few programs would do all the work."""
     room = power(axis.likely / (2 * max(target.sms, 1)))
-    block = clamp(32 * vector, room, 128 * vector)
+    block = clamp(32 * vector, room, 256 * vector)
     block = min(block, max(32, power(axis.likely)))
-    for size in (block, 2 * block, block // 2, 4 * block):
+    for size, share in ((block, 64), (block // 2, 64), (block, 32), (2 * block, 64)):
         if size >= 32:
-            yield Config(((axis.block, size),), clamp(1, size // (32 * vector), 8))
+            yield Config(((axis.block, size),), clamp(1, size // (share * vector), 8))
 
 
 def _tiled(shape: Shape) -> Iterable[Config]:
@@ -103,29 +111,42 @@ def _tiled(shape: Shape) -> Iterable[Config]:
         yield Config((*fixed, (y.block, by), (x.block, bx)), clamp(1, by * bx // 256, warps))
 
 
-def _row_pieces(shape: Shape, vector: int) -> Iterable[Config]:
-    """Pieces of a row, several rows of short ones; blocks that divide a row need no mask."""
+def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
+    """Short pieces of many rows (H200: 65536 rows of 2048 bfloat16 124 us with 64 pieces of 128,
+    133 us with one of 1024); blocks that divide a row need no mask."""
     y, x = shape.parallel
     size = x.size or x.likely
     even = size & -size
-    for piece in (128 * vector, 256 * vector, 64 * vector):
+    for piece in (16 * vector, 128 * vector, 32 * vector):
         bx = min(even, piece) if even >= 16 * vector else min(power(size), piece)
-        by = min(max(1, piece // bx), power(y.likely))
-        yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (32 * vector), 8))
+        enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
+        by = clamp(1, 1024 * vector // bx, power(enough))
+        yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (64 * vector), 16))
 
 
 def _rows(shape: Shape, target: Target) -> Iterable[Config]:
-    """Whole rows, several of them where they are short; 32 elements per thread are fastest (H200:
-    softmax of 8192 bfloat16 75 us, against 80 us with 16 and 107 us with 8)."""
+    """Whole rows, several of them where they are short; 16 elements per thread (H200: softmax of
+    1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
-    for tile, share in ((4096, 32), (2048, 16), (8192, 32), (4096, 16), (2048, 8)):
-        block = clamp(1, tile // longest, power(enough))
-        block = 1 if shape.serial else min(block, power(x.likely))
+    for tile, share in ((1024, 16), (4096, 32), (2048, 16), (8192, 32), (2048, 8)):
+        block = min(clamp(1, tile // longest, power(enough)), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
+
+
+def _rows_in_order(shape: Shape) -> Iterable[Config]:
+    """Rows one after the other, the loads of the next ones under way (H200: the backward pass of
+    layer norm, 16384x4096 bfloat16: 105 us with three, 169 us without)."""
+    x = shape.parallel[0]
+    rows = [(a.block, power(a.size or 1)) for a in shape.inner]
+    longest = max((size for _, size in rows), default=1)
+    choices = ((32, 3), (16, 3), (32, 2), (16, 1)) if shape.ahead else ((16, 0), (32, 0), (8, 0))
+    for share, ahead in choices:
+        warps = clamp(1, power(longest / (32 * share)), MOST_WARPS)
+        yield Config(((x.block, 1), *rows), warps, ahead=ahead)
 
 
 def _columns(shape: Shape) -> Iterable[Config]:
@@ -139,19 +160,35 @@ def _columns(shape: Shape) -> Iterable[Config]:
         yield Config(((x.block, block), *rows), warps)
 
 
-def _looped(shape: Shape, target: Target) -> Iterable[Config]:
-    """Along the rows where memory runs along them, else along the parallel axis. With fewer rows
-    than the card runs programs, each gets more threads (H200: statistics of 256 channels 26 us with
-    16 warps, 72 us with 8)."""
+def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
+    """Sixteen elements per thread (H200: cross entropy of 32000 bfloat16 124 us, 144 us with
+    eight). With fewer rows than the card runs programs, each gets more threads."""
     x = shape.parallel[0]
-    few = x.likely < 4 * target.sms
-    if shape.across:
-        choices = [(64, 64, 16), (32, 64, 8), (64, 32, 8), (32, 128, 16), (128, 32, 16)]
-    else:
-        choices = [(1, 2048, 8), (1, 4096, 16), (1, 1024, 4), (4, 512, 8), (1, 8192, 16)]
-    if few and not shape.across:
-        choices = [(1, 4096, 16), (1, 8192, 16), (1, 2048, 8), (1, 8192, 32)]
+    choices = [(1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4), (1, 1024, 4)]
+    if x.likely < 4 * target.sms:
+        choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]
     for bx, br, warps in choices:
-        block = min(bx, power(x.likely))
         rows = tuple((a.block, clamp(8, power(a.likely), br)) for a in shape.inner)
-        yield Config(((x.block, block), *rows), warps)
+        yield Config(((x.block, min(bx, power(x.likely))), *rows), warps)
+
+
+def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
+    """128 bytes of a row by 256 rows, the next ones under way (H200: sum of columns of 16384x8192
+    bfloat16 62 us, 69 us in small blocks without; gradient of bias and gelu 218 us, 420 us)."""
+    x = shape.parallel[0]
+    bx = 8 * vector
+    while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
+        bx //= 2
+    # a running softmax wants rows of one thread, arithmetic of much else wants threads
+    exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
+    inner = {v for a in shape.inner for v in a.loops}
+    loaded = {n.arg for m in shape.members for n in loads(*m.exprs) if inner & free_vars(n)}
+    share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
+    choices = [(bx, 256, share, 3), (bx, 128, share, 3), (bx, 64, 8, 3), (bx, 256, share, 1),
+               (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
+    for columns, br, each, ahead in choices:
+        rows = tuple((a.block, clamp(8, power(a.likely), br)) for a in shape.inner)
+        longest = max(size for _, size in rows)
+        block = min(columns, power(x.likely))
+        warps = clamp(1, longest * block // (32 * each), MOST_WARPS)
+        yield Config(((x.block, block), *rows), warps, ahead=ahead if shape.ahead else 0)

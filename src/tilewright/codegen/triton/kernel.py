@@ -109,7 +109,8 @@ class Kernel:
         self.w.coarse = coarse([e for m in shape.members for e in m.exprs],
                                {self.buffers[b].dtype for m in shape.members for b in m.writes
                                 if b not in self.local},
-                               {s.buffer: s.value for m in shape.members for s in m.stores})  # fmt: skip
+                               {s.buffer: s.value for m in shape.members
+                                for s in m.stores})  # fmt: skip
         self.w.valued = valued([e for m in shape.members for e in m.exprs],
                                [s for m in shape.members for s in m.stores])  # fmt: skip
         self.rewritten = _rewritten(shape.members)
@@ -165,7 +166,7 @@ class Kernel:
         params = self._params()
         names = [*self.pointers.values(), *self.numbers.values()]
         head = [*names, *(["err"] if self.checked else []),
-                *(f"{b}: tl.constexpr" for b, _ in self.configs[0].blocks)]  # fmt: skip
+                *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
         text = "\n".join([*imports(w.lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *w.lines]) + "\n"  # fmt: skip
         grid = tuple((a.extent, a.block) for a in self.shape.parallel)
@@ -247,7 +248,10 @@ class Kernel:
                 fold.begin()
         with ExitStack() as loops:
             for k, v in enumerate(self.shape.serial):
-                loops.enter_context(w.block(f"for s{k}offset in range(0, {self._rounds(v)})"))
+                last = k == len(self.shape.serial) - 1
+                rounds = self._range(f"0, {self._rounds(v)}") if last else (
+                    f"range(0, {self._rounds(v)})")  # fmt: skip
+                loops.enter_context(w.block(f"for s{k}offset in {rounds}"))
                 w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
             self._segments()
         for m in waiting:
@@ -293,7 +297,9 @@ class Kernel:
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
             item.begin()
-        with w.block(f"for {axis.name}offset in range(0, {axis.name}numel, {axis.block})"):
+        self._hoist(segment, axis)
+        rounds = self._range(f"0, {axis.name}numel, {axis.block}")
+        with w.block(f"for {axis.name}offset in {rounds}"):
             w.line(f"{axis.name}index = {axis.name}offset + {axis.name}base")
             self._enter(axis, f"{axis.name}index")
             waiting = dict(folds)
@@ -309,6 +315,16 @@ class Kernel:
         for fold in folds.values():
             fold.end()
         self.stores([m for m in segment.members if m.reduce])
+
+    def _range(self, bounds: str) -> str:
+        return f"tl.range({bounds}, num_stages=STAGES)" if self.shape.ahead else f"range({bounds})"
+
+    def _hoist(self, segment: Segment, axis: Axis) -> None:
+        """Load before a loop what is the same in all its rounds."""
+        for node in loads(*(e for m in segment.members for e in m.exprs)):
+            fixed = axis not in self.w.support(*node.src)
+            if fixed and node.arg not in self.local and node.arg not in self.rewritten:
+                self.w.operand(node)
 
     # ---- memory
 

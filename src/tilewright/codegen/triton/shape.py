@@ -78,6 +78,7 @@ class Shape:
     rank: int
     persistent: bool = True
     across: bool = False  # memory runs along the parallel axis, not along the rows
+    ahead: bool = False  # loads of later rounds of its loops may be under way
     looked_up: bool = False  # of the axes of a tile, the outer ones say which rows are read
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
@@ -150,6 +151,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
                   ragged=ragged, members=members)  # fmt: skip
     shape.across = _runs_across(program, shape)
     shape.persistent = _fits(shape)
+    shape.ahead = _may_run_ahead(group, shape)
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
     return _cannot_hand_over(group, shape) or shape
@@ -326,6 +328,23 @@ def _runs_across(program: Program, shape: Shape) -> bool:
     along = run_along(program, shape.members, loops)
     across = max((along.get(v, 0) for v in shape.parallel[0].loops), default=0)
     return across > max((along.get(v, 0) for axis in shape.inner for v in axis.loops), default=0)
+
+
+def _may_run_ahead(group: Group, shape: Shape) -> bool:
+    """Whether a loop is worth having later rounds' loads under way, and nothing is loaded that the
+    kernel stores: what is read where it was just written is no load."""
+    if not (group.serial or (shape.across and not shape.persistent)):
+        return False
+    stored = group.writes - group.local
+    made: set[tuple[str, Expr]] = set()
+    for segment, _ in shape.flat().segments:
+        made = made if group.serial else set()
+        for m in segment.members:
+            for n in loads(*m.exprs):
+                if n.arg in stored and (len(n.src) > 1 or (n.arg, n.src[0]) not in made):
+                    return False
+            made |= {(s.buffer, s.index) for s in m.stores if not scatters(m)}
+    return True
 
 
 def _cannot_hand_over(group: Group, shape: Shape) -> str:
