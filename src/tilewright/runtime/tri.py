@@ -178,11 +178,12 @@ def horner(p, z, c: tl.constexpr):
 @jit
 def fast_tanh(x):
     """By one exponential, and near zero, where that would cancel, by the series."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
+    e = fast_exp(-2.0 * tl.abs(x))
+    far = libdevice.copysign(libdevice.fast_dividef(1.0 - e, 1.0 + e), x)
     z = x * x
-    near = x * (1.0 + z * (-0.3333333333333333 + z * (0.13333333333333333 - z * 0.05396825)))
-    return tl.where(tl.abs(x) < 0.125, near, tl.where(x < 0.0, -far, far))
+    p = horner(tl.full(z.shape, -0.05396825, z.dtype), z, 0.13333333333333333)
+    p = horner(horner(p, z, -0.3333333333333333), z, 1.0)
+    return tl.where(tl.abs(x) < 0.125, x * p, far)
 
 
 @jit
