@@ -63,10 +63,13 @@ class CudaClock:
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
             return _Replay(self, run, sets, self._stream)
 
     def timed(self, work: Callable[[], None], stream: torch.cuda.Stream) -> float:
         """Microseconds on the card between the start and the end of some work."""
+        with torch.cuda.device(self._device):
+            stream.wait_stream(torch.cuda.current_stream())  # which may be filling the buffers
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._warm(work, stream)
             took = _between(work)
@@ -126,6 +129,14 @@ class _Replay:
             self._run(self._stream.cuda_stream, k)
 
     def _recorded(self) -> Callable[[], None]:
+        try:
+            return self._graph().replay
+        except RuntimeError:
+            if self._clock.broken():
+                raise
+            return self._all  # what cannot be recorded is launched one by one, as it will be
+
+    def _graph(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # not torch.cuda.graph(): that empties the allocator's cache every time
@@ -137,7 +148,7 @@ class _Replay:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return graph.replay
+        return graph
 
     def _all(self) -> None:
         for k in range(self._launches):

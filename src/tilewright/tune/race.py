@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from tilewright.tune.choices import ChoiceCaller
-from tilewright.tune.results import ADVANTAGE, Timing, beats
+from tilewright.tune.results import ADVANTAGE, MOST_NOISE, Timing
 
 FAR = 2.0  # times the best: one sample is enough to know
 # A round: who is within this factor of the best goes on, and takes so many samples more.
 ROUNDS = ((1.5, 2), (1.2, 3))
-FINAL = 1.1  # who may still win
-FINALISTS = 6
-LEAST_TURNS, MOST_TURNS = 8, 40
+# Who may still win, beside the noise; and how many. Generous: who is as fast as the best within the
+# least advantage has to be here every time, or equals would take turns in winning.
+FINAL = 1.05
+FINALISTS = 12
+LEAST_TURNS, MOST_TURNS = 10, 40
 SECONDS = 1.0  # after which the finals of slow candidates end early
 FEWEST_TURNS = 4  # even then
 
@@ -45,7 +47,8 @@ def halved(choices: Sequence[ChoiceCaller], take: Take, late: Late) -> list[Choi
                 break
             alive = [c for c in alive if take(c)]
         alive = _fastest(alive)
-    return _within(alive, FINAL)
+    noise = max((c.time.noise for c in alive[:2]), default=0.0)
+    return _few(_within(alive, FINAL + min(MOST_NOISE, noise)), FINALISTS)
 
 
 def _few(fastest: Sequence[ChoiceCaller], most: int) -> list[ChoiceCaller]:
@@ -72,21 +75,39 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late) -> None:
         order = alive if len(turns) % 2 == 0 else alive[::-1]
         turns.append({c: c.samples[-1] for c in order if take(c)})
         alive = [c for c in alive if not c.reason]
-        times = paired(alive, turns)
-        for choice, found in times.items():
-            choice.timing, choice.final = found, True
-        spent = time.perf_counter() - began
-        if len(turns) >= (FEWEST_TURNS if spent > SECONDS else LEAST_TURNS) and (
-            spent > SECONDS or _is_clear(list(times.values()))
-        ):
-            break
+        slow = time.perf_counter() - began > SECONDS
+        if len(turns) < (FEWEST_TURNS if slow else LEAST_TURNS):
+            continue
+        alive = _settled(alive, turns)
+        if slow or _is_clear([c.time for c in alive]):
+            return
+    _settled(alive, turns)
+
+
+def _settled(alive: list[ChoiceCaller], turns: Sequence[dict[ChoiceCaller, float]]
+             ) -> list[ChoiceCaller]:  # fmt: skip
+    """Set the times of choices from their turns; those that may still be preferred."""
+    if not turns or not alive:
+        return alive
+    for choice, found in paired(alive, turns).items():
+        choice.timing, choice.final = found, True
+    best = min((c.time for c in alive), key=lambda t: t.median_us)
+    return [c for c in alive if _loss(best, c.time) < 2 * _border(best, c.time)]
+
+
+def _loss(best: Timing, other: Timing) -> float:
+    """What part of its time another could save."""
+    return 1 - best.median_us / other.median_us if other.median_us > 0 else 0.0
+
+
+def _border(best: Timing, other: Timing) -> float:
+    """The loss beyond which the best is preferred."""
+    return max(ADVANTAGE, min(MOST_NOISE, math.hypot(best.noise, other.noise)))
 
 
 def paired(choices: Sequence[ChoiceCaller], turns: Sequence[dict[ChoiceCaller, float]]
            ) -> dict[ChoiceCaller, Timing]:  # fmt: skip
     """Times from what each took relative to the others in the same turn."""
-    if not choices:
-        return {}
     # what all of them took in a turn says how fast the machine was in it
     whole = [math.exp(statistics.fmean(math.log(max(turn[c], 1e-9)) for c in choices))
              for turn in turns]  # fmt: skip
@@ -105,7 +126,6 @@ def _is_clear(times: Sequence[Timing]) -> bool:
     best = min(range(len(times)), key=lambda k: times[k].median_us)
     for k in range(best):
         noise = math.hypot(times[k].noise, times[best].noise)
-        gain = 1 - times[best].median_us / times[k].median_us
-        if abs(gain - ADVANTAGE) < noise and not beats(times[best], times[k]):
+        if abs(_loss(times[best], times[k]) - ADVANTAGE) < noise:
             return False
     return True

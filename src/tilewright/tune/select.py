@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright import caches, config, metrics
-from tilewright.errors import NoValidChoicesError, TilewrightError
+from tilewright.errors import BuildError, NoValidChoicesError, TilewrightError
 from tilewright.runtime import store
 from tilewright.tune import choices as trying
 from tilewright.tune import clock, display, race, records
@@ -234,7 +234,7 @@ class _Tuning:
         timed = [c for c in choices if c.time.samples and not c.reason]
         best = min((c.time.median_us for c in timed), default=math.inf)
         open_ = [c for c in timed if c.remembered and not c.final
-                 and c.time.median_us <= race.FINAL * best]  # fmt: skip
+                 and c.time.median_us <= (race.FINAL + c.time.noise) * best]  # fmt: skip
         if len(open_) > 1 or len(timed) < len(choices):
             for choice in open_:
                 choice.remembered, choice.timing = False, None
@@ -310,13 +310,8 @@ class _Tuning:
             self.selector.count("select_algorithm_num_precompiles", len(order))
 
     def _verified(self, fastest: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
-        """The fastest few whose results are right."""
-        found: list[ChoiceCaller] = []
-        for choice in fastest:
-            room = len(found) < race.FINALISTS or choice.trial.is_library
-            if room and self.is_good(choice):
-                found.append(choice)
-        return found
+        """Those whose results are right."""
+        return [c for c in fastest if self.is_good(c)]
 
     def is_good(self, choice: ChoiceCaller) -> bool:
         """Whether a choice may win: it is built, and computes what it should."""
@@ -384,7 +379,7 @@ class _Tuning:
             choice.reject(reason, lasting=lasting)
             self._changed(choice)
             log.info("%s: %s is rejected: %s", self.subject.title, choice.name, reason)
-            broken = self.clock.broken()
+            broken = "" if isinstance(error, BuildError) else self.clock.broken()
             if broken:
                 raise self._harmed(choice, broken) from error
             return False

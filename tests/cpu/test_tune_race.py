@@ -1,0 +1,93 @@
+"""Who is sampled how often, and that equal candidates do not take turns in winning."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from tests.cpu.fake_trials import Fake, FakeClock, aten, choose, use
+from tilewright import config
+from tilewright.testing import fresh_cache
+from tilewright.tune.results import Timing, beats, preferred, timing
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    with fresh_cache(), config.patch(autotune_local_cache=False, autotune_effort="max"):
+        yield use(monkeypatch, FakeClock())
+
+
+def test_medians_and_spread():
+    found = timing([10.0, 11.0, 9.0, 10.5, 100.0])
+    assert (found.median_us, found.spread, found.samples) == (10.5, 0.5, 5)
+    assert 0 < found.noise < 0.2
+    assert Timing(10.0, 1.0, 400).noise < Timing(10.0, 1.0, 4).noise
+
+
+def test_a_challenger_must_win_by_more_than_its_noise():
+    steady, noisy = Timing(95.0, 0.1, 20), Timing(95.0, 8.0, 8)
+    assert beats(steady, Timing(100.0, 0.1, 20))
+    assert not beats(noisy, Timing(100.0, 0.1, 20))
+    assert not beats(Timing(98.5, 0.0, 20), Timing(100.0, 0.0, 20))
+    assert beats(Timing(1.0, 0.0, 1), Timing(math.inf, 0.0, 0))
+
+
+def test_the_first_that_is_as_fast_as_the_best_is_preferred():
+    times = [Timing(t, 0.0, 10) for t in (110.0, 101.0, 100.0, 103.0)]
+    assert preferred(times) == 1
+    assert preferred(times[:1]) == 0
+    assert preferred([times[0], times[2]]) == 1
+
+
+def test_far_candidates_cost_a_sample_or_two(clock):
+    trials = [aten(20.0), *(Fake(f"t{k}", 50.0 + k, noise=0.005) for k in range(28)),
+              Fake("best", 15.0, estimate=14.0)]  # fmt: skip
+    verdict = choose(*trials)
+    assert verdict.winner is trials[-1]
+    assert clock.samples < 60  # of 400 us each: 24 ms of the card for 30 candidates
+    assert all(verdict.times[f"t{k}"].samples == 1 for k in range(28))
+
+
+def test_drift_of_the_machine_meets_all_alike(clock, monkeypatch):
+    """A machine that gets slower all the time does not make the later ones lose."""
+    slower = [0.0]
+
+    def drift(trial: Fake) -> None:
+        slower[0] += 0.002
+        trial.us = trial.base * (1 + slower[0])
+
+    clock.on_sample = drift
+    trials = [aten(100.0), *(Fake(f"t{k}", u) for k, u in enumerate((99.5, 99.0, 90.0)))]
+    for trial in trials:
+        trial.base = trial.us
+    assert choose(*trials).winner is trials[-1]
+
+
+def same_winners(seed: int, problems: int, noise: float, bias: float) -> tuple[float, float]:
+    """Of twenty tunings of each problem: the part with the most common winner, and how far apart
+    the true times of two winners are at most."""
+    rng = random.Random(seed)
+    same, apart = 0, 0.0
+    for problem in range(problems):
+        best = rng.choice([80.0, 90.0, 97.0, 103.0])
+        true = [100.0, *sorted(best * (1 + rng.expovariate(1 / 0.15)) for _ in range(16))]
+        winners: list[str] = []
+        for _ in range(20):
+            # what differs between processes and no number of samples takes away
+            trials = [Fake(f"t{k}" if k else "mm", us * math.exp(rng.gauss(0, bias)), noise=noise,
+                           provider="TRITON" if k else "ATEN", estimate=us * (1 + k % 3 / 10))
+                      for k, us in enumerate(true)]  # fmt: skip
+            winners.append(choose(*trials, key=f"{seed} {problem}").winner.name)
+        same += Counter(winners).most_common(1)[0][1]
+        times = [true[int(name[1:])] if name != "mm" else true[0] for name in winners]
+        apart = max(apart, max(times) / min(times) - 1)
+    return same / (20 * problems), apart
+
+
+def test_twenty_tunings_choose_the_same_winner():
+    same, apart = same_winners(seed=1, problems=5, noise=0.005, bias=0.001)
+    assert same >= 0.95
+    assert apart <= 0.025
