@@ -159,13 +159,15 @@ def summarise(samples: Sequence[float]) -> Timing:
     return Timing(median, low, high, len(samples))
 
 
-def compile_with(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def compile_with(
+    fn: Callable[..., Any], backend: str, mode: str | None = None
+) -> Callable[..., Any]:
     """`fn` under a backend; every backend gets a code object, so a dynamo cache, of its own."""
     if backend == EAGER:
         return fn
     code = fn.__code__.replace(co_name=f"{fn.__name__}_{backend}".replace("<lambda>", "fn"))
     own = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-    return torch.compile(own, backend=backend)
+    return torch.compile(own, backend=backend, mode=mode)
 
 
 def clone(value: Any) -> Any:

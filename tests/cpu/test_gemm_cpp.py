@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from tilewright.gemm.problem import Operand
 from tilewright.gemm.provider import PROVIDERS
 from tilewright.ir import index as ix
 from tilewright.ir.build import cast, op
-from tilewright.ir.expr import Expr, const, load
+from tilewright.ir.expr import Expr, const, load, substitute
 from tilewright.runtime import cxx
 from tilewright.target import Target
+from tilewright.testing import fresh_cache, run_and_get_code
 
 F32 = torch.float32
 
@@ -265,6 +267,18 @@ def test_epilogue_into_part_of_a_buffer() -> None:
     assert not wide[:, :10].any() and not wide[:, 34:].any()
 
 
+def test_epilogue_of_one_row() -> None:
+    """Its indices may leave out the loop over rows."""
+    left, right = torch.randn(1, 30), torch.randn(24, 30).t()
+    made = product(left, right, torch.empty(1, 24))
+    p, y = made.problem, torch.empty(1, 24)
+    made.finish([("y", y, relu(load("c", F32, p.n)))])
+    index = substitute(made.problem.epilogue[0].index, {p.m: ix.ZERO})
+    made.problem = replace(made.problem, epilogue=(replace(made.problem.epilogue[0], index=index),))
+    made.call(first(made).kernel())
+    close(y, exact(left, right).relu(), 30)
+
+
 def test_epilogue_reads_its_own_results() -> None:
     left, right = torch.randn(20, 30), torch.randn(30, 24)
     made = product(left, right, torch.empty(20, 24))
@@ -317,6 +331,25 @@ def test_prologue_on_either_side(q: str) -> None:
     way = Config("packed", "m" if q == "m" else "n", 6, 2, 24, 18, 32, True, True)
     made.call(CppCandidate(made.problem, way, 0, -1).kernel())
     close(made.tensors["c"], exact(left.relu(), right), 50)
+
+
+# ---- the whole compiler
+
+
+@pytest.mark.parametrize("rows", [1, 24])
+def test_a_layer_is_one_kernel(rows: int) -> None:
+    """A linear layer with its activation, where nobody else may offer anything."""
+    layer = torch.nn.Sequential(torch.nn.Linear(40, 56), torch.nn.GELU())
+    x = torch.randn(rows, 40)
+    options: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "CPP",
+               "test_configs.max_mm_configs": 1}  # fmt: skip
+    torch._dynamo.reset()
+    with torch.no_grad(), fresh_cache():
+        compiled = torch.compile(layer, backend="tilewright", options=options)
+        actual, code = run_and_get_code(compiled, x)
+        torch.testing.assert_close(actual, layer(x))
+    assert sum(text.count('extern "C"') for text in code) == 1
+    assert "tw::gemm::run" in "".join(code)
 
 
 # ---- threads, instruction sets, names

@@ -106,14 +106,19 @@ def stores_of(problem: GemmProblem) -> tuple[Store, ...]:
         if problem.beta != 1:
             bias = op("mul", bias, const(problem.beta, total.dtype))
         total = op("add", total, bias)
-    known = {problem.product: cast(total, problem.dtype)}
-    place = problem.product.src[0]
-    found = [Store(problem.result.buffer, place, known[problem.product])] if problem.keeps else []
+    # a loop of one point may be left out of an index
+    single = {v: ix.ZERO for v in problem.place if v.src[0] is ix.ONE}
+    product = substitute(problem.product, single)
+    known = {product: cast(total, problem.dtype)}
+    own = Store(problem.result.buffer, product.src[0], known[product])
+
+    def over(e: Expr) -> Expr:
+        return substitute(substitute(e, single), known)
+
+    found = [own] if problem.keeps else []
     for s in problem.epilogue:
-        index, value, mask = (None if e is None else substitute(e, known)
-                              for e in (s.index, s.value, s.mask))  # fmt: skip
-        assert index is not None and value is not None
-        found.append(Store(s.buffer, index, value, s.mode, mask))
+        mask = None if s.mask is None else over(s.mask)
+        found.append(Store(s.buffer, over(s.index), over(s.value), s.mode, mask))
     return tuple(found)
 
 
