@@ -120,14 +120,13 @@ def problem(
 def arguments(made: Made, kernel: Kernel) -> list[Any]:
     """What a kernel is launched with, memory of its own included."""
     device = next(iter(made.tensors.values())).device
-    found: list[Any] = []
-    for kind, name in kernel.arguments:
-        if name == "workspace":
-            found.append(torch.full((ix.likely(kernel.workspace),), torch.nan, device=device))
-        elif name == "counters":
-            found.append(torch.zeros(ix.likely(kernel.counters), dtype=torch.int32, device=device))
-        else:
-            found.append(made.tensors[name] if kind == "ptr" else made.values[name])
+    own = {
+        "workspace": torch.full((ix.evaluate(kernel.workspace, made.values),), torch.nan),
+        "counters": torch.zeros(ix.evaluate(kernel.counters, made.values), dtype=torch.int32),
+    }
+    memory = {**made.tensors, **{name: t.to(device) for name, t in own.items()}}
+    found: list[Any] = [memory[name] if kind == "ptr" else made.values[name]
+                        for kind, name in kernel.arguments]  # fmt: skip
     if kernel.checked:
         found.append(torch.zeros(1, dtype=torch.int64, device=device))
     return found
@@ -146,7 +145,8 @@ def interpret(made: Made, kernel: Kernel, wide: bool = False) -> list[Any]:
         source = source.wide
     run = Interpreted(source.text, source.name, source.types, dict(source.configs[0].constants))
     given = arguments(made, kernel)
-    run(
-        programs(made, source), *(g.data_ptr() if isinstance(g, torch.Tensor) else g for g in given)
-    )
+    addresses = [g.data_ptr() if isinstance(g, torch.Tensor) else g for g in given]
+    if source.scratched:  # the interpreter needs none
+        addresses.pop()
+    run(programs(made, source), *addresses)
     return given

@@ -51,7 +51,8 @@ def interpreted(source: TritonSource, built: Built, device: int) -> launch.Launc
 
     def call(stream: int, x: int, y: int, z: int, *args: Any) -> None:
         assert (stream, y, z) == (7, 1, 1)
-        kernel(x, *(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
+        given = args[:-1] if source.scratched else args  # the interpreter needs no scratch memory
+        kernel(x, *(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given))
 
     return call
 

@@ -14,6 +14,7 @@ from tests.products import Made, problem
 from tilewright import config
 from tilewright.gemm import heuristics
 from tilewright.gemm.heuristics import GemmConfig
+from tilewright.gemm.hooks import DESCRIPTORS
 from tilewright.gemm.templates import TritonTemplate
 from tilewright.gemm.triton import TritonCandidate, TritonProvider
 from tilewright.ir.build import cast, op
@@ -120,3 +121,17 @@ def test_every_default_configuration_fits_its_card() -> None:
     for arch, table in heuristics.TABLES.items():
         p = replace(large("sm_90").problem, target=Target(arch))
         assert [c for c in table if heuristics.exceeds(p, c)] == [], arch
+
+
+@pytest.mark.parametrize("template", ["mm_tma", "mm_persistent_tma"])
+def test_descriptors_on_hopper(template: str) -> None:
+    """MA-D1, MA-D22: tiles are fetched by the card, and scratch is within what is set aside."""
+    made = large("sm_90")
+    chosen = GemmConfig(128, 128, 64, 4, 8)
+    candidate = TritonCandidate(
+        made.problem, TritonTemplate.all_templates[template], chosen, "x", 0
+    )
+    found = compiled(candidate)
+    assert "cp.async.bulk.tensor" in found["ptx"] and "wgmma.mma_async" in found["ptx"]
+    assert found["facts"].stack == 0
+    assert 0 < found["global_scratch"] <= 4 * DESCRIPTORS

@@ -15,6 +15,7 @@ from tilewright.gemm.heuristics import GemmConfig
 from tilewright.gemm.provider import Kernel
 from tilewright.gemm.templates import TritonTemplate
 from tilewright.gemm.triton import TritonCandidate, TritonProvider
+from tilewright.target import Target
 
 PROVIDER = TritonProvider()
 SMALL = GemmConfig(16, 32, 16, 2, 4, group_m=2)
@@ -172,6 +173,42 @@ def test_int8_products_are_summed_as_integers() -> None:
     interpret(made, chosen[0].kernel())
     expected = a.int() @ b.int()
     assert torch.equal(made.tensors["c"].view(20, 33), expected)
+
+
+# ---- tensor descriptors
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    ("template", "c"), [("mm_tma", SMALL), ("mm_tma", SPLIT), ("mm_persistent_tma", SMALL)]
+)
+def test_operands_fetched_through_descriptors(layout: str, template: str, c: GemmConfig) -> None:
+    """MA-D1, MA-D3: strides come from the tensors; what is outside them is zero."""
+    a = torch.randn(40, 96).half()[:, :72] if layout[0] == "n" else torch.randn(72, 40).half().t()
+    b = torch.randn(72, 48).half() if layout[1] == "n" else torch.randn(48, 80).half()[:, :72].t()
+    made = problem("mm", a, b)
+    kernel = kernel_of(made, template, c)
+    text = kernel.source.text
+    assert text.count("tl.make_tensor_descriptor(") == 2 and "tl.load(p_x" not in text
+    assert kernel.source.scratched and kernel.arguments[-1] == ("ptr", "workspace")
+    interpret(made, kernel)
+    close(made, product(a, b))
+    plain = kernel.source.unaligned  # takes calls whose memory starts anywhere
+    assert plain is not None and "descriptor" not in plain.text
+    assert plain.types == kernel.source.types and plain.grid == kernel.source.grid
+
+
+def test_descriptors_need_aligned_rows() -> None:
+    """MA-D4, MA-D7, MA-D10."""
+    template = TritonTemplate.all_templates["mm_tma"]
+    odd = problem("mm", torch.randn(21, 11).half(), torch.randn(11, 31).half())
+    assert "16 bytes" in template.limits(odd.problem)
+    even = problem("mm", torch.randn(21, 16).half(), torch.randn(16, 32).half())
+    assert template.limits(even.problem) == ""
+    older = replace(even.problem, target=Target("sm_89"))
+    assert "Hopper" in template.limits(older)
+    dynamic = problem("mm", torch.randn(21, 16).half(), torch.randn(16, 32).half(), dynamic=(21,))
+    assert template.limits(dynamic.problem) == ""  # there may be any number of rows
 
 
 # ---- sizes known when it runs

@@ -293,6 +293,13 @@ class PersistentHeuristic(MMTemplateHeuristic):
         return [c for c in found if c.block_m * c.block_n >= 128 * 64]
 
 
+class PersistentTMAHeuristic(PersistentHeuristic):
+    """Of the large blocks those with warps enough for Hopper's matrix units."""
+
+    def table(self, problem: GemmProblem) -> Iterable[GemmConfig]:
+        return (c for c in super().table(problem) if c.num_warps >= 4)
+
+
 class MMPlusMMHeuristic(MMTemplateHeuristic):
     """Blocks of k must be shorter than k, and nothing is scaled."""
 
@@ -325,6 +332,16 @@ class SplitKHeuristic(MMTemplateHeuristic):
             if tiles * split > 2 * room or k < 2 * split * c.block_k or share > MOST_PARTIAL:
                 return
             yield replace(c, split_k=split)
+
+
+class TMAHeuristic(SplitKHeuristic):
+    """With and without shares of k; blocks of at least 64 rows, for Hopper's own matrix units."""
+
+    def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
+        table = scaled((c for c in self.table(problem) if c.num_warps >= 4), problem)
+        every = (s for c in table if c.block_m >= 64 for s in (c, *self.splits(problem, c)))
+        fitting = (c for c in every if not exceeds(problem, c))
+        return itertools.islice(fitting, config.test_configs.max_mm_configs)
 
 
 class RowsHeuristic(SplitKHeuristic):
@@ -407,5 +424,7 @@ def override_template_heuristics(
 
 for _name, _class in (("mm", MMTemplateHeuristic), ("bmm", MMTemplateHeuristic),
                       ("mm_plus_mm", MMPlusMMHeuristic), ("mm_split_k", SplitKHeuristic),
-                      ("mv", RowsHeuristic), ("mm_persistent", PersistentHeuristic)):  # fmt: skip
+                      ("mv", RowsHeuristic), ("mm_persistent", PersistentHeuristic),
+                      ("mm_tma", TMAHeuristic),
+                      ("mm_persistent_tma", PersistentTMAHeuristic)):  # fmt: skip
     register_template_heuristic(_name)(_class)

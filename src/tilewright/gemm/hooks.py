@@ -25,6 +25,7 @@ from tilewright.ir.program import Store
 
 NAMES = ("a", "b", "a2", "b2")  # of the operands' tiles in a template's text
 WORKSPACE, COUNTERS = "workspace", "counters"
+DESCRIPTORS = 128  # float32 elements of the workspace, for the tensor descriptors of a program
 SMALL = (torch.float16, torch.bfloat16)
 BYTES: dict[torch.dtype, tuple[str, tuple[int, int]]] = {
     torch.int8: ("", (0, 0)), torch.uint8: ("", (0, 0)),
@@ -55,6 +56,7 @@ class Shape:
     block_n: int
     block_k: int
     wide: bool = False
+    tma: bool = False  # operands are read through tensor descriptors
 
 
 @dataclass
@@ -183,6 +185,8 @@ class Hooks:
         the left operand alone (`a_0`), lying along the rows of the right one."""
         if (name, row) not in self._operands:
             position = NAMES.index(name)
+            if self.shape.tma:
+                return self._operands.setdefault((name, row), self._descriptor(position))
             value = self.problem.operands[position].value
             if row is not None:
                 value = substitute(value, {self.problem.m: const(row)})
@@ -194,6 +198,25 @@ class Hooks:
             self._operands[name, row] = made.text()
         return self._operands[name, row]
 
+    def _descriptor(self, position: int) -> Text:
+        """The card fetches the operand's tiles by itself; what is outside the operand is zero."""
+        name, view = NAMES[position], self.problem.operands[position].view
+        rows, columns = (("M", "K"), ("K", "N"))[position % 2]
+        at = {"M": "pid_m * BLOCK_M", "N": "pid_n * BLOCK_N", "K": "k0"}
+        turned = view.stride[-1] is not ix.ONE
+        if turned:
+            rows, columns = columns, rows
+        w = self.writer([], lambda e: "")
+        start = "" if view.offset is ix.ZERO else f" + {w.index(view.offset)}"
+        stride = w.index(view.stride[-1 if turned else -2])
+        base = f"{self.pointer(view.buffer)}{start}"
+        sizes = f"[{rows}, {columns}], [{stride}, 1], [BLOCK_{rows}, BLOCK_{columns}]"
+        tile = f"desc_{name}.load([{at[rows]}, {at[columns]}])"
+        tile = f"tl.trans({tile})" if turned else tile
+        return Text(
+            [f"desc_{name} = tl.make_tensor_descriptor({base}, {sizes})"], [f"{name} = {tile}"]
+        )
+
     def store(self, total: str) -> list[str]:
         """From the accumulator to what is in memory."""
         return _Epilogue(self).lines(total)
@@ -201,9 +224,10 @@ class Hooks:
     def gather(self, total: str) -> list[str]:
         """A share of the sum goes to the workspace; `arrived` says how many were there before."""
         workspace, counters = self.pointer(WORKSPACE), self.pointer(COUNTERS)
+        own = f" + grid_m * grid_n * (SPLIT_K * {DESCRIPTORS})" if self.shape.tma else ""
         return [
             "lanes = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]",
-            f"shares = {workspace} + spot.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N)",
+            f"shares = {workspace}{own} + spot.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N)",
             f"tl.store(shares + part * (BLOCK_M * BLOCK_N) + lanes, {total})",
             "tl.debug_barrier()  # all threads have stored before one of them says so",
             f'arrived = tl.atomic_add({counters} + spot, 1, sem="acq_rel")',
@@ -222,15 +246,23 @@ class Hooks:
     # ---- the whole
 
     @property
+    def names(self) -> list[str]:
+        """The parameters of the text; in the order of what they stand for, so that two kernels of
+        one problem can stand in for each other."""
+        numbers = sorted(self.numbers, key=lambda e: e.arg.name)
+        return [*(self.pointers[b] for b in sorted(self.pointers)),
+                *(self.numbers[e] for e in numbers)]  # fmt: skip
+
+    @property
     def params(self) -> list[tuple[Argument, str]]:
         """The arguments in the order of the text, with their Triton types."""
         found: list[tuple[Argument, str]] = []
-        for buffer in self.pointers:
+        for buffer in sorted(self.pointers):
             dtype = torch.float32 if buffer == WORKSPACE else torch.int32
             if buffer not in (WORKSPACE, COUNTERS):
                 dtype = self.problem.memory[buffer].dtype
             found.append((("ptr", buffer), SIGNATURE[dtype]))
-        for e in self.numbers:
+        for e in sorted(self.numbers, key=lambda e: e.arg.name):
             if e.dtype == torch.float64:
                 found.append((("float", e.arg.name), "fp64"))
             else:
@@ -396,6 +428,29 @@ def keeps_zero(value: Expr, k: Expr) -> bool:
             done[node] = node
     found = done[value]
     return found.is_const and found.arg == 0
+
+
+def tma_limits(problem: GemmProblem) -> str:
+    """Why operands cannot be read through tensor descriptors, or an empty string."""
+    if problem.target.capability < (9, 0):
+        return "cards before Hopper have no tensor descriptors"
+    if any(n.op == "index" for s in problem.epilogue for n in walk(*s.exprs)):
+        return "a position in the epilogue has to be checked"
+    for operand in problem.operands:
+        if not operand.is_plain:
+            return "a prologue needs the operand in registers"
+        size, stride = operand.view.size[-2:], operand.view.stride[-2:]
+        across = stride[0] if stride[1] is ix.ONE else stride[1]
+        if ix.ONE not in stride:
+            return "an operand has no contiguous dimension"
+        for step in (across, operand.view.offset):
+            if ix.mod(ix.mul(step, operand.dtype.itemsize), 16) is not ix.ZERO:
+                return "rows of an operand do not start at multiples of 16 bytes"
+        if any(ix.bounds(n)[1] >= 2**31 for n in size if ix.value_of(n) is not None):
+            return "an operand is too long for a tensor descriptor"
+        if ix.value_of(across) == 0:
+            return "an operand repeats its rows"
+    return ""
 
 
 def limits(problem: GemmProblem) -> str:

@@ -1,8 +1,9 @@
 """`TritonTemplate`: a kernel of products as Triton text with hooks, rendered for a problem.
 
 The text is Jinja. It has these names: the sizes of the problem's blocks and other constants are
-`tl.constexpr` parameters of the kernel (`BLOCK_M`, `GROUP_M`, ...); `batched`, `split`, `rows` and
-`stages` tell variants apart; and hooks write what depends on the problem, each alone on its line:
+`tl.constexpr` parameters of the kernel (`BLOCK_M`, `GROUP_M`, ...); `batched`, `split`, `rows`,
+`stages` and `tma` tell variants apart; and hooks write what depends on the problem, each alone on
+its line:
 
     {{ head() }}         imports, decorator and signature
     {{ size("m") }}      a size: `batch`, `m`, `n` or `k`
@@ -31,7 +32,16 @@ from tilewright import caches, metrics
 from tilewright.codegen.triton.kernel import imports
 from tilewright.codegen.triton.text import TYPE
 from tilewright.gemm.heuristics import GemmConfig
-from tilewright.gemm.hooks import COUNTERS, WORKSPACE, Hooks, Shape, accumulator, limits
+from tilewright.gemm.hooks import (
+    COUNTERS,
+    DESCRIPTORS,
+    WORKSPACE,
+    Hooks,
+    Shape,
+    accumulator,
+    limits,
+    tma_limits,
+)
 from tilewright.gemm.problem import GemmProblem, Op
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
@@ -60,17 +70,18 @@ class Rendered:
 
 class TritonTemplate:
     """`ops` are those of problems it can compute. `persistent`: as many programs as SMs; `split`:
-    the loop over k may be shared out; `rows`: the left operand is walked row by row, no dot."""
+    the loop over k may be shared out; `rows`: the left operand is walked row by row, no dot; `tma`:
+    operands are fetched by the card through tensor descriptors."""
 
     all_templates: ClassVar[dict[str, TritonTemplate]] = {}
 
     def __init__(self, name: str, source: str, ops: Sequence[Op] = ("mm", "addmm"),
-                 persistent: bool = False, split: bool = False, rows: bool = False
-                 ) -> None:  # fmt: skip
+                 persistent: bool = False, split: bool = False, rows: bool = False,
+                 tma: bool = False) -> None:  # fmt: skip
         self.name = name
         self.source = source
         self.ops = tuple(ops)
-        self.persistent, self.split, self.rows = persistent, split, rows
+        self.persistent, self.split, self.rows, self.tma = persistent, split, rows, tma
         self._template = _environment().from_string(source)
         self.all_templates[name] = self
 
@@ -92,7 +103,7 @@ class TritonTemplate:
             return "too many rows to do without the matrix unit"
         if self.rows and problem.op == "mm_plus_mm":
             return "one product at a time"
-        return limits(problem)
+        return limits(problem) or (tma_limits(problem) if self.tma else "")
 
     def constants(self, problem: GemmProblem, config: GemmConfig) -> dict[str, int]:
         """The kernel's `tl.constexpr` parameters."""
@@ -130,7 +141,8 @@ class TritonTemplate:
 
     def _render(self, problem: GemmProblem, config: GemmConfig, name: str, wide: bool
                 ) -> Rendered:  # fmt: skip
-        hooks = Hooks(problem, Shape(config.block_m, config.block_n, config.block_k, wide))
+        blocks = config.block_m, config.block_n, config.block_k
+        hooks = Hooks(problem, Shape(*blocks, wide, self.tma))
         text = _Text(hooks)
         split = self.split and config.split_k > 1
         loops = {"batch": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k}
@@ -148,9 +160,12 @@ class TritonTemplate:
             wide=".to(tl.int64)" if hooks.wide else "",
             batched=problem.is_batched,
             split=split,
+            tma=self.tma,
             stages=config.num_stages,
             rows=ix.value_of(problem.m.src[0]) if self.rows else 0,
         )
+        shares = config.split_k * config.block_m * config.block_n if split else 0
+        own = config.split_k * DESCRIPTORS if self.tma else 0
         tiles = tiles_of(problem, config)
         return Rendered(
             text.whole(made, name, self.constants(problem, config)),
@@ -160,7 +175,7 @@ class TritonTemplate:
             hooks.checked,
             hooks.wide,
             tuple(hooks.assume or ()) if not hooks.wide else (),
-            ix.mul(tiles, config.split_k * config.block_m * config.block_n) if split else ix.ZERO,
+            ix.mul(tiles, shares + own),
             tiles if split else ix.ZERO,
         )
 
@@ -180,7 +195,7 @@ class _Text:
         return "@head@"
 
     def params(self) -> tuple[tuple[Argument, str, str], ...]:
-        names = [*self.hooks.pointers.values(), *self.hooks.numbers.values()]
+        names = self.hooks.names
         return tuple((argument, name, dtype) for (argument, dtype), name
                      in zip(self.hooks.params, names, strict=True))  # fmt: skip
 
@@ -236,5 +251,8 @@ split_k_template = TritonTemplate("mm_split_k", _file("mm"), (*_TWO, *_BATCHED),
 mv_template = TritonTemplate("mv", _file("mv"), (*_TWO, *_BATCHED), rows=True, split=True)
 persistent_template = TritonTemplate("mm_persistent", _file("mm_persistent"), (*_TWO, *_BATCHED),
                                      persistent=True)  # fmt: skip
+tma_template = TritonTemplate("mm_tma", _file("mm"), _TWO, split=True, tma=True)
+persistent_tma_template = TritonTemplate("mm_persistent_tma", _file("mm_persistent"), _TWO,
+                                         persistent=True, tma=True)  # fmt: skip
 
 __all__ = ["COUNTERS", "WORKSPACE", "Rendered", "TritonTemplate", "allow_tf32"]

@@ -15,7 +15,14 @@ from tilewright.gemm import heuristics
 from tilewright.gemm.heuristics import GemmConfig, MMTemplateHeuristic
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Effort, Kernel, register
-from tilewright.gemm.templates import COUNTERS, WORKSPACE, Rendered, TritonTemplate, allow_tf32
+from tilewright.gemm.templates import (
+    COUNTERS,
+    WORKSPACE,
+    Rendered,
+    TritonTemplate,
+    persistent_template,
+    split_k_template,
+)
 from tilewright.ir import index as ix
 from tilewright.ir.expr import syms
 from tilewright.runtime import store
@@ -59,8 +66,18 @@ class TritonCandidate:
             wide = self.template.render(self.problem, self.config, name, wide=True)
             source = replace(source, wide=self._source(wide))
         arguments = tuple(argument for argument, _, _ in made.params)
+        if self.template.tma:
+            source = replace(source, scratched=True, unaligned=self._plain(name).source)
+            arguments = (*arguments, ("ptr", WORKSPACE))
         return Kernel(name, source, arguments, made.checked, made.assume, made.workspace,
                       made.counters)  # fmt: skip
+
+    def _plain(self, name: str) -> Kernel:
+        """The same without descriptors, which need memory that starts at a multiple of 16."""
+        other = persistent_template if self.template.persistent else split_k_template
+        made = other.render(self.problem, self.config, name)
+        source = replace(self._source(made), aligned=frozenset(), scratched=True)
+        return Kernel(name, source, tuple(argument for argument, _, _ in made.params))
 
     def _source(self, made: Rendered) -> TritonSource:
         p, c = self.problem, self.config
@@ -148,6 +165,3 @@ def _version() -> str:
     """Of what writes the kernels: measurements of another version's are not theirs."""
     folders = (Path(__file__).parent, Path(codegen.__file__).parent)
     return store.key(*(f.read_bytes() for d in folders for f in sorted(d.glob("*.py"))))
-
-
-__all__ = ["TritonCandidate", "TritonProvider", "allow_tf32"]

@@ -37,8 +37,9 @@ _CTYPES: dict[str, Any] = {"p": ctypes.c_uint64, "i": ctypes.c_int64, "l": ctype
 def kinds_of(source: TritonSource) -> str:
     """A letter per parameter, a capital where it must be a multiple of 16."""
     found = ["p" if kind.startswith("*") else KINDS[kind] for kind in source.types]
-    return "".join(letter.upper() if name in source.aligned else letter
-                   for letter, (name, _) in zip(found, source.params, strict=True))  # fmt: skip
+    letters = (letter.upper() if name in source.aligned else letter
+               for letter, (name, _) in zip(found, source.params, strict=True))  # fmt: skip
+    return "".join(letters) + ("p" if source.scratched else "")
 
 
 def load(source: TritonSource, built: Built, device: int) -> Launcher:
@@ -78,6 +79,8 @@ def _otherwise(source: TritonSource, built: Built, device: int) -> Launcher | No
     """The same configuration (the grid depends on it) for arguments of any alignment."""
     if not source.aligned:
         return None
+    if source.unaligned is not None:
+        return later(source.unaligned, device)
     general = replace(source, aligned=frozenset(), configs=(built.config,))
     return later(general, device)
 

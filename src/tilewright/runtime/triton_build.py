@@ -62,7 +62,9 @@ class TritonSource:
     Its grid is the product of each extent (Python text, in the host program's names) divided by its
     block (a constant's name, or a number), rounded up. `wide` is the same kernel with 64-bit
     indices, for calls with sizes that need them. `sample` are likely values of the parameters: a
-    number, or the dtype and elements of a buffer.
+    number, or the dtype and elements of a buffer. A `scratched` kernel is called with one address
+    more: memory for Triton's own use. `unaligned` takes calls with arguments that are no multiples
+    of 16, where the same text would not do.
     """
 
     text: str
@@ -77,6 +79,8 @@ class TritonSource:
     sample: tuple[Any, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()  # likely values of what the grid depends on
     device: int = 0  # where it will run; not part of what is built
+    scratched: bool = False
+    unaligned: TritonSource | None = None
     options: tuple[tuple[str, Any], ...] = (("enable_fp_fusion", False),)
     order_of: tuple[str, ...] = ()  # all its parameters, if constants are not the last of them
 
