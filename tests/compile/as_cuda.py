@@ -43,6 +43,17 @@ def _cells(count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int64)
 
 
+class _Counters:
+    """Integers that are zero: kernels must leave them so."""
+
+    def __init__(self, device: int) -> None:
+        self._kept = torch.zeros(1 << 16, dtype=torch.int32)
+
+    def get(self, stream: int, count: int) -> torch.Tensor:
+        assert count <= self._kept.numel() and not self._kept.any()
+        return self._kept
+
+
 def interpreted(source: TritonSource, built: Built, device: int) -> launch.Launcher:
     """In place of `launch.load`."""
     if source.order_of:
@@ -97,6 +108,7 @@ def _relabelled(arch: str) -> Iterator[None]:
         mock.patch.object(support, "empty_cuda", support.empty_cpu),
         mock.patch.object(support, "raw_stream", _stream),
         mock.patch.object(support, "pinned", _cells),
+        mock.patch.object(support, "Counters", _Counters),
         config.patch({"cuda.arch": arch, "fx_graph_cache": False}),
     ):
         yield

@@ -120,7 +120,8 @@ PROGRAMS = [
 
 def most_fused(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
     """One choice, of those with the most in it: nothing is timed, so what is taken is known."""
-    return [max(choices, key=lambda c: ("prologue" in c.name) + ("epilogue" in c.name))]
+    fused = [("prologue" in c.name) + ("epilogue" in c.name) for c in choices]
+    return choices[fused.index(max(fused)) :][:1] if choices else []
 
 
 @pytest.fixture(autouse=True)

@@ -113,11 +113,11 @@ class _Chooser:
         plans = self._plans()
         if not plans:
             raise _nobody(self.site, self.rejected)
-        plan, why = self._measured(plans) if self._measurable() else (plans[0], "by the model")
+        plan, why = self._selected(plans)
         _memo[self._key()] = plan.fusion.problem.key, plan.candidate.name, why
         return _Winner(plan.fusion, plan.candidate), why
 
-    def _measured(self, plans: Sequence[Plan]) -> tuple[Plan, str]:
+    def _selected(self, plans: Sequence[Plan]) -> tuple[Plan, str]:
         problem = self.site.bare.problem
         subject = select.Subject(
             key=self._key(),
@@ -126,6 +126,9 @@ class _Chooser:
             sets=plans[0].bench.memory.count,
             facts={"op": problem.op, "sizes": problem.hints, "dtype": str(problem.dtype)},
         )
+        if not self._measurable():
+            first = select.unmeasured(subject, plans)
+            return next(p for p in plans if p is first), "not measured: there is no card"
         verdict = select.choose(subject, plans)
         winner = next(p for p in plans if p is verdict.winner)
         best = sorted(verdict.times.items(), key=lambda item: item[1].median_us)[:3]

@@ -418,6 +418,17 @@ _waited_for: set[str] = set()
 caches.register(_waited_for.clear)
 
 
+def unmeasured(subject: Subject, trials: Sequence[Trial]) -> Trial:
+    """The choice where there is nothing to measure on: of those the filters leave, the first
+    library's, or else the first. Nothing is built."""
+    selector = get_algorithm_selector_cache()
+    tuning = _Tuning(selector, subject, [caller(t) for t in trials])
+    offered = trying.preprocessed(tuning.choices, selector.preprocessing_fns)
+    if not offered:
+        raise tuning._nothing()
+    return min(offered, key=lambda c: not c.trial.is_library).trial
+
+
 # ---- the budget
 
 

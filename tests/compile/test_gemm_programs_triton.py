@@ -1,0 +1,48 @@
+"""Whole programs around products on a card: Triton templates, in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+from torch._dynamo.exc import BackendCompilerFailed
+
+from tests.compile.as_cuda import as_cuda
+from tests.cpu.test_gemm_programs import PROGRAMS, Program, check, fused
+from tilewright import config
+from tilewright.tune import select
+
+__all__ = ["fused"]
+
+# The interpreter knows no eight-bit floats.
+RUN = [p for p in PROGRAMS if "MA-K4" not in p.ids and "MA-K5" not in p.ids]
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> Generator[None]:
+    with as_cuda(), config.patch({"test_configs.max_mm_configs": 1}):
+        yield
+
+
+@pytest.mark.parametrize("program", RUN, ids=lambda p: p.ids)
+def test_kernels_of_a_program(program: Program) -> None:
+    kernels, code = check(program, "TRITON")
+    assert kernels <= program.kernels, code
+    assert "triton_tem_fused_" in code and "extern_" not in code
+
+
+def test_a_choice_may_have_no_card_to_be_measured_on() -> None:
+    """The library's product, as long as it is offered."""
+    select.clear_preprocessing_fns()
+    _, code = check(next(p for p in PROGRAMS if p.ids == "MA-J14 relu"), "ATEN,TRITON")
+    assert "extern_aten_mm" in code and "triton_tem" not in code
+
+
+def test_filters_leave_nothing() -> None:
+    """MA-Q3, MA-O12."""
+    select.clear_preprocessing_fns()
+    with (
+        config.patch({"test_configs.autotune_choice_name_regex": "nobody"}),
+        pytest.raises(BackendCompilerFailed, match="NoValidChoicesError"),
+    ):
+        check(next(p for p in PROGRAMS if p.ids == "MA-J14 relu"), "ATEN,TRITON")
