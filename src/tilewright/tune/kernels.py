@@ -57,7 +57,8 @@ def chosen(source: TritonSource, waiting: Waiting) -> Built:
 
 def _wanted(source: TritonSource) -> bool:
     asked = config.max_autotune or config.max_autotune_pointwise
-    return asked and not config.deterministic and len(source.configs) > 1
+    able = torch.cuda.is_available() and not config.deterministic
+    return asked and able and len(source.configs) > 1
 
 
 def measured(source: TritonSource, first: Built) -> Built:
