@@ -22,7 +22,7 @@ const std::map<int, size_t> PREFERENCE_SIZES = {{1, 8}, {3, 4}, {5, 4}, {6, 4}, 
 constexpr size_t SPACES[] = {0, 1024, 4096, 64u << 20};
 constexpr uint64_t MAGIC = 0x1234567800000000;
 
-int alive, asked, multiplied, fail_next, offered = 3;
+int alive, asked, multiplied, fail_next, offered = 3, most_splits = 0;
 std::map<int, uint64_t> last_preference, last_desc;
 Layout last_layouts[4];
 void *last_workspace;
@@ -148,6 +148,7 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* desc, void* a, void* b, v
 int cublasLtMatmulAlgoCheck(void* handle, void* desc, void* a, void* b, void* c, void* d,
                             const Algo* algo, Result* result) {
     if (handle != &alive || (algo->data[0] & ~0xffull) != MAGIC) return INVALID;
+    if (algo->data[2] > 4 || (algo->data[2] > 1 && algo->data[3] != 2)) return UNSUPPORTED;
     const int wrong = check(static_cast<Desc*>(desc), static_cast<Layout*>(a),
                             static_cast<Layout*>(b), static_cast<Layout*>(c),
                             static_cast<Layout*>(d));
@@ -158,9 +159,22 @@ int cublasLtMatmulAlgoCheck(void* handle, void* desc, void* a, void* b, void* c,
 int cublasLtMatmulAlgoConfigGetAttribute(const Algo* algo, int attribute, void* value, size_t size,
                                          size_t* written) {
     if (attribute > 8 || size != (attribute >= 7 ? 2 : 4)) return INVALID;
-    const uint32_t found = attribute == 0 ? 40 + (algo->data[0] & 0xff) : attribute;
+    const uint32_t found = attribute == 0 ? 40 + (algo->data[0] & 0xff)
+                           : attribute == 2 ? algo->data[2]
+                                            : attribute;
     memcpy(value, &found, size);
     *written = size;
+    return 0;
+}
+
+// Splits and reduction schemes alone can be chosen, where a test allows it.
+int cublasLtMatmulAlgoConfigSetAttribute(Algo* algo, int attribute, const void* value,
+                                         size_t size) {
+    if (!most_splits || size != 4 || (attribute != 2 && attribute != 3)) return INVALID;
+    uint32_t number;
+    memcpy(&number, value, 4);
+    if (attribute == 2 && number > static_cast<uint32_t>(most_splits)) return INVALID;
+    algo->data[attribute] = number;
     return 0;
 }
 
@@ -213,6 +227,7 @@ int fake_asked() { return asked; }
 int fake_multiplied() { return multiplied; }
 void fake_fail(int code) { fail_next = code; }
 void fake_offer(int count) { offered = count; }
+void fake_splits(int most) { most_splits = most; }
 uint64_t fake_preference(int attribute) { return last_preference[attribute]; }
 uint64_t fake_desc(int attribute) { return last_desc[attribute]; }
 int64_t fake_ld(int which) { return last_layouts[which].ld; }

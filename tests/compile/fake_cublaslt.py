@@ -48,6 +48,7 @@ def fake_cublaslt() -> Iterator[Fake]:
     with cublaslt.use(build()) as made:
         fake = Fake(made.library)
         fake.offer(3)
+        fake.splits(0)
         fake.fail(0)
         yield fake
 
@@ -105,6 +106,9 @@ def disagreements(text: str) -> list[str]:
         "CUBLASLT_ALGO_CONFIG_STAGES_ID": lt.CONFIG["STAGES"],
         "CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID": lt.CONFIG["INNER"],
         "CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID": lt.CONFIG["CLUSTER"],
+        "CUBLASLT_CLUSTER_SHAPE_1x1x1": 2, "CUBLASLT_CLUSTER_SHAPE_2x1x1": 3,
+        "CUBLASLT_CLUSTER_SHAPE_4x1x1": 4, "CUBLASLT_CLUSTER_SHAPE_1x2x1": 5,
+        "CUBLASLT_CLUSTER_SHAPE_2x2x1": 6, "CUBLASLT_CLUSTER_SHAPE_1x4x1": 8,
     }  # fmt: skip
     for letter, ours_ in zip("ABCD", lt.PREFER_ALIGNMENT, strict=True):
         ours[f"CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_{letter}_BYTES"] = ours_

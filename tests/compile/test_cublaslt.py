@@ -344,6 +344,22 @@ def test_candidates(fake: Fake) -> None:
     assert [n for _, n in found[0].kernel().arguments] == ["c", "a", "b"]
 
 
+def test_variants(fake: Fake) -> None:
+    """What the heuristics do not say is tried too, where the library says that it can run."""
+    fake.splits(8)
+    a, b, c = (laid("row", *s) for s in ((4, 6), (6, 5), (4, 5)))
+    made = case("mm", a, b, c)
+    found = LT.candidates(made.problem, "max")
+    splits = [dict(x.source.algorithm.config)["SPLIT_K"] for x in found]
+    # of the first two algorithms, then of the third: 8 is settable, but cannot run; 16 is not
+    assert splits == [0, 0, 0, 2, 2, 4, 4, 3, 3, 1, 1, 2, 4, 3, 1]
+    assert len({x.key for x in found}) == len(found)
+    assert len(LT.candidates(made.problem, "none")) == 8
+    for candidate in found:
+        made.run(candidate)
+        torch.testing.assert_close(c, a @ b)
+
+
 def test_one_buffer_for_both_operands(fake: Fake) -> None:
     x, out = torch.randn(4, 6), torch.empty(4, 4)
     made = case("mm", x, x.t(), out)

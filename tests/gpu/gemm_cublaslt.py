@@ -153,8 +153,8 @@ def expect(condition: bool, what: str) -> None:
 
 
 def table() -> None:
-    print(f"{'shape':14} {'m n k':>18} algos  torch us  first us   best us (rank)  torch/best"
-          "  error/torch's  seconds")  # fmt: skip
+    print(f"{'shape':14} {'m n k':>18} algos  torch us  first us  best of 8   best us (rank)  "
+          "torch/best  error/torch's  seconds  best")  # fmt: skip
     for s in SHAPES:
         began = time.perf_counter()
         torch.backends.cuda.matmul.allow_tf32 = s.tf32
@@ -171,13 +171,15 @@ def table() -> None:
         best = min(range(len(times)), key=times.__getitem__)
         size = f"{s.m} {s.n} {s.k}" + (f" x{s.batch}" if s.batch else "")
         print(f"{s.name:14} {size:>18} {len(found):5} {reference:9.2f} {times[0]:9.2f} "
-              f"{times[best]:9.2f} ({best:2})     {reference / times[best]:9.3f}  "
-              f"{max(errors):12.2f} {time.perf_counter() - began:9.1f}", flush=True)  # fmt: skip
+              f"{min(times[:8]):10.2f} {times[best]:9.2f} ({best:2})   {reference / times[best]:9.3f} "
+              f"{max(errors):13.2f} {time.perf_counter() - began:9.1f}  {found[best].description}",
+              flush=True)  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def numbers(s: Shape, made: Case, t: Operands, found: list[LtCandidate]) -> list[float]:
-    """How much farther off than torch each algorithm is."""
+    """How much farther off than torch each algorithm is. What fails or is too far off is dropped;
+    of what the heuristics themselves offer nothing may be."""
     a, b, out, bias = t
     expected = a.double() @ b.double()
     if bias is not None:
@@ -187,10 +189,20 @@ def numbers(s: Shape, made: Case, t: Operands, found: list[LtCandidate]) -> list
     least = 1e-13 if s.dtype == DOUBLE else torch.finfo(s.dtype).eps
     allowed = max(error(out, expected), least)
     ratios: list[float] = []
-    for candidate in found:
-        made.run(candidate)
-        ratios.append(error(out, expected) / allowed)
-        expect(ratios[-1] < 2.5, f"{s.name} {candidate.name}: {ratios[-1]:.1f} times torch's error")
+    for candidate in list(found):
+        said = ""
+        try:
+            made.run(candidate)
+            torch.cuda.synchronize()
+            ratio = error(out, expected) / allowed
+            said = f"{ratio:.1f} times torch's error" if ratio >= 2.5 else ""
+            ratios += [] if said else [ratio]
+        except RuntimeError as failure:
+            said = str(failure)
+        if said:
+            found.remove(candidate)
+            print(f"  {s.name} {candidate.name} ({candidate.description}): {said}")
+            expect(candidate.rank >= 8, f"{s.name} {candidate.name}: {said}")
     return ratios
 
 

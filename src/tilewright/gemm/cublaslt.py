@@ -1,4 +1,5 @@
-"""cuBLASLt as a provider: every algorithm its heuristics offer for a problem is a candidate.
+"""cuBLASLt as a provider: every algorithm its heuristics offer for a problem is a candidate, and so
+are variants of the best of them.
 
 The library multiplies column-major matrices, so a row-major result is computed as its transpose:
 the operands change places and each is read the other way round. What it adds and applies itself is
@@ -32,7 +33,7 @@ from tilewright.runtime import store
 
 Activation = Literal["", "relu", "gelu"]
 
-_COUNTS: dict[Effort, int] = {"none": 8, "quick": 16, "default": 32, "max": 64}
+_COUNTS: dict[Effort, int] = {"none": 8, "quick": 8, "default": 24, "max": 64}
 _ALIGNMENT = 16  # bytes; what memory has at least here, and as much as any algorithm needs
 _LARGEST = 2**31 - 1  # the library counts rows in 32 bits
 _SLOWER = 0.02  # by which each algorithm is guessed to be slower than the one before it

@@ -17,7 +17,7 @@ import functools
 import os
 import pickle
 import struct
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +41,16 @@ LAYOUT_BATCH, LAYOUT_STEP = 5, 6
 PREFER_WORKSPACE, PREFER_REDUCTION, PREFER_ALIGNMENT = 1, 3, (5, 6, 7, 8)  # of a, b, c, d
 CONFIG = {"ALGO": 0, "TILE": 1, "SPLIT_K": 2, "REDUCTION": 3, "SWIZZLE": 4, "OPTION": 5,
            "STAGES": 6, "INNER": 7, "CLUSTER": 8}  # fmt: skip
+# What the heuristics may not have thought of: clusters are ids (2x1, 1x2, 2x2, 4x1, 1x4, 1x1), and
+# partial sums are kept and added in the type they were taken in.
+_CHANGES: tuple[dict[str, int], ...] = (
+    {"SPLIT_K": 2, "REDUCTION": REDUCTION_COMPUTE_TYPE}, {"CLUSTER": 3}, {"CLUSTER": 5},
+    {"SPLIT_K": 4, "REDUCTION": REDUCTION_COMPUTE_TYPE}, {"SWIZZLE": 1}, {"CLUSTER": 6},
+    {"SPLIT_K": 8, "REDUCTION": REDUCTION_COMPUTE_TYPE}, {"CLUSTER": 4}, {"CLUSTER": 8},
+    {"SPLIT_K": 3, "REDUCTION": REDUCTION_COMPUTE_TYPE}, {"CLUSTER": 2},
+    {"SPLIT_K": 16, "REDUCTION": REDUCTION_COMPUTE_TYPE},
+    {"SPLIT_K": 6, "REDUCTION": REDUCTION_COMPUTE_TYPE}, {"SPLIT_K": 1, "REDUCTION": 0},
+)  # fmt: skip
 _SHORT = ("INNER", "CLUSTER")  # two bytes; the others have four
 
 _SIGNATURES: dict[str, str] = {  # p pointer, i int, u 64 bits; all return a status
@@ -50,7 +60,8 @@ _SIGNATURES: dict[str, str] = {  # p pointer, i int, u 64 bits; all return a sta
     "cublasLtMatmulPreferenceCreate": "p", "cublasLtMatmulPreferenceDestroy": "p",
     "cublasLtMatmulPreferenceSetAttribute": "pipu",
     "cublasLtMatmulAlgoGetHeuristic": "pppppppipp", "cublasLtMatmulAlgoCheck": "pppppppp",
-    "cublasLtMatmulAlgoConfigGetAttribute": "pipup", "cublasLtMatmul": "pppppppppppppPup",
+    "cublasLtMatmulAlgoConfigGetAttribute": "pipup",
+    "cublasLtMatmulAlgoConfigSetAttribute": "pipu", "cublasLtMatmul": "pppppppppppppPup",
 }  # fmt: skip
 _CTYPES: dict[str, Any] = {"p": ctypes.c_void_p, "P": ctypes.c_void_p, "i": ctypes.c_int,
                            "u": ctypes.c_uint64}  # fmt: skip
@@ -286,8 +297,8 @@ class _Descriptors:
 
 
 def algorithms(call: Call, count: int, device: torch.device, card: str) -> tuple[Algorithm, ...]:
-    """Those the heuristics offer for a card of this description, best first: at most `count`. They
-    are kept in the store: the next process does not ask."""
+    """Those the heuristics offer for a card of this description, best first, then variants of them:
+    `count` at most. They are kept in the store: the next process does not ask."""
     lib = library()
     if isinstance(lib, str):
         return ()
@@ -310,17 +321,56 @@ def _ask(lib: Library, call: Call, count: int, device: torch.device) -> list[Alg
     metrics.counters["cublaslt"]["heuristics"] += 1
     number = _card(device)
     made = _Descriptors(lib, call)
-    results, returned = (_Result * count)(), ctypes.c_int()
     with _on(number):
-        code = lib.library.cublasLtMatmulAlgoGetHeuristic(
-            lib.handle(number), made.desc, *made.layouts, made.preference(call), count,
-            ctypes.byref(results), ctypes.byref(returned))  # fmt: skip
+        handle = lib.handle(number)
+        found = _offered(lib, made, call, count, handle)
+        for data in _variants(lib, list(found)):
+            if len(found) >= count:
+                break
+            workspace = _checked(lib, made, data, handle) if data not in found else None
+            if workspace is not None:
+                found[data] = workspace
+    return [Algorithm(data, workspace, lib.version, _config(lib, data))
+            for data, workspace in found.items()]  # fmt: skip
+
+
+def _offered(lib: Library, made: _Descriptors, call: Call, count: int,
+             handle: int) -> dict[bytes, int]:  # fmt: skip
+    """What the heuristics give, with the workspace each needs. They give 8 at most (13.1)."""
+    results, returned = (_Result * count)(), ctypes.c_int()
+    code = lib.library.cublasLtMatmulAlgoGetHeuristic(
+        handle, made.desc, *made.layouts, made.preference(call), count, ctypes.byref(results),
+        ctypes.byref(returned))  # fmt: skip
     if code:  # not a product it can do
-        return []
+        return {}
     good = [r for r in results[: returned.value] if r.state == 0 and r.workspace <= WORKSPACE]
-    data = {ctypes.string_at(ctypes.addressof(r), 64): r.workspace for r in good}
-    return [Algorithm(bytes_, workspace, lib.version, _config(lib, bytes_))
-            for bytes_, workspace in data.items()]  # fmt: skip
+    return {ctypes.string_at(ctypes.addressof(r), 64): r.workspace for r in good}
+
+
+def _variants(lib: Library, offered: Sequence[bytes]) -> Iterator[bytes]:
+    """The algorithms with one thing about them changed, the changes of the best two first. Not all
+    of them can run."""
+    pairs = (offered[k : k + 2] for k in range(0, len(offered), 2))
+    for pair in pairs:
+        for change in _CHANGES:
+            for data in pair:
+                made = ctypes.create_string_buffer(data, 64)
+                if all(_changed(lib, made, name, value) for name, value in change.items()):
+                    yield made.raw
+
+
+def _changed(lib: Library, algorithm: Any, name: str, value: int) -> bool:
+    packed = struct.pack("H" if name in _SHORT else "I", value)
+    return not lib.library.cublasLtMatmulAlgoConfigSetAttribute(
+        algorithm, CONFIG[name], packed, len(packed))  # fmt: skip
+
+
+def _checked(lib: Library, made: _Descriptors, data: bytes, handle: int) -> int | None:
+    """The workspace an algorithm needs; None where it cannot run."""
+    result = _Result()
+    code = lib.library.cublasLtMatmulAlgoCheck(handle, made.desc, *made.layouts, data,
+                                               ctypes.byref(result))  # fmt: skip
+    return result.workspace if code == 0 and result.workspace <= WORKSPACE else None
 
 
 def _config(lib: Library, data: bytes) -> tuple[tuple[str, int], ...]:
@@ -350,11 +400,11 @@ def load(name: str, call: Call, algorithm: Algorithm, device: torch.device,
     try:
         handle, made = lib.handle(card), _Descriptors(lib, call)
         with _on(card):
-            checked = _Result()
-            lib.call("cublasLtMatmulAlgoCheck", handle, made.desc, *made.layouts, algorithm.data,
-                     ctypes.byref(checked))  # fmt: skip
+            runs = _checked(lib, made, algorithm.data, handle) is not None
     except LtError as error:
         return _instead(str(error), otherwise)
+    if not runs:
+        return _instead("no card that can run the algorithm", otherwise)
     words = struct.pack("15Q", lib.address("cublasLtMatmul"),
                         lib.address("cublasLtMatmulDescSetAttribute"), *_context(card), handle,
                         made.desc, *made.layouts, algorithm.workspace, call.arguments)  # fmt: skip
