@@ -1,8 +1,10 @@
-"""Timing on a CPU."""
+"""Timing: on a CPU, and on a card that is not there."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,3 +70,105 @@ def test_ma_b11_sample_buffers_leave_the_random_numbers_alone():
 def test_sets_exceed_the_cache_within_reason():
     assert clock.sets_beyond_cache(1 << 40, CPU) == 1
     assert clock.sets_beyond_cache(16, CPU) == 8
+
+
+# ---- a card that is not there
+
+
+class FakeCuda:
+    """As much of torch.cuda as the clock uses: time passes only while kernels run on the card."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0  # microseconds on the card
+        self.recording: list[float] | None = None
+        self.graphs: list[list[float]] = []
+        self.can_record = True
+        for name in ("Stream", "Event", "CUDAGraph", "device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        for name in ("current_stream", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def launch(self, microseconds: float) -> None:
+        if self.recording is None:
+            self.now += microseconds + 10.0  # the card waits for the host
+        elif self.can_record:
+            self.recording.append(microseconds)
+        else:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def Stream(self):
+        return SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None,
+                               synchronize=lambda: self._advance(100.0))  # fmt: skip
+
+    def _advance(self, microseconds: float) -> None:
+        self.now += microseconds
+
+    def Event(self, enable_timing: bool):
+        event = SimpleNamespace(at=0.0, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda other: (other.at - event.at) / 1000
+        return event
+
+    def CUDAGraph(self):
+        launches: list[float] = []
+
+        def begin(capture_error_mode: str) -> None:
+            self.recording = launches
+
+        def end() -> None:
+            self.recording = None
+            self.graphs.append(launches)
+
+        return SimpleNamespace(capture_begin=begin, capture_end=end,
+                               replay=lambda: self._advance(sum(launches) + 3.0))  # fmt: skip
+
+    def device(self, index: object):
+        return contextlib.nullcontext()
+
+    def stream(self, stream: object):
+        return contextlib.nullcontext()
+
+    def current_stream(self):
+        return self.Stream()
+
+    def synchronize(self, device: object) -> None: ...
+
+
+@pytest.mark.parametrize("microseconds", [2.0, 20.0, 3000.0])
+@pytest.mark.parametrize("sets", [1, 3])
+def test_a_graph_of_many_launches_is_timed(monkeypatch, microseconds, sets):
+    card, seen = FakeCuda(monkeypatch), []
+
+    def run(stream: int, which: int) -> None:
+        assert stream == 7
+        seen.append(which)
+        card.launch(microseconds)
+
+    found = clock.of(torch.device("cuda", 0)).bench(run, sets)
+    assert found.sample() == pytest.approx(microseconds, rel=0.02)
+    launches = card.graphs[-1]
+    assert len(launches) % sets == 0 and len(launches) <= clock.MOST_LAUNCHES
+    assert sum(launches) >= 300.0
+    assert set(seen) == set(range(sets))
+
+
+def test_what_cannot_be_recorded_is_launched_one_by_one(monkeypatch):
+    card = FakeCuda(monkeypatch)
+    card.can_record = False
+    found = clock.of(torch.device("cuda", 0)).bench(lambda stream, which: card.launch(90.0), 1)
+    assert found.sample() == pytest.approx(100.0)
+
+
+def test_a_card_that_fails_is_told_apart_from_a_candidate_that_fails(monkeypatch):
+    card = FakeCuda(monkeypatch)
+    found = clock.of(torch.device("cuda", 0))
+    assert found.broken() == ""
+
+    def synchronize(device: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore words")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert found.broken() == "CUDA error: an illegal memory access was encountered"
+    card.can_record = False
+    with pytest.raises(RuntimeError, match="capturing"):
+        found.bench(lambda stream, which: card.launch(1.0), 1)

@@ -116,9 +116,11 @@ class _Replay:
             about = _between(self._once) / sets  # at most: a launch by itself waits for the host
         self._launches = _whole(SAMPLE / max(about, 1.0), sets, MOST_LAUNCHES)
         self._work = self._recorded()
-        found = self.sample()
-        if found * self._launches < SAMPLE / 4 and self._launches < MOST_LAUNCHES:
-            self._launches = _whole(SAMPLE / max(found, 0.1), sets, MOST_LAUNCHES)
+        # Starting a replay costs a few microseconds: candidates that take equally long must share
+        # them among equally many launches, or they would differ by a percent.
+        launches = _whole(SAMPLE / max(self.sample(), 0.1), sets, MOST_LAUNCHES)
+        if abs(launches - self._launches) > 0.03 * launches:
+            self._launches = launches
             self._work = self._recorded()
 
     def sample(self) -> float:
