@@ -171,8 +171,9 @@ def table() -> None:
         best = min(range(len(times)), key=times.__getitem__)
         size = f"{s.m} {s.n} {s.k}" + (f" x{s.batch}" if s.batch else "")
         print(f"{s.name:14} {size:>18} {len(found):5} {reference:9.2f} {times[0]:9.2f} "
-              f"{min(times[:8]):10.2f} {times[best]:9.2f} ({best:2})   {reference / times[best]:9.3f} "
-              f"{max(errors):13.2f} {time.perf_counter() - began:9.1f}  {found[best].description}",
+              f"{min(times[:8]):10.2f} {times[best]:9.2f} ({best:2})   "
+              f"{reference / times[best]:9.3f} {max(errors):13.2f} "
+              f"{time.perf_counter() - began:9.1f}  {found[best].description}",
               flush=True)  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = False
 
