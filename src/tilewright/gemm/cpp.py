@@ -247,14 +247,15 @@ def _streams(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
     pack_q = _packs(problem, many, many)
     size = sum_dtype(problem).itemsize
     for rows in sorted(range(min(3, count), min(most, count) + 1), key=lambda r: _up(count, r))[:2]:
-        vecs = max(1, min(8, registers // rows))
+        # the sums, a step's vectors, and an element of each row in turn
+        vecs = 8 if rows == 1 else max(1, min(8, (registers + 3) // (rows + 1)))
         width = vecs * lanes_of(problem)
         pc = min(_up(count, rows), 264 // rows * rows)
         if count <= FEW:
             for most_k, wide in ((512, 256), (16, 1024)):
                 kc, qc = _depth(problem, most_k), _up(wide, width)
                 yield Config("stream", _name(many), rows, vecs, kc, pc, qc, pack_p, pack_q)
-        if count > FEW // 2 and rows * vecs > registers * 3 // 4:
+        if count > FEW // 2 and rows * vecs >= registers * 3 // 4:
             qc = max(1, problem.target.l2 // 4 // (pc * size) // width) * width
             kc = _depth(problem, 384 * 4 // size)
             yield Config("stream", _name(many), rows, vecs, kc, pc, qc, pack_p, True)
