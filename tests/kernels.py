@@ -123,3 +123,10 @@ class TwoSin(torch.autograd.Function):
 def eager(kernel: Any) -> Any:
     """The kernel as eager runs it, on CPU tensors."""
     return InterpretedFunction(kernel.fn)
+
+
+@triton.jit
+def broken_kernel(x, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at)
+    tl.store(x + at, value + undefined_name)  # noqa: F821

@@ -66,6 +66,7 @@ def plus(kernel: Any) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+# UT-1
 def test_ut_1_nothing_is_copied(dynamic: bool) -> None:
     def run(x: Tensor, y: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -81,13 +82,17 @@ def test_ut_1_nothing_is_copied(dynamic: bool) -> None:
     assert metrics.counters["inplace"]["missed"] == 0
 
 
+# UT-1
 def test_ut_1_with_gradients() -> None:
     x = torch.randn(7, requires_grad=True)
     compiled(user.Sin.apply)(x).sum().backward()
+    # RI-7: what the backward pass writes into is made there, and nothing fills or copies it
+    assert metrics.generated_kernel_count == 0
     torch.testing.assert_close(x.grad, x.sin().sin().detach())
     assert metrics.counters["inplace"]["missed"] == 0
 
 
+# UT-1
 def test_ut_1_an_argument_is_written_where_it_lies() -> None:
     def run(x: Tensor, y: Tensor) -> Tensor:
         user.add_kernel[(2,)](x, y, x, 20, BLOCK=16)
@@ -170,6 +175,7 @@ def rows_of(view: Callable[[Tensor], Tensor]) -> Callable[[Any], Callable[[Tenso
     lambda x: x.t(), lambda x: x[3:], lambda x: x[:, 2:9], lambda x: x[::2, 1:].t(),
     lambda x: x.as_strided((4, 5), (7, 2), 3), lambda x: (x * 2).t(),
 ], ids=["transposed", "offset", "columns", "steps", "as_strided", "computed"])  # fmt: skip
+# UT-4
 def test_ut_4_views_go_in_as_they_are(view: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(11, 12)
     check(rows_of(view), copy_rows, x)
@@ -288,6 +294,7 @@ def does_not_compile(a, b, c, n):
     (by_address, "ab", "abc"), (described, "ac", "b"),
     (assembled, "abc", "a"), (does_not_compile, "abc", "abc"),
 ], ids=lambda v: getattr(v, "__name__", v))  # fmt: skip
+# UT-3
 def test_ut_3_pointers(kernel: Any, reads: str, writes: str) -> None:
     found = user_kernels.describe(kernel_side_table.add_kernel(kernel))
     t = torch.empty(64)
@@ -297,6 +304,7 @@ def test_ut_3_pointers(kernel: Any, reads: str, writes: str) -> None:
     assert accesses.reads | set("c") >= set(reads) and accesses.reads <= set(reads)
 
 
+# UT-3
 def test_ut_3_settings_that_write_elsewhere() -> None:
     @triton.autotune([triton.Config({"FIRST": v}) for v in (True, False)], key=[])
     @triton.jit
@@ -328,6 +336,7 @@ def with_everything(x, bias, out, n, scale, shift: tl.int64, KIND: tl.constexpr,
     (None, 1, 0.5, 3, tl.float32, ""), (None, 20, 1, 1, tl.float16, "sqrt"),
     ("x", 20, 2.5, 2**35, tl.float32, ""), ("x", 17, 1.0, -4, tl.bfloat16, "sqrt"),
 ], ids=str)  # fmt: skip
+# UT-6
 def test_ut_6_arguments(arguments: tuple[Any, ...]) -> None:
     bias, *rest = arguments
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[rest[3].name]
@@ -348,6 +357,7 @@ def test_ut_6_arguments(arguments: tuple[Any, ...]) -> None:
     torch.testing.assert_close(compiled(run)(x), expected)
 
 
+# UT-6
 def test_ut_6_special_options_and_run() -> None:
     def run(x: Tensor, y: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -425,6 +435,7 @@ def test_functions_of_the_language_that_are_kernels_code() -> None:
     torch.testing.assert_close(compiled(run)(x), x.softmax(1))
 
 
+# UT-7
 def test_ut_7_one_program_for_all_sizes() -> None:
     run = compiled(plus(user.add_kernel), dynamic=True)
     for n in (5, 16, 33, 100):
@@ -434,6 +445,7 @@ def test_ut_7_one_program_for_all_sizes() -> None:
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+# UT-7
 def test_ut_7_sizes_that_are_data() -> None:
     def program(kernel: Any) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
@@ -487,6 +499,7 @@ def heuristic_sin(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("kernel", [tuned_sin, pruned_sin, heuristic_sin],
                          ids=["tuned", "pruned", "heuristics"])  # fmt: skip
+# UT-5
 def test_ut_5_autotuned(kernel: Any) -> None:
     def run(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -498,6 +511,7 @@ def test_ut_5_autotuned(kernel: Any) -> None:
         torch.testing.assert_close(compiled(run, dynamic=False)(x), x.sin())
 
 
+# UT-5
 def test_ut_5_hooks_are_refused() -> None:
     kernel = _autotuned(pre_hook=lambda *_, **__: None)(user.sin_kernel)
 
@@ -518,6 +532,7 @@ def copy_block(source, other, target):
     target.store([0, 0], source.load([0, 0]) + other.load([0, 0]))
 
 
+# UT-8
 def test_ut_8_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is made for each tensor and block."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -567,6 +582,7 @@ def test_triton_op_is_looked_into() -> None:
 # ---- names, texts, errors
 
 
+# UT-2
 def test_ut_2_the_same_kernel_is_emitted_once() -> None:
     def run(x: Tensor, y: Tensor) -> Tensor:
         for _ in range(3):
@@ -579,6 +595,7 @@ def test_ut_2_the_same_kernel_is_emitted_once() -> None:
     assert "tests/kernels.py" in codes[0]
 
 
+# UT-2
 def test_ut_2_kernels_of_the_same_name_are_both_emitted() -> None:
     def make(second: bool) -> Any:
         if second:

@@ -6,7 +6,9 @@ import sys
 import time
 import traceback
 
-from tests.gpu import cases
+from tests.gpu import cases, user_kernels
+
+assert user_kernels  # its cases are registered
 
 
 def main() -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu import cases
+from tests.gpu import cases, user_kernels
+
+assert user_kernels  # its cases are registered
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,6 @@ with all it refers to), its parameters and configurations. Equal descriptions ar
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib
 import math
 import types
@@ -262,10 +261,8 @@ class _Text:
         self._functions.append((f"{decorator}\n{source}", *_where(function)))
         scope: Mapping[str, Any] = function.get_capture_scope()
         for name in _free_names(source):
-            if name in scope:
+            if name in scope:  # if it is nowhere, Triton says so best
                 self._bind(name, scope[name], scope)
-            elif not hasattr(builtins, name):
-                raise Unmovable(f"{name} is not defined")
 
     def _bind(self, name: str, value: Any, scope: Mapping[str, Any]) -> None:
         if name in self._bound:
