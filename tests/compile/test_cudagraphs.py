@@ -308,3 +308,24 @@ def test_a_pool_is_held_by_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch):
     first = cudagraphs._pool(0, 1)
     assert cudagraphs._pool(0, 1) is first and cudagraphs._pool(0, 2) is not first
     assert isinstance(cudagraphs._pools[0, 1][1], _Graph)
+
+
+def test_bad_data_of_a_replay_is_an_error_of_the_next(card: FakeCard):
+    seen: list[str] = []
+
+    def check() -> None:
+        if seen:
+            raise IndexError(seen.pop())
+
+    def call(args: list[Any]) -> Any:
+        return linear(args)
+
+    call.checks = (check,)  # type: ignore[attr-defined]
+    program, weight, x = replayed(card, call), torch.randn(4, 4), torch.randn(3, 4)
+    for _ in range(3):
+        program([weight, x])
+    seen.append("out of range")
+    with pytest.raises(IndexError, match="out of range"):
+        program([weight, x])
+    program([weight, x])
+    assert card.recorded == 1 and card.replayed == 3

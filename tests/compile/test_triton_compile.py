@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,26 @@ def test_wide_indices_when_sizes_need_them() -> None:
     assert ".to(tl.int64)" not in small.text
     assert "tl.program_id(0).to(tl.int64)" in large.text
     assert not small.assume and not large.assume
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_loops_that_run_ahead_have_a_configuration_that_fits(target: str) -> None:
+    """Six buffers under way at once are more shared memory than a card has."""
+    args = [_empty(4096, 8192, dtype=torch.float32) for _ in range(6)]
+    kernel = kernels_of(lambda *xs: sum(xs[1:], xs[0]).sum(0), *args, target=target)[0]
+    assert "num_stages=STAGES" in kernel.text
+    room = Target(target).shared_memory
+    assert build(kernel, target).shared > room
+    fits = [k for k in range(1, len(kernel.configs)) if build(kernel, target, k).shared <= room]
+    assert fits and build(kernel, target, fits[0]).spills <= SPILLED
+
+
+def test_loops_do_not_run_ahead_of_their_own_stores() -> None:
+    def two_passes(x: Tensor) -> Any:
+        y = x * 2
+        return y, y - y.amax(0, keepdim=True)
+
+    for kernel in kernels_of(two_passes, _empty(8192, 512, dtype=torch.float32)):
+        stored = set(re.findall(r"tl\.store\((p\d+)", kernel.text))
+        loaded = set(re.findall(r"tl\.load\((p\d+)", kernel.text))
+        assert not (stored & loaded) or "STAGES" not in kernel.text

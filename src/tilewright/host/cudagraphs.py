@@ -171,6 +171,7 @@ class Replayed:
         self.card = card
         self.sizes: dict[Any, _Size] = {}
         self.stopped = ""
+        self.checks: tuple[Callable[[], None], ...] = getattr(call, "checks", ())
         self._boxed_call = True
 
     def __call__(self, args: list[Any]) -> Any:
@@ -206,6 +207,8 @@ class Replayed:
     def _replay(self, recording: Recording, args: list[Any], addresses: Sequence[int],
                 stream: int) -> Any:  # fmt: skip
         card = self.card
+        for check in self.checks:
+            check()
         for k, memory, count in recording.copies:
             card.copy(memory.data_ptr(), addresses[k], count, stream)
         recording.replay(stream)

@@ -74,9 +74,11 @@ class HostProgram:
         text = self.filled(locations, grids or {})
         exec(compile(text, "<tilewright host program>", "exec"), namespace)
         call: Any = namespace["call"]
+        checks = tuple(v.check for v in namespace.values() if isinstance(v, support.DeviceFlag))
         if self.device is not None and (self.device != 0 or torch.cuda.device_count() > 1):
             call = support.on_device(call, self.device)
         call._boxed_call = True
+        call.checks = checks  # for replays, which do not run the text
         return call
 
 
@@ -111,6 +113,7 @@ class _Assembly:
                 self._call(step.group.call)
             self._free(step)
         outputs = "".join(self._output(o) + ", " for o in self.program.outputs)
+        self.lines += [f"flag{device}.check_now()" for device in self._checked]
         self.lines.append(f"return ({outputs})")
         text = [
             f"from tilewright.host.support import {', '.join(support.__all__)}",

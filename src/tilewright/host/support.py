@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
+import logging
 import math
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import key_get
+
+log = logging.getLogger("tilewright.run")
 
 try:  # the same allocation with less argument parsing; private, so it may go away
     from torch._C._dynamo.guards import _empty_strided_cpu as empty_cpu  # type: ignore[import]
@@ -112,11 +118,15 @@ class Flag:
         raise bad_data(code, kernel, location)
 
 
+BLOCKING = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
+
+
 class DeviceFlag:
     """Cells that kernels of a card write to when they meet bad data, one per kernel.
 
     They are in host memory the card can reach. The card runs behind the host, so what it met
-    is an error of the next call.
+    is an error of the next call, recorded or not; with CUDA_LAUNCH_BLOCKING=1 of the call itself.
+    What no call is left to raise is logged at the end of the process.
     """
 
     def __init__(self, kernels: dict[str, str]) -> None:
@@ -125,27 +135,50 @@ class DeviceFlag:
         start = self.cells.data_ptr()
         self.seen = (ctypes.c_int64 * len(kernels)).from_address(start)
         self.addresses = [start + 8 * k for k in range(len(kernels))]
+        _flags.add(self)
 
     def check(self) -> None:
         if any(self.seen):
-            self._fail()
+            error = self.taken()
+            if error is not None:
+                raise error
 
-    def _fail(self) -> None:
+    def check_now(self) -> None:
+        """At the end of a call, where the host waits for every kernel anyway."""
+        if BLOCKING:
+            self.check()
+
+    def taken(self) -> Exception | None:
+        """What was met, once."""
         for k, (name, location) in enumerate(self.kernels.items()):
             code, self.seen[k] = self.seen[k], 0
             if code:
-                raise bad_data(code, name, location)
+                return bad_data(code, name, location, "" if BLOCKING else EARLIER)
+        return None
+
+
+EARLIER = (" in an earlier call: a card runs behind the host; with CUDA_LAUNCH_BLOCKING=1 in the "
+           "environment the call itself raises")  # fmt: skip
+_flags: weakref.WeakSet[DeviceFlag] = weakref.WeakSet()
+
+
+@atexit.register
+def _report() -> None:
+    for flag in list(_flags):
+        error = flag.taken()
+        if error is not None:
+            log.error("%s", error)
 
 
 def pinned(count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int64, pin_memory=True)
 
 
-def bad_data(code: int, kernel: str, location: str) -> Exception:
+def bad_data(code: int, kernel: str, location: str, when: str = "") -> Exception:
     where = f" ({location})" if location else ""
     if code & 1:
-        return OutOfRangeError(f"index or value out of range in {kernel}{where}")
-    return RuntimeError(f"ZeroDivisionError: integer division by zero in {kernel}{where}")
+        return OutOfRangeError(f"index or value out of range in {kernel}{where}{when}")
+    return RuntimeError(f"ZeroDivisionError: integer division by zero in {kernel}{where}{when}")
 
 
 def on_device(call: Callable[[list[Any]], Any], device: int) -> Callable[[list[Any]], Any]:
