@@ -60,7 +60,7 @@ def compile_graph(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> 
         before = metrics.snapshot()
         found = build(gm, boundary)
         found.counted = metrics.delta(before)
-        if name is not None:
+        if name is not None and found.complete:
             artifact.keep(name, found)
     origin = Origin(name, found.constants(gm), artifact.locations(gm))
     return _loaded(found, origin, cached, start)
@@ -100,6 +100,7 @@ def write(plan: Schedule) -> Artifact:
         made = user_kernels.named(made)
     sources = {call.name: source for call, source in filter(None, made)}
     found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
+    found.complete = plan.complete
     found.build()  # compilers run while the host program is written
 
     with stage("assemble"):
@@ -134,7 +135,8 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
         groups: Grouping = arranged(program, _cannot)
 
     with stage("choose"):
-        groups.groups = choose(groups.program, groups.groups, _loop_kernel)
+        chosen = choose(groups.program, groups.groups, _loop_kernel)
+        groups = Grouping(groups.program, chosen.groups, chosen.complete)
 
     with stage("schedule"):
         plan: Schedule = planned(groups)

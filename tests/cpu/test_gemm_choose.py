@@ -65,10 +65,7 @@ class ToyCandidate:
     provider: str = "TOY"
     description: str = "SPEED=1"
     name: str = "toy_0"
-
-    @property
-    def estimate(self) -> float:
-        return 100.0
+    estimate: float = 100.0
 
     @property
     def key(self) -> str:
@@ -233,6 +230,20 @@ def test_the_same_product_is_tuned_once(register: Callable[[ToyProvider], None])
     code = check(deep, args, options=options)
     assert code.count("toy_fused") >= 3
     assert metrics.counters["inductor"]["select_algorithm_autotune"] - before <= 1
+
+
+def test_a_spent_budget_is_gone_on_with(register: Callable[[ToyProvider], None]) -> None:
+    """What was decided in haste is not kept: the next process goes on from what was measured."""
+    quick = replace(toy(), estimate=1.0)
+    register(ToyProvider(quick, quick))
+    options = {**TUNED, "max_autotune_gemm_backends": "ATEN,TOY", "autotune_budget_seconds": 0.0}
+    with fresh_cache():
+        args = inputs()
+        torch.testing.assert_close(compiled(layer, options=options)(*args), layer(*args))
+        misses = metrics.cache_misses
+        torch._dynamo.reset()
+        compiled(layer, options=options)(*args)
+        assert metrics.cache_misses == misses + 1
 
 
 def test_what_is_needed_elsewhere_is_stored_too(register: Callable[[ToyProvider], None]) -> None:

@@ -19,8 +19,8 @@ from tilewright.errors import NoValidChoicesError
 from tilewright.gemm import aten, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
-from tilewright.gemm.problem import GemmProblem
-from tilewright.gemm.provider import Argument, Candidate, Effort, Kernel, Source
+from tilewright.gemm.problem import GemmProblem, Operand
+from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
 from tilewright.gemm.providers import enabled
 from tilewright.gemm.roofline import loop_time
 from tilewright.ir import index as ix
@@ -30,6 +30,7 @@ from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import TritonSource
 from tilewright.schedule.group import Group
 from tilewright.tune import select
+from tilewright.tune.choices import effort
 
 log = logging.getLogger("tilewright.choose")
 
@@ -61,19 +62,35 @@ class Implementation:
         return tuple((kind, names.get(name, name)) for kind, name in self.kernel.arguments)
 
 
-def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -> list[Group]:
+def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -> Chosen:
     """The groups with every product's winner in place."""
-    found = list(groups)
+    found = Chosen(list(groups))
     if not (config.max_autotune or config.max_autotune_gemm):
         return found
-    for name in [g.call.name for g in found if g.call is not None and fuse.is_product(g)]:
-        position = _position(found, name)
-        site = "it is part of another" if position is None else fuse.site(program, found, position)
-        if isinstance(site, str):
-            log.debug("%s is not chosen for: %s", name, site)
-            continue
-        found = _Chooser(program, found, site, loop_kernel).chosen()
+    names = [g.call.name for g in found.groups if g.call is not None and fuse.is_product(g)]
+    with select.budget(len(names)):
+        for name in names:
+            found = _chosen(program, found, name, loop_kernel)
     return found
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Groups, and whether all was tried that was to be: or the budget was spent before."""
+
+    groups: list[Group]
+    complete: bool = True
+
+
+def _chosen(program: Program, so_far: Chosen, name: str, loop_kernel: LoopKernel) -> Chosen:
+    groups = so_far.groups
+    position = _position(groups, name)
+    site = "it is part of another" if position is None else fuse.site(program, groups, position)
+    if isinstance(site, str):
+        log.debug("%s is not chosen for: %s", name, site)
+        return so_far
+    chooser = _Chooser(program, groups, site, loop_kernel)
+    return Chosen(chooser.chosen(), so_far.complete and chooser.complete)
 
 
 def _position(groups: Sequence[Group], name: str) -> int | None:
@@ -90,6 +107,7 @@ class _Chooser:
         self.loop_kernel = loop_kernel
         self.device = program.buffers[site.bare.names[site.bare.problem.result.buffer]].device
         self.rejected: dict[str, str] = {}
+        self.complete = True
 
     def chosen(self) -> list[Group]:
         problem = self.site.bare.problem
@@ -114,7 +132,8 @@ class _Chooser:
         if not plans:
             raise _nobody(self.site, self.rejected)
         plan, why = self._selected(plans)
-        _memo[self._key()] = plan.fusion.problem.key, plan.candidate.name, why
+        if self.complete:
+            _memo[self._key()] = plan.fusion.problem.key, plan.candidate.name, why
         return _Winner(plan.fusion, plan.candidate), why
 
     def _selected(self, plans: Sequence[Plan]) -> tuple[Plan, str]:
@@ -124,12 +143,18 @@ class _Chooser:
             title=str(plans[0].fusion.problem if len(plans) == 1 else self._title()),
             device=self.device,
             sets=plans[0].bench.memory.count,
-            facts={"op": problem.op, "sizes": problem.hints, "dtype": str(problem.dtype)},
+            facts={
+                "op": problem.op,
+                "sizes": problem.hints,
+                "dtype": str(problem.dtype),
+                "inputs": [_operand(o) for o in problem.operands],
+            },
         )
         if not self._measurable():
             first = select.unmeasured(subject, plans)
             return next(p for p in plans if p is first), "not measured: there is no card"
         verdict = select.choose(subject, plans)
+        self.complete = verdict.complete
         winner = next(p for p in plans if p is verdict.winner)
         best = sorted(verdict.times.items(), key=lambda item: item[1].median_us)[:3]
         times = ", ".join(f"{name} {t.median_us:.1f} us" for name, t in best)
@@ -158,7 +183,7 @@ class _Chooser:
                 if reason:
                     self.rejected[f"{provider.name} for {fusion.problem}"] = reason
                     continue
-                found += [(fusion, c) for c in provider.candidates(fusion.problem, _effort())]
+                found += [(fusion, c) for c in provider.candidates(fusion.problem, effort())]
         alone = [(f, c) for f, c in found if f is self.site.bare]
         fused = [(f, c) for f, c in found if f is not self.site.bare]
         library = [(f, c) for f, c in alone if c.provider in ("ATEN", "CUBLASLT")]
@@ -314,8 +339,12 @@ def _whole(program: Program, name: str) -> View:
     return View(name, b.size, b.stride, ix.ZERO, b.dtype)
 
 
-def _effort() -> Effort:
-    return config.autotune_effort  # pyright: ignore[reportReturnType]
+def _operand(operand: Operand) -> str:
+    """`bfloat16[16, 4096] by [4096, 1]`: what a record says of an operand."""
+    size, stride = (
+        [ix.likely(n) for n in part] for part in (operand.view.size, operand.view.stride)
+    )
+    return f"{str(operand.dtype).removeprefix('torch.')}{size} by {stride}"
 
 
 def _nobody(site: Site, rejected: Mapping[str, str]) -> NoValidChoicesError:

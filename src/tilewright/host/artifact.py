@@ -47,6 +47,7 @@ class Artifact:
         default_factory=dict[str, "tuple[Spare, tuple[int, ...]]"]
     )  # for each Triton kernel: torch's own operations, and where its arguments are
     counted: metrics.Delta = field(default_factory=metrics.Delta)
+    complete: bool = True  # nothing was left undecided for want of time: it may be kept
     replay: cudagraphs.Facts | None = None  # where it is to be recorded as a CUDA graph
 
     def build(self) -> Building:

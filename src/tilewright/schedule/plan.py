@@ -22,6 +22,7 @@ from tilewright.schedule.traffic import Traffic, traffic
 class Grouping:
     program: Program
     groups: list[Group]
+    complete: bool = True  # nothing was left undecided for want of time
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Schedule:
     program: Program
     steps: list[Step]
     bytes: list[Traffic]  # of each step
+    complete: bool = True  # as of the groups
 
 
 def schedule(program: Program, limits: Limits | None = None) -> Schedule:
@@ -64,7 +66,7 @@ def planned(grouping: Grouping) -> Schedule:
     steps = plan(program, groups)
     if config.memory_planning:
         pooled(program, steps)
-    return Schedule(program, steps, bytes_)
+    return Schedule(program, steps, bytes_, grouping.complete)
 
 
 def _live(program: Program) -> set[str]:
