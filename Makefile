@@ -23,7 +23,7 @@ test-all: test ## the tests, then PyTorch's whole operator sample set
 	@$(PY) -m tests.sweep --all
 
 bench: check-cxx $(STAMP) ## time eager, the reference and tilewright side by side
-	@$(PY) -m bench
+	@$(PY) -m bench --markdown docs/measurements/$$(date -u +%F)-bench.md
 
 lint: $(STAMP) ## ruff and pyright
 	@$(PY) -m ruff check .

@@ -72,10 +72,12 @@ def main(
         for suite in [s for s in SUITES if not suites or s in suites]:
             tables[suite] = run_suite(suite, options)
             report.show(console, suite, tables[suite], names)
+    report.show_summary(console, tables, names)
     if json_file:
         json_file.write_text(json.dumps(report.raw(header, tables), indent=1))
     if markdown_file:
         markdown_file.write_text(report.markdown(header, tables, names))
+        console.print(f"wrote {markdown_file}", highlight=False)
     console.print(f"load of the machine at the end: {os.getloadavg()[0]:.2f}", highlight=False)
     wrong = report.failures(tables)
     for line in wrong:

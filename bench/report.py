@@ -65,6 +65,26 @@ def compile_cells(table: Table, backends: tuple[str, ...]) -> Cells:
     return rows
 
 
+def summary_cells(tables: dict[str, Table], backends: tuple[str, ...]) -> Cells:
+    """All suites in a few lines: geomeans."""
+    ours = challenger(backends)
+    rows: Cells = [["what", "rows", "geomean"]]
+    for suite, table in tables.items():
+        if suite != "compile":
+            pairs = [(b, EAGER) for b in backends if b != EAGER]
+            pairs += [(ours, REFERENCE)] if ours and REFERENCE in backends else []
+            rows += [[f"{suite}: speed of {b} over {base}", str(len(table)),
+                      mean_text(table, base, b)] for b, base in pairs]  # fmt: skip
+            continue
+        models = [row for name, row in table.items() if name != FIRST_EVER]
+        for state in ("cold", "warm") if ours and REFERENCE in backends else ():
+            found = [r for row in models if (r := extra_ratio(row, ours or "", state)) is not None]
+            text = ratio_text(geomean(found)) if found else "-"
+            rows.append([f"{state} start: seconds of {ours} over {REFERENCE}'s",
+                         str(len(models)), text])  # fmt: skip
+    return rows
+
+
 def challenger(backends: tuple[str, ...]) -> str | None:
     """The backend compared with the reference: the last that is neither it nor eager."""
     others = [b for b in backends if b not in (EAGER, REFERENCE)]
@@ -157,8 +177,16 @@ def one_line(name: str, row: Row) -> str:
 
 
 def show(console: Console, suite: str, table: Table, backends: tuple[str, ...]) -> None:
-    head, *rows = FORMATS[suite](table, backends)
-    out = RichTable(title=TITLES[suite], title_justify="left")
+    _show(console, TITLES[suite], FORMATS[suite](table, backends))
+
+
+def show_summary(console: Console, tables: dict[str, Table], backends: tuple[str, ...]) -> None:
+    _show(console, "summary", summary_cells(tables, backends))
+
+
+def _show(console: Console, title: str, cells: Cells) -> None:
+    head, *rows = cells
+    out = RichTable(title=title, title_justify="left")
     for i, text in enumerate(head):
         out.add_column(text, justify="left" if i == 0 else "right")
     for i, row in enumerate(rows):
@@ -169,9 +197,10 @@ def show(console: Console, suite: str, table: Table, backends: tuple[str, ...]) 
 def markdown(header: dict[str, Any], tables: dict[str, Table], backends: tuple[str, ...]) -> str:
     lines = [f"# Measurement of {header['date']}", ""]
     lines += [f"- {key}: {value}" for key, value in header.items()]
-    for suite, table in tables.items():
-        head, *rows = FORMATS[suite](table, backends)
-        lines += ["", f"## {TITLES[suite].capitalize()}", ""]
+    parts = {"summary": summary_cells(tables, backends)}
+    parts |= {TITLES[suite]: FORMATS[suite](table, backends) for suite, table in tables.items()}
+    for title, (head, *rows) in parts.items():
+        lines += ["", f"## {title.capitalize()}", ""]
         lines += [pipe(head), pipe(["---", *("---:" for _ in head[1:])]), *map(pipe, rows)]
     wrong = failures(tables)
     if wrong:

@@ -337,7 +337,10 @@ def _route(ctx: Lowering, grad: Tensor, indices: Tensor, into: Size,
     lead = grad.rank - len(axes)
     source = grad.to(compute_type(grad.dtype))
     covers = [axis.covers for axis in axes]
-    if _unrolled(covers, GATHER_LIMIT) is None:
+    # A CPU adds one element as fast as it looks at one place it might have gone to (windows of
+    # nine, 8x48x48x48: 22 ms looking, under 1 ms adding; AVX2, one thread, 2026-11-15).
+    most = 1 if source.device.type == "cpu" else GATHER_LIMIT
+    if _unrolled(covers, most) is None:
         flat = _scattered(ctx, source, indices, into, lead, "add")
         return flat.to(grad.dtype)
     strides = ix.contiguous_strides(into[lead:])

@@ -105,24 +105,27 @@ COMPUTED_INDEX = 16  # work from which on an index is a computation rather than 
 def cost(body: Expr) -> tuple[int, int]:
     """(arithmetic in additions, number of loads), each distinct node once; index sums are free.
 
-    Where a position decides which of several operands is used, one of them is: the average.
+    Where a position decides which of several operands is used, one of them is: the average. Where
+    a value decides, all are looked at.
     """
     return body.memo("cost", _cost)
 
 
 def _cost(body: Expr) -> tuple[int, int]:
-    work, reads = 0, 0
+    work, reads, always = 0, 0, 0
     masks: set[Expr] = set()
     for node in walk(body):
         if node.op == "load":
-            reads += 1
-            masks.update(node.src[1:])
+            by_value = len(node.src) > 1 and bool(buffers(node.src[1]))
+            reads += not by_value
+            always += by_value
+            masks.update(() if by_value else node.src[1:])
         elif node.op in TABLE:
             work += TABLE[node.op].cost
         elif node.op in INDEX_OPS and node.op not in ("iadd", "imul"):
             work += 2
     choices = max(len(masks), 1)
-    return work // choices, -(-reads // choices)
+    return (work if always else work // choices), -(-reads // choices) + always
 
 
 def is_stored(t: Tensor) -> bool:
