@@ -263,6 +263,11 @@ coordinate_descent_tuning: bool = option(
 class Triton(Group):
     """Triton kernels and how they are launched."""
 
+    enable_persistent_tma_matmul: bool = option(
+        False,
+        "Offer products whose operands the card fetches through tensor descriptors (sm_90 on).",
+        affects_code=True,
+    )
     cudagraphs: bool = option(
         False, "Record the launches of a program in a CUDA graph and replay it.", affects_code=True
     )

@@ -28,7 +28,7 @@ PROVIDER = TritonProvider()
 
 @pytest.fixture(autouse=True)
 def _tuning() -> Iterator[None]:
-    with config.patch(max_autotune=True):
+    with config.patch({"max_autotune": True, "triton.enable_persistent_tma_matmul": True}):
         yield
 
 

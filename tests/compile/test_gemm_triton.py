@@ -25,7 +25,7 @@ ROW = GemmConfig(4, 16, 32, 2, 4)
 
 @pytest.fixture(autouse=True)
 def _tuning() -> Iterator[None]:
-    with config.patch(max_autotune=True):
+    with config.patch({"max_autotune": True, "triton.enable_persistent_tma_matmul": True}):
         yield
 
 
@@ -205,6 +205,8 @@ def test_descriptors_need_aligned_rows() -> None:
     assert "16 bytes" in template.limits(odd.problem)
     even = problem("mm", torch.randn(21, 16).half(), torch.randn(16, 32).half())
     assert template.limits(even.problem) == ""
+    with config.patch({"triton.enable_persistent_tma_matmul": False}):
+        assert "is off" in template.limits(even.problem)
     older = replace(even.problem, target=Target("sm_89"))
     assert "Hopper" in template.limits(older)
     dynamic = problem("mm", torch.randn(21, 16).half(), torch.randn(16, 32).half(), dynamic=(21,))

@@ -145,10 +145,11 @@ class Bench:
         return _wrong(self.case, self.made[0], self.operands[0]) or microseconds(run, len(given))
 
 
-def measure(name: str, most: int, write: Callable[[dict[str, Any]], None]) -> str:
+def measure(name: str, most: int, only: str, write: Callable[[dict[str, Any]], None]) -> str:
     case = CASES[name]
     bench = Bench(case)
-    found = list(TritonProvider().candidates(bench.made[0].problem, "max"))[:most]
+    every = TritonProvider().candidates(bench.made[0].problem, "max")
+    found = [c for c in every if only in c.name][:most]
     kernels = [c.kernel() for c in found]
     for kernel in kernels:  # all are under way before the first is waited for
         assert isinstance(kernel.source, TritonSource)
@@ -179,14 +180,15 @@ def measure(name: str, most: int, write: Callable[[dict[str, Any]], None]) -> st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=40)
+    parser.add_argument("--only", default="", help="candidates with this in their name")
     parser.add_argument("--out", default="")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with config.patch(max_autotune=True):
+    with config.patch({"max_autotune": True, "triton.enable_persistent_tma_matmul": True}):
         for name in options.names or list(CASES):
             start = time.perf_counter()
-            print(measure(name, options.most, rows.append), flush=True)
+            print(measure(name, options.most, options.only, rows.append), flush=True)
             print(f"  ({time.perf_counter() - start:.1f} s)", flush=True)
             if options.out:
                 with open(options.out, "w") as file:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tilewright import config
 from tilewright.codegen.triton.emit import Writer
 from tilewright.codegen.triton.kernel import BAD_INDEX, coarse, narrow, valued
 from tilewright.codegen.triton.shape import Axis
@@ -432,6 +433,8 @@ def keeps_zero(value: Expr, k: Expr) -> bool:
 
 def tma_limits(problem: GemmProblem) -> str:
     """Why operands cannot be read through tensor descriptors, or an empty string."""
+    if not config.triton.enable_persistent_tma_matmul:
+        return "triton.enable_persistent_tma_matmul is off"
     if problem.target.capability < (9, 0):
         return "cards before Hopper have no tensor descriptors"
     if any(n.op == "index" for s in problem.epilogue for n in walk(*s.exprs)):

@@ -30,6 +30,7 @@ from tilewright.runtime.triton_build import TritonConfig, TritonSource
 
 FEWEST_SMS = 68  # a smaller card is better served by its libraries
 MOST: dict[Effort, int | None] = {"none": 1, "quick": 8, "default": 20, "max": None}
+_FETCHED = 0.95  # of the time, when the card fetches operands by itself
 _RESULTS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _OPERANDS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
@@ -157,7 +158,8 @@ def _all(problem: GemmProblem) -> Iterator[tuple[TritonTemplate, GemmConfig, flo
         found = heuristics.get_template_heuristic(template.uid, "cuda", problem.op)
         dot = not isinstance(found, MMTemplateHeuristic) or found.dot
         for chosen in found.get_template_configs(problem):
-            yield template, chosen, heuristics.estimate(problem, chosen, dot)
+            time = heuristics.estimate(problem, chosen, dot, template.persistent)
+            yield template, chosen, time * (_FETCHED if template.tma else 1.0)
 
 
 @functools.cache
