@@ -309,7 +309,7 @@ def test_settings_are_part_of_the_key(fake: Fake, monkeypatch: pytest.MonkeyPatc
     half = [laid("row", *s, torch.bfloat16) for s in ((4, 6), (6, 5), (4, 5))]
     full = [laid("row", *s) for s in ((4, 6), (6, 5), (4, 5))]
     before = [only(case("mm", *t).problem) for t in (half, full)]
-    monkeypatch.setattr(provider, "_tf32", lambda: True)
+    monkeypatch.setattr(provider, "takes_tf32", lambda: True)
     settings = torch.backends.cuda.matmul
     settings.allow_bf16_reduced_precision_reduction = False
     try:

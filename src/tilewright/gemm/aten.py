@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewright.gemm.problem import GemmProblem
+from tilewright.gemm.problem import GemmProblem, takes_tf32
 from tilewright.gemm.provider import Argument, Effort, Kernel, register
 from tilewright.gemm.roofline import roofline
 from tilewright.ir import index as ix
@@ -68,7 +68,7 @@ class AtenCandidate:
     @property
     def key(self) -> str:
         return store.key("aten", self.problem.key, torch.__version__,
-                         torch.get_float32_matmul_precision())  # fmt: skip
+                         str(takes_tf32()))  # fmt: skip
 
     def kernel(self) -> Kernel:
         p = self.problem

@@ -19,7 +19,7 @@ from tilewright.errors import NoValidChoicesError
 from tilewright.gemm import aten, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
-from tilewright.gemm.problem import GemmProblem, Operand
+from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
 from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
 from tilewright.gemm.providers import enabled
 from tilewright.gemm.roofline import loop_time
@@ -167,7 +167,7 @@ class _Chooser:
     def _key(self) -> str:
         problems = [f.problem.key for f in (self.site.bare, *self.site.fusions)]
         return store.key("site", *problems, repr(config.code_key()),
-                         torch.get_float32_matmul_precision())  # fmt: skip
+                         str(takes_tf32()))  # fmt: skip
 
     def _measurable(self) -> bool:
         return self.device.type == "cpu" or torch.cuda.is_available()

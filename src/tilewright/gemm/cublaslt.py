@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilewright.gemm.problem import GemmProblem
+from tilewright.gemm.problem import GemmProblem, takes_tf32
 from tilewright.gemm.provider import Argument, Effort, Kernel, register
 from tilewright.gemm.roofline import roofline
 from tilewright.ir import index as ix
@@ -347,7 +347,7 @@ def _arithmetic(p: Product) -> tuple[int, int, int] | str:
     if pair == out == torch.float64:
         return lt.COMPUTE_64F, types[torch.float64], lt.REDUCTION_ANY
     if pair == out == torch.float32:
-        compute = lt.COMPUTE_32F_FAST_TF32 if _tf32() else lt.COMPUTE_32F
+        compute = lt.COMPUTE_32F_FAST_TF32 if takes_tf32() else lt.COMPUTE_32F
         return compute, types[torch.float32], lt.REDUCTION_ANY
     if pair == torch.int8 and out == torch.int32 and p.alpha == 1 and not p.terms:
         return lt.COMPUTE_32I, types[torch.int32], lt.REDUCTION_ANY
@@ -358,11 +358,6 @@ def _arithmetic(p: Product) -> tuple[int, int, int] | str:
         reduction = lt.REDUCTION_ANY if reduced else lt.REDUCTION_COMPUTE_TYPE
         return lt.COMPUTE_32F, types[torch.float32], reduction
     return f"no product of {p.left.dtype} and {p.right.dtype} to {out}"
-
-
-def _tf32() -> bool:
-    # not `allow_tf32`: it refuses to answer once this newer setting was used
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 # ---- candidates

@@ -18,7 +18,7 @@ import torch
 
 from tilewright import config
 from tilewright.codegen.triton.configs import clamp, power
-from tilewright.gemm.problem import GemmProblem, Operand
+from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
 from tilewright.ir import index as ix
 
 MOST_REGISTERS = 255  # a thread can have
@@ -183,7 +183,7 @@ def rate(problem: GemmProblem) -> float:
     """How fast the matrix units are on the problem's operands, of what they do on two bytes."""
     dtype = problem.operands[0].dtype
     if dtype == torch.float32:
-        return 0.45 if torch.get_float32_matmul_precision() != "highest" else 0.06
+        return 0.45 if takes_tf32() else 0.06
     return 2.0 if dtype.itemsize == 1 else 1.0
 
 

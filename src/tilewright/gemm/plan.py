@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tilewright.gemm.fuse import Fusion
+from tilewright.gemm.problem import takes_tf32
 from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
 from tilewright.ir import index as ix
 from tilewright.ir.program import Buffer
@@ -259,6 +260,6 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and takes_tf32():
         return _TF32
     return _TOLERANCE[dtype]

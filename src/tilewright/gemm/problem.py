@@ -185,6 +185,12 @@ class GemmProblem:
         return f"{self.op} {size} {kind}{fused}{' + epilogue' if self.epilogue else ''}"
 
 
+def takes_tf32() -> bool:
+    """Whether float32 products may be computed with ten bits, as torch is set at this moment. Read
+    where setting it through either of torch's interfaces shows, and nothing raises."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 # ---- what it means
 
 _PRODUCTS: dict[str, Any] = {

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tilewright.gemm.problem import GemmProblem
+from tilewright.gemm.problem import GemmProblem, takes_tf32
 from tilewright.ir import index as ix
 from tilewright.ir.program import Buffer
 from tilewright.target import Target
@@ -40,7 +40,7 @@ def flops(target: Target, dtype: torch.dtype) -> float:
     if not target.is_gpu:
         return _CPU_FLOPS * 4 / max(dtype.itemsize, 4) * torch.get_num_threads()
     table = _FLOPS.get(target.arch, _FLOPS["sm_80"])
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and takes_tf32():
         return table[torch.float16] / 2
     return table.get(dtype, table[torch.float16])
 

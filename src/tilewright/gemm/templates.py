@@ -42,7 +42,7 @@ from tilewright.gemm.hooks import (
     limits,
     tma_limits,
 )
-from tilewright.gemm.problem import GemmProblem, Op
+from tilewright.gemm.problem import GemmProblem, Op, takes_tf32
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
@@ -226,7 +226,7 @@ def tiles_of(problem: GemmProblem, config: GemmConfig) -> Expr:
 def allow_tf32(problem: GemmProblem) -> bool:
     """Whether float32 operands are rounded to TF32: as torch is told for its own products."""
     is_wide = problem.operands[0].dtype == torch.float32
-    return is_wide and torch.get_float32_matmul_precision() != "highest"
+    return is_wide and takes_tf32()
 
 
 _generated: dict[str, Rendered] = {}
