@@ -16,7 +16,7 @@ from tests.compile.fake_cublaslt import Fake
 from tests.problems import Case, case, fused, linear, numbers, whole
 from tilewright.gemm import cublaslt as provider
 from tilewright.gemm.cublaslt import CublasLt, LtCandidate, LtSource
-from tilewright.gemm.problem import GemmProblem, loops, plain
+from tilewright.gemm.problem import GemmProblem, loops, plain, takes_tf32
 from tilewright.gemm.provider import PROVIDERS, Effort
 from tilewright.ir import build
 from tilewright.ir.expr import Expr, load, sym
@@ -325,9 +325,9 @@ def test_tf32_follows_torch() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert provider._tf32()
+        assert takes_tf32()
         torch.set_float32_matmul_precision("highest")
-        assert not provider._tf32()
+        assert not takes_tf32()
     finally:
         torch.set_float32_matmul_precision(before)
 
