@@ -106,7 +106,7 @@ def test_several_fusions_share_nothing() -> None:
     )  # fmt: skip
     kernel = kernel_of(made, "mm", GemmConfig(32, 64, 32, 2, 4))
     assert kernel.source.text.count("1.10000") == 3
-    assert [n for _, n in kernel.arguments] == ["x", "y", "out"]
+    assert [n for _, n in kernel.arguments] == ["out", "x", "y"]
     interpret(made, kernel)
     close(made, product(x - 1.1, y + 1.1) * 1.1, "out")
 
