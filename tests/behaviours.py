@@ -37,7 +37,10 @@ GROUPS: dict[str, tuple[str, int]] = {
 }
 """Prefix of the ids, what they are about, how many there are."""
 
-DOES_NOT_APPLY: dict[str, str] = {}
+DOES_NOT_APPLY: dict[str, str] = {
+    "MP-2": "host programs are Python: a tensor carved out of a pool keeps the pool alive itself",
+    "MP-3": "programs are not packaged ahead of time; the size of a pool is computed at each call",
+}
 """Behaviours of the reference's own structure that ours does not have, and why."""
 
 

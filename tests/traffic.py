@@ -17,6 +17,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask
 
 from tests import kernels as user
 from tilewright import config, metrics
@@ -281,6 +282,21 @@ def copies_and_sum(x: Tensor) -> tuple[Tensor, ...]:
     return x.sum(), x * 2, (x * 2).t().contiguous()
 
 
+def block_mask() -> tuple[Tensor, ...]:
+    """Which blocks of 1024 positions, in a box of 4 x 16 x 16, have others within two steps."""
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        inside = q >= 0
+        for step, size in ((256, 4), (16, 16), (1, 16)):
+            mine, other = q // step % size, k // step % size
+            inside = inside & ((other - mine.clamp(2, size - 3)).abs() <= 2)
+        return inside
+
+    device = torch.empty(()).device
+    made = create_block_mask(near, None, None, 1024, 1024, device=device, BLOCK_SIZE=128)
+    return tuple(t for t in made.as_tuple() if isinstance(t, Tensor))
+
+
 # ---- the cases
 
 CASES = [
@@ -351,6 +367,7 @@ CASES = [
          "f32[4,2048,4096] f32[1] f32[4096] f32[4096]", floor=67117058),
     Case("PF-29 keepdim", 100663298, scaled_and_most_kept, "f32[4,2048,4096] f32[1]",
          floor=67108866, bound=67109890),
+    Case("PF-30", 209714, block_mask, floor=288),
     # grouping when not everything fits; every op is a buffer of its own
     Case("PF-31", 700, choice1, "f32[10,10]", floor=600, bound=600, options=EVERY_OP),
     Case("PF-32", 620, choice2, "f32[10,10]", floor=420, bound=420, options=EVERY_OP),

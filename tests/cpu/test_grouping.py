@@ -3,6 +3,7 @@ computes what eager does."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import var
 from tilewright.ir.program import Program, Store
+from tilewright.schedule import improve
 from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Search
 from tilewright.schedule.order import Order
+from tilewright.schedule.plan import schedule
 
 cat = torch.cat
 
@@ -377,3 +380,44 @@ def test_effort_grows_with_the_graph() -> None:
         return sum(search.tries.values()) + search.order.work
 
     assert effort(600) <= 2.3 * effort(300)
+
+
+def fan(count: int) -> Program:
+    """Many readers of one argument, each with a library call of its own."""
+    b = Build()
+    x, made = b.input(16, 16), list[str]()
+    i, j = b.loops(16, 16)
+    for _ in range(count // 2):
+        product, made_here = b.buffer((16, 16)), b.buffer((16, 16))
+        b.call(torch.ops.aten.mm.default, (b.view(x), b.view(x)), product)
+        value = build.op("add", b.at(x, i, j), b.at(product, j, i))
+        b.nest([i, j], Store(made_here, b.index(x, i, j), value))
+        made.append(made_here)
+    return b.returns(*made)
+
+
+@pytest.mark.parametrize("program", [ladder, fan])
+def test_the_whole_schedule_grows_with_the_graph(
+    program: Callable[[int], Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of functions while a program is scheduled, memory included. What is bounded however
+    large the graph is has its bound reached early here."""
+    monkeypatch.setattr(improve, "MOST_TRIALS", 4)
+    monkeypatch.setattr(config, "max_fusion_size", 8)
+
+    def effort(count: int) -> int:
+        given, calls = program(count), 0
+
+        def seen(frame: object, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(seen)
+        try:
+            schedule(given)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    effort(50)
+    assert effort(200) <= 2.3 * effort(100)

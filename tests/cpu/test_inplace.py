@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.library import custom_op
 
 from tests.programs import check, compiled, copy, fresh_compiler, same
@@ -73,6 +74,16 @@ def add_one_to_all(tensors: Sequence[Tensor]) -> None:
         t.add_(1)
 
 
+sin_in_order = custom_op("tilewright_inplace::sin_in_order", sin_into._init_fn,
+                         mutates_args={"out"})  # fmt: skip
+sincos_in_order = custom_op("tilewright_inplace::sincos_in_order", sincos_into._init_fn,
+                            mutates_args={"first", "second"})  # fmt: skip
+add_one_in_order = custom_op("tilewright_inplace::add_one_in_order", add_one_to_all._init_fn,
+                             mutates_args={"tensors"})  # fmt: skip
+for op in (sin_in_order, sincos_in_order, add_one_in_order):
+    _register_effectful_op(op._opoverload, _EffectType.ORDERED)
+
+
 class Ran:
     """What one compilation did: elements moved, allocations in the host program, copies missed."""
 
@@ -95,6 +106,8 @@ INDEX = torch.tensor([1, 3])
 
 
 def test_ri_1_what_is_still_observable_is_copied() -> None:
+    """RI-1"""
+
     def live(x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
         a = x @ x
         return a, aten.index_put(a, (i,), a.new_ones(()))
@@ -111,6 +124,8 @@ def test_ri_1_what_is_still_observable_is_copied() -> None:
 
 
 def test_ri_2_a_dying_value_and_an_argument_with_copy_back_are_changed_in_place() -> None:
+    """RI-2"""
+
     def inner(x: Tensor, i: Tensor) -> Tensor:
         return aten.index_put(x @ x, (i,), x.new_ones(()))
 
@@ -124,6 +139,8 @@ def test_ri_2_a_dying_value_and_an_argument_with_copy_back_are_changed_in_place(
 
 
 def test_ri_3_missed_opportunities_are_counted() -> None:
+    """RI-3"""
+
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         a = x @ x
         b = a.clone()
@@ -142,6 +159,8 @@ def test_ri_3_missed_opportunities_are_counted() -> None:
 
 
 def test_ri_4_other_views_block_only_if_they_are_read_later() -> None:
+    """RI-4"""
+
     def unread(x: Tensor) -> Tensor:
         base = x @ x
         view = base[0]
@@ -166,6 +185,8 @@ def test_ri_4_other_views_block_only_if_they_are_read_later() -> None:
 
 
 def test_ri_5_many_mutations_never_clone() -> None:
+    """RI-5"""
+
     def chain(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         for _ in range(4):
@@ -184,6 +205,8 @@ def test_ri_5_many_mutations_never_clone() -> None:
 
 
 def test_ri_6_a_list_of_views_of_one_base() -> None:
+    """RI-6"""
+
     def function(x: Tensor) -> Tensor:
         base = x @ x
         add_one_to_all([base[0], base[1:]])
@@ -191,6 +214,34 @@ def test_ri_6_a_list_of_views_of_one_base() -> None:
 
     ran = Ran(function, torch.randn(3, 3))
     assert (ran.missed, ran.allocations) == (0, 0)
+
+
+def test_ri_8_ops_with_an_order_of_effects() -> None:
+    """RI-8: one written argument, several, a list; and views of views that are copied back."""
+
+    def single(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        sin_in_order(x, out)
+        return out + 1
+
+    def several(x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = torch.empty_like(x), torch.empty_like(x)
+        sincos_in_order(x, a, b)
+        return a, b
+
+    def listed(x: Tensor) -> Tensor:
+        base = x @ x
+        add_one_in_order([base[0], base[1:]])
+        return base
+
+    def views(x: Tensor) -> Tensor:
+        x.view(-1)[2:].view(2, -1).t()[1:].mul_(2)
+        return x
+
+    for function, allocations in ((single, 1), (several, 2), (listed, 0)):
+        ran = Ran(function, torch.randn(4, 4))
+        assert (ran.missed, ran.allocations) == (0, allocations), function
+    Ran(views, torch.randn(4, 4))
 
 
 # ---- numbers (PF)

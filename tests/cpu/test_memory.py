@@ -110,6 +110,7 @@ def test_what_was_saved_for_backward_is_overwritten() -> None:
 
 
 def test_mp_6_a_new_version_of_a_buffer_allocates_nothing() -> None:
+    """MP-6"""
     b = Build()
     x, first, last = b.input(512), b.buffer((512,)), b.buffer((512,))
     (i,) = b.loops(512)
@@ -130,6 +131,7 @@ def wide(x: Tensor, *ws: Tensor) -> list[Tensor]:
 
 
 def test_mp_5_the_order_with_the_lowest_peak_is_taken() -> None:
+    """MP-5"""
     inputs = [torch.randn(32, 32) for _ in range(7)]
     with config.patch(reorder_for_peak_memory=False):
         plan = plan_of(wide, *inputs)
@@ -160,6 +162,7 @@ def _respects(facts: Facts, order: list[int]) -> None:
 def test_mp_5_every_order_gives_the_same_results(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """MP-5"""
     monkeypatch.setattr(Facts, "peak", lambda self, order: 0 if order == mine(self) else 1)
     mine = ORDERS[name]
     with config.patch(fx_graph_cache=False):
@@ -168,6 +171,8 @@ def test_mp_5_every_order_gives_the_same_results(
 
 
 def test_mp_9_conditional_subgraphs_keep_their_order() -> None:
+    """MP-9"""
+
     def function(p: Tensor, x: Tensor) -> Tensor:
         a = torch.cond(p, lambda t: t.sin(), lambda t: t.cos(), (x,))
         b = torch.cond(p, lambda t: t + 1, lambda t: t - 1, (x,))
@@ -188,6 +193,7 @@ def three_alive(x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_mp_1_buffers_alive_at_once_come_from_one_pool(dynamic: bool) -> None:
+    """MP-1"""
     with config.patch(memory_planning=True):
         text = host(three_alive, torch.randn(5, 5), torch.randn(5, 5), dynamic=dynamic)
     assert len(re.findall(r"pool\d+ = empty", text)) == 1
@@ -197,6 +203,8 @@ def test_mp_1_buffers_alive_at_once_come_from_one_pool(dynamic: bool) -> None:
 
 
 def test_mp_4_a_pool_of_unknown_size_waits_for_it() -> None:
+    """MP-4"""
+
     def function(x: Tensor) -> Tensor:
         kept = x[x > 0]
         return kept.cumsum(0).flip(0).cumsum(0).sin()
@@ -214,6 +222,8 @@ def test_mp_4_a_pool_of_unknown_size_waits_for_it() -> None:
 
 
 def test_mp_10_dead_buffers_are_reused_and_live_slices_are_not() -> None:
+    """MP-10"""
+
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         whole = torch.cat([x @ y, y @ x])
         first = whole[:5]
@@ -228,6 +238,8 @@ def test_mp_10_dead_buffers_are_reused_and_live_slices_are_not() -> None:
 
 
 def test_mp_7_reductions_of_two_products_do_not_keep_both_alive() -> None:
+    """MP-7"""
+
     def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return (a @ c).sum(-1) + (b @ c).sum(-1)
 
@@ -240,6 +252,8 @@ def test_mp_7_reductions_of_two_products_do_not_keep_both_alive() -> None:
 
 @pytest.mark.parametrize(("most", "kernels"), [(None, 1), (3, 2), (2, 3)])
 def test_mp_8_a_cap_on_bytes_read_splits_a_long_chain(most: int | None, kernels: int) -> None:
+    """MP-8"""
+
     def function(x: Tensor, *ys: Tensor) -> Tensor:
         total = torch.zeros_like(x)
         for y in ys:

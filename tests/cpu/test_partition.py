@@ -213,7 +213,7 @@ def test_training_counts_do_not_depend_on_a_second_compilation() -> None:
 
 
 def test_ri_7_an_uninitialised_tensor_is_made_again() -> None:
-    """What the backward pass writes into is not kept from the forward pass."""
+    """RI-7: What the backward pass writes into is not kept from the forward pass."""
     case = next(c for c in TRAINED if c.name == "PF-58")
     assert count(case).nodes == (9, 9)  # no kernel fills or copies it
 

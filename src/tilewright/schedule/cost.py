@@ -73,9 +73,10 @@ class Prices:
     def __init__(self, buffers: Mapping[str, Buffer], visible: set[str],
                  total: Mapping[str, int]) -> None:  # fmt: skip
         self.total = total
-        self.keep = {b for b in buffers if b in visible or buffers[b].kind != "temporary"}
-        self.whole = {b: max(hint_product(buffer.size), 0) for b, buffer in buffers.items()}
-        self.item = {b: buffer.dtype.itemsize for b, buffer in buffers.items()}
+        known = [b for b in total if b in buffers]  # a part of a program has few of them
+        self.keep = {b for b in known if b in visible or buffers[b].kind != "temporary"}
+        self.whole = {b: max(hint_product(buffers[b].size), 0) for b in known}
+        self.item = {b: buffers[b].dtype.itemsize for b in known}
 
     def of(self, buffer: str, touch: Touch) -> int:
         """Bytes one group moves of one buffer; none of what only it uses."""

@@ -25,6 +25,7 @@ from tilewright.schedule.legality import conflict
 from tilewright.schedule.loops import is_fold, replace_exprs
 from tilewright.schedule.sizes import hint, hint_bytes
 
+MOST_DONORS = 8  # dying values that a buffer is tried in the place of
 FARTHEST = 64  # steps for which dead memory may be kept for a later buffer
 
 
@@ -119,7 +120,8 @@ def _overwritten(program: Program, group: Group, buffer: str,
     mine = program.buffers[buffer]
     writer = next(k for k, m in enumerate(group.members) if buffer in m.writes)
     later = {b for m in group.members[writer + 1 :] for b in m.reads}
-    for donor in donors:
+    near = group.members[writer].reads
+    for donor in sorted(donors, key=lambda d: d not in near)[:MOST_DONORS]:
         theirs = program.buffers[donor]
         if donor in later or theirs.dtype != mine.dtype or not same_bytes(mine, theirs):
             continue
