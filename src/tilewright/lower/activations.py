@@ -16,7 +16,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.lower import formula as f
 from tilewright.lower.context import Lowering
-from tilewright.lower.promote import KIND, elementwise, promoted
+from tilewright.lower.promote import KIND, compute_type, elementwise, promoted
 from tilewright.lower.table import LoweringFn, Unsupported, lowers
 from tilewright.lower.tensor import Tensor, from_indices, view
 
@@ -260,7 +260,7 @@ def prelu_backward(ctx: Lowering, g: Tensor, x: Tensor, weight: Tensor) -> tuple
 
 @lowers(aten.logit.default)
 def logit(ctx: Lowering, x: Tensor, eps: float | None = None) -> Tensor:
-    dtype = promoted(ctx, (x,), KIND.INT_TO_FLOAT)[1]
+    dtype = _between(x, promoted(ctx, (x,), KIND.INT_TO_FLOAT)[1])
 
     def body(a: Expr) -> Expr:
         if eps is not None and eps >= 0:
@@ -274,16 +274,23 @@ def logit(ctx: Lowering, x: Tensor, eps: float | None = None) -> Tensor:
 
 @lowers(aten.logit_backward.default)
 def logit_backward(ctx: Lowering, g: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
+    dtype = _between(x, x.dtype)
+
     def body(d: Expr, a: Expr) -> Expr:
-        rest = f.rounded(f.sub(1.0, a), x.dtype)
-        slope = f.div(d, f.rounded(f.mul(a, rest), x.dtype))
+        rest = f.rounded(f.sub(1.0, a), dtype)
+        slope = f.div(d, f.rounded(f.mul(a, rest), dtype))
         if eps is None or eps < 0:
             return f.where(f.either(f.lt(a, 0.0), f.gt(a, 1.0)), math.nan, slope)
-        low = f.rounded(f.like(eps, a), x.dtype)
-        high = f.rounded(f.sub(1.0, low), x.dtype)
+        low = f.rounded(f.like(eps, a), dtype)
+        high = f.rounded(f.sub(1.0, low), dtype)
         return f.where(f.either(f.lt(a, low), f.gt(a, high)), 0.0, slope)
 
     return elementwise(ctx, body, g, x)
+
+
+def _between(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What eager rounds to on the way: the CPU's kernels their own type, a card's do not."""
+    return dtype if x.device.type == "cpu" else compute_type(dtype)
 
 
 # ---- gated linear unit: one half gates the other

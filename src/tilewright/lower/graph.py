@@ -262,6 +262,8 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
     if len(t.size) != fake.dim():
         raise LoweringError(f"{node.target} was lowered to rank {len(t.size)}, the graph says "
                             f"{fake.dim()}", site=at_node(node))  # fmt: skip
+    if t.device != fake.device and not is_stored(t):  # made of numbers alone, which are nowhere
+        t = replace(t, device=fake.device)
     if storage_of(fake) in ctx.shared:
         return _claim(ctx, t, fake)
     if holder is not None and should_store(ctx, holder, t):

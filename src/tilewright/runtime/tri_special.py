@@ -356,7 +356,7 @@ def digamma(x):
     r = reflected + shifted + libdevice.log(y) - 0.5 / y - z * polynomial(z, DIGAMMA)
     r = tl.where(x == INF, INF, r)
     r = tl.where(pole | (x == -INF), NAN, r)
-    return tl.where(x == 0.0, libdevice.copysign(x * 0.0 + INF, -x), r)
+    return tl.where(x == 0.0, libdevice.copysign(x * 0.0 + INF, x * -1.0), r)
 
 
 @jit

@@ -224,7 +224,8 @@ OPS: dict[str, Callable[..., str]] = {
     "pow": lambda e, a, b: f"libdevice.pow({a}, {b})" if e.dtype.is_floating_point
     else f"tri.int_pow({a}, {b})",
     "gcd": _call("tri.gcd"),
-    "neg": lambda e, a: f"(-{a})",
+    # Triton's minus is a difference from zero, which has no sign where zero is taken from zero
+    "neg": lambda e, a: f"({a} * -1.0)" if e.dtype.is_floating_point else f"(-{a})",
     "abs": _unless_bool("tl.abs({a})"),
     "sign": _unless_bool("tri.sign({a})"),
     "signbit": _signbit,
