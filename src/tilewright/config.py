@@ -248,6 +248,11 @@ inductor_default_autotune_rep: int = option(
 enable_caching_generated_triton_templates: bool = option(
     True, "Accepted and ignored: equal problems are rendered once.", affects_code=False
 )
+shape_padding: bool = option(
+    True,
+    "Let a product on a card be tried with operands copied to rows that start where it can load.",
+    affects_code=True,
+)
 deterministic: bool = option(
     False,
     "Measure nothing: a library's call, or else the first candidate, is taken.",

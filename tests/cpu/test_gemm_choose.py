@@ -16,15 +16,18 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from tests.cpu.test_gemm_fuse import PROGRAMS, evaluated, filled, site
 from tests.programs import compiled
-from tilewright import metrics
+from tilewright import config, metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import provider, providers
+from tilewright.gemm import aten, provider, providers
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Effort, Kernel
 from tilewright.host.spare import Spare
 from tilewright.ir import index as ix
 from tilewright.ir.program import Buffer, Store
 from tilewright.runtime import store
+from tilewright.runtime.cxx import CxxSource
+from tilewright.runtime.triton_build import TritonSource
+from tilewright.target import Target
 from tilewright.testing import fresh_cache, run_and_get_code
 
 calls: list[str] = []
@@ -244,6 +247,32 @@ def test_a_spent_budget_is_gone_on_with(register: Callable[[ToyProvider], None])
         torch._dynamo.reset()
         compiled(layer, options=options)(*args)
         assert metrics.cache_misses == misses + 1
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_padded_operands_give_the_same_product(batch: tuple[int, ...]) -> None:
+    """PD-7: rows of odd lengths, and a transposed operand."""
+    x, y = torch.randn(*batch, 13, 21), torch.randn(*batch, 11, 21)
+    problem = site(lambda x, y: x @ y.transpose(-1, -2), x, y).bare.problem
+    kernel = aten.PaddedCandidate(problem).kernel()
+    out = torch.empty(*batch, 13, 11)
+    memory = {"a": x, "b": y, "c": out}
+    assert not isinstance(kernel.source, CxxSource | TritonSource)
+    kernel.source(*(memory[name] for _, name in kernel.arguments))
+    torch.testing.assert_close(out, x @ y.transpose(-1, -2))
+
+
+def test_padding_is_offered_where_rows_start_anywhere() -> None:
+    """PD-7, MA-K16: for a card, for large products, and not against the option."""
+    problem = site(
+        lambda x, y: x @ y, torch.empty(2049, 2047), torch.empty(2047, 2051)
+    ).bare.problem
+    card = replace(problem, target=Target("sm_90"))
+    names = [c.name for c in aten.Aten().candidates(card, "default")]
+    assert names == ["mm", "padded_mm"]
+    assert len(aten.Aten().candidates(problem, "default")) == 1
+    with config.patch(shape_padding=False):
+        assert len(aten.Aten().candidates(card, "default")) == 1
 
 
 def test_what_is_needed_elsewhere_is_stored_too(register: Callable[[ToyProvider], None]) -> None:

@@ -116,8 +116,8 @@ class _Chooser:
         winner, why = self._winner()
         metrics.counters["gemm"][winner.provider] += 1
         decisions.append(Decision(self._title(), str(winner), why))
-        if winner.provider == "ATEN":
-            return self.groups
+        if isinstance(winner.candidate, aten.AtenCandidate):
+            return self.groups  # it is called already
         return self._replaced(winner, why)
 
     # ---- deciding
