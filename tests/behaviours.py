@@ -13,6 +13,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ID = re.compile(r"\b((?:MA-[A-Q]|MP-|RI-|LO-|RD-|OS-|CK-|PD-|GB-|UT-|CG-)\d+)\b")
 
+NAMED = re.compile(r"def test_((?:ma|mp|ri|lo|rd|os|ck|pd|gb|ut|cg)_[a-z0-9_]+)")
+
 GROUPS: dict[str, tuple[str, int]] = {
     "MA-A": ("modes and options", 13),
     "MA-B": ("choices for products", 14),
@@ -62,14 +64,25 @@ def ids() -> list[str]:
     return [f"{prefix}{k}" for prefix, (_, count) in GROUPS.items() for k in range(1, count + 1)]
 
 
+def carried(text: str) -> set[str]:
+    """The ids in a file, as they are written and as names of tests: `test_ma_o1_o2_savers`."""
+    found = set(ID.findall(text))
+    for name in NAMED.findall(text):
+        prefix, *words = name.split("_")
+        for word in words:
+            if not re.fullmatch(r"[a-q]?\d+", word):
+                break
+            found.add(f"{prefix}-{word}".upper())
+    return found
+
+
 def coverage() -> dict[str, Coverage]:
     """For every id, the test files that carry it."""
     found = {name: Coverage() for name in ids()}
     for folder in ("cpu", "compile", "gpu"):
         for file in sorted((TESTS / folder).rglob("*.py")):
-            for name in set(ID.findall(file.read_text())):
-                if name in found:
-                    getattr(found[name], folder).add(file.stem)
+            for name in carried(file.read_text()) & found.keys():
+                getattr(found[name], folder).add(file.stem)
     shared = (TESTS / "traffic.py").read_text()  # its cases run for both kinds of target
     for name in set(ID.findall(shared)) & found.keys():
         found[name].cpu.add("test_traffic")

@@ -48,6 +48,8 @@ class Toy:
 
     def __call__(self, *args: Any) -> None:
         calls.append(str(self.problem))
+        if self.seconds < 0:
+            raise RuntimeError("cannot wait")
         time.sleep(self.seconds)
         given = dict(zip(self.names, args, strict=True))
         flat = {n: t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
@@ -181,6 +183,7 @@ def test_an_unfused_candidate_leaves_the_loops(register: Callable[[ToyProvider],
 
 
 def test_fused_and_unfused_compete_on_the_whole(register: Callable[[ToyProvider], None]) -> None:
+    """MA-J5, MA-J6, MA-J7, MA-J18: whoever takes less with all that has to be done."""
     register(ToyProvider(toy(seconds=0.02), toy()))
     code = check(layer, inputs(), options=TUNED)
     assert "cpp_fused" in code, "the fused one is slower than both kernels together"
@@ -207,6 +210,16 @@ def test_a_wrong_candidate_never_wins(register: Callable[[ToyProvider], None]) -
 
 def test_all_providers_take_part() -> None:
     assert {p.name for p in providers.enabled()} == {"ATEN", "CUBLASLT", "TRITON", "CPP"}
+
+
+def test_a_fused_candidate_that_fails_leaves_the_others(
+    register: Callable[[ToyProvider], None],
+) -> None:
+    """MA-J12, MA-Q6: a failure costs the candidate alone."""
+    register(ToyProvider(toy(seconds=-1.0), toy()))  # no time can be waited for
+    code = check(layer, inputs(), options=TUNED)
+    assert "cpp_fused" in code
+    assert "toy_fused" in code
 
 
 def test_no_valid_choices(register: Callable[[ToyProvider], None]) -> None:
