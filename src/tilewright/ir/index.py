@@ -7,6 +7,7 @@ canonical form, so two indices are equal exactly when they are the same object.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,6 +19,7 @@ Poly = dict[Monomial, int]
 Bounds = tuple[float, float]  # ints, or infinities where nothing is known
 
 ZERO, ONE = const(0), const(1)
+MOST_TERMS = 20  # of a sum whose sign is looked for: a proof about more takes seconds
 IndexLike = Expr | int
 
 
@@ -294,14 +296,15 @@ def _div_bounds(a: Bounds, b: Bounds) -> Bounds:
 
 def known_nonneg(e: Expr) -> bool:
     """Whether `e >= 0` everywhere; what has a known range is put at its worst."""
-    return e.memo("nonneg", _known_nonneg)
+    return _known_nonneg(e)
 
 
+@functools.lru_cache(1 << 16)  # not a memo of the node: most of these are made for one question
 def _known_nonneg(e: Expr) -> bool:
     if bounds(e)[0] >= 0:
         return True
     p = poly(e)
-    if _is_plain(p):
+    if _is_plain(p) or len(p) > MOST_TERMS:
         return False
     # One atom after the other, without going back: symbols last, as the ends of variables are
     # made of them. Trying every order would find little more and take exponential time.
