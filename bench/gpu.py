@@ -1,9 +1,8 @@
 """`python -m bench.gpu`: everything that is measured on a card, in one call, with a short table.
 
 Sections: `numbers` (programs against eager), `calls` (host time per call), `memory` (memory-bound
-programs: eager, the reference and tilewright, device time by replay of a CUDA graph), `compile` (a
-12-layer GPT, forward and backward, cold and warm). Each has a part of the time; what does not fit
-is named. Only torch and this repository are needed.
+programs, see `bench.gpu_memory`), `compile` (a 12-layer GPT, forward and backward, cold and warm).
+Each has a part of the time; what does not fit is named. Only torch and this repository are needed.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gpu_programs import PROGRAMS, GpuProgram
-from bench.kernels import copy_bandwidth
-from bench.measure import clone, compile_with, difference, geomean, leaves
+from bench import gpu_memory
+from bench.gpu_memory import BACKENDS, compile_ahead
+from bench.gpu_programs import PROGRAMS
 
-BACKENDS = ("eager", "inductor", "tilewright")
 Lines = list[str]
 
 
@@ -45,121 +43,9 @@ class Clock:
         return time.perf_counter() > self.end
 
 
-# ---- device time
-
-
-IN_A_GRAPH = 8  # calls, so that what starting a graph takes does not count
-
-
-def device_time(call: Callable[[], Any], runs: int = 10) -> float:
-    """Median microseconds of a call on the device, by replay of a CUDA graph of several."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(IN_A_GRAPH):
-                kept = call()
-        for _ in range(3):
-            graph.replay()
-        times: list[float] = []
-        for _ in range(runs):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / IN_A_GRAPH)
-    del kept
-    return statistics.median(times)
-
-
-# ---- memory-bound programs
-
-
-def run_program(program: GpuProgram, fn: Callable[..., Any], args: tuple[Any, ...],
-                given: list[Tensor] | None = None) -> Any:  # fmt: skip
-    """`given` are the gradients that come in, ones where there are none yet."""
-    if not program.backward:
-        return fn(*args)
-    out = leaves(fn(*args))
-    wanted = [a for a in leaves(args) if a.requires_grad]
-    return out, torch.autograd.grad(out, wanted, given or [torch.ones_like(o) for o in out])
-
-
-def fewest_bytes(program: GpuProgram, args: tuple[Any, ...], result: Any) -> int:
-    moved = sum(t.nbytes for t in leaves(args)) + sum(t.nbytes for t in leaves(result))
-    if program.name.startswith("embedding"):  # rows that are read, not the whole table
-        moved += leaves(result)[0].nbytes - args[1].nbytes
-    if program.backward:  # the gradients that come in, and what both passes need once more
-        moved += sum(t.nbytes for t in leaves(result[0]))
-        moved += max(t.nbytes for t in leaves(args))
-    return moved
-
-
 def memory(clock: Clock, raw: dict[str, Any]) -> Lines:
-    bandwidth = copy_bandwidth()
-    lines = [f"copy bandwidth {bandwidth / 1e6:.2f} TB/s",
-             "| program | eager us | reference | tilewright | x eager | x reference | of copy |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
-    ratios: list[tuple[float, float, float]] = []
-    for program in PROGRAMS:
-        if clock.over():
-            lines.append(f"| {program.name} | out of time | | | | | |")
-            continue
-        row = _memory_row(program, bandwidth)
-        raw[program.name] = row
-        lines.append(_memory_line(program.name, row))
-        if all(isinstance(row[b], float) for b in BACKENDS):
-            e, r, t = (row[b] for b in BACKENDS)
-            ratios.append((e / t, r / t, row["of copy"]))
-        print(lines[-1], flush=True)
-    if ratios:
-        means = [geomean(r[k] for r in ratios) for k in range(3)]
-        least = [min(r[k] for r in ratios) for k in range(3)]
-        lines.append(f"| geomean ({len(ratios)}) | | | | {means[0]:.2f} | {means[1]:.2f} | "
-                     f"{means[2]:.0%} |")  # fmt: skip
-        lines.append(f"| worst | | | | {least[0]:.2f} | {least[1]:.2f} | {least[2]:.0%} |")
-    return lines
-
-
-def _memory_row(program: GpuProgram, bandwidth: float) -> dict[str, Any]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    args = program.inputs()
-    expected = run_program(program, program.fn, clone(args))
-    row: dict[str, Any] = {"bytes": fewest_bytes(program, args, expected)}
-    given = [torch.ones_like(o) for o in leaves(expected[0])] if program.backward else None
-    for backend in BACKENDS:
-        try:
-            fn = compile_with(program.fn, backend)
-            actual = run_program(program, fn, args)
-            wrong = difference(expected, actual)
-            del actual
-            row[backend] = wrong or device_time(
-                functools.partial(run_program, program, fn, args, given)
-            )
-        except Exception as error:
-            traceback.print_exc()
-            row[backend] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        torch.cuda.synchronize()
-    if isinstance(row["tilewright"], float):
-        row["of copy"] = row["bytes"] / bandwidth / row["tilewright"]
-    del expected, args, given
-    torch.cuda.empty_cache()
-    return row
-
-
-def _memory_line(name: str, row: dict[str, Any]) -> str:
-    times = [f"{row[b]:.1f}" if isinstance(row[b], float) else str(row[b])[:60] for b in BACKENDS]
-    ours = row["tilewright"]
-    if not isinstance(ours, float):
-        return f"| {name} | {' | '.join(times)} | | | |"
-    over = [f"{row[b] / ours:.2f}" if isinstance(row[b], float) else "" for b in BACKENDS[:2]]
-    return f"| {name} | {' | '.join(times)} | {' | '.join(over)} | {row['of copy']:.0%} |"
+    compile_ahead(PROGRAMS, BACKENDS, 8)
+    return gpu_memory.memory(clock.end, raw)
 
 
 # ---- host time per call

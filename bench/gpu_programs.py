@@ -20,10 +20,15 @@ F32 = torch.float32
 
 @dataclass(frozen=True)
 class GpuProgram:
+    """`again` says which inputs must be read a second time: what no cache or processor can hold
+    from one use to the next. `random` programs are not compared with eager."""
+
     name: str
     fn: Callable[..., Any]
     inputs: Callable[[], tuple[Any, ...]]
     backward: bool = False
+    again: tuple[int, ...] = ()
+    random: bool = False
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
@@ -112,6 +117,60 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Any:
     return p - 1e-3 * m / (v.sqrt() + 1e-8), m, v
 
 
+def masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.softmax(x.masked_fill(mask, float("-inf")), -1)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, -1)
+
+
+def residual_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    total = x + residual
+    return total, F.rms_norm(total, total.shape[-1:], weight)
+
+
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(F.group_norm(x, 32, weight, bias))
+
+
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(F.batch_norm(x, None, None, weight, bias, training=True))
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def dropped(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(residual + F.dropout(x, 0.1), x.shape[-1:], weight, bias)
+
+
+def largest(x: Tensor) -> Tensor:
+    return x.argmax(-1)
+
+
+def variance(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.var(dim)
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
+def reversed_axes(x: Tensor) -> Tensor:
+    return x.permute(2, 1, 0).contiguous()
+
+
+def one_row(x: Tensor) -> Tensor:
+    return torch.softmax(x, 0)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
 def _rope_inputs() -> tuple[Tensor, ...]:
     angle = torch.randn(4096, 64, device="cuda")
     return randn(8, 32, 4096, 128), angle.cos(), angle.sin()
@@ -152,4 +211,43 @@ PROGRAMS = [
     GpuProgram("cumsum 16384x4096 f32", cumulative, lambda: (randn(16384, 4096, dtype=F32),)),
     GpuProgram("adam 2**26 f32", adam,
                lambda: tuple(torch.rand(2**26, device="cuda") for _ in range(4))),
+    GpuProgram("softmax 8191x8191", softmax, lambda: (randn(8191, 8191),)),
+    GpuProgram("softmax 131072x1000", softmax, lambda: (randn(131072, 1000),)),
+    GpuProgram("log softmax 8192x50257", log_softmax, lambda: (randn(8192, 50257),)),
+    GpuProgram("masked softmax 16x16x1024x1024", masked_softmax,
+               lambda: (randn(16, 16, 1024, 1024),
+                        torch.rand(16, 1, 1024, 1024, device="cuda") < 0.3)),
+    GpuProgram("softmax of one row 2**26", one_row, lambda: (randn(2**26),), again=(0,)),
+    GpuProgram("residual rmsnorm 16384x4096", residual_rmsnorm,
+               lambda: (randn(16384, 4096), randn(16384, 4096), randn(4096))),
+    GpuProgram("layernorm 131072x1000", layernorm,
+               lambda: (randn(131072, 1000), randn(1000), randn(1000))),
+    GpuProgram("dropout add layernorm training", dropped,
+               lambda: (randn(16384, 4096, grad=True), randn(16384, 4096, grad=True),
+                        randn(4096, grad=True), randn(4096, grad=True)),
+               backward=True, random=True),
+    GpuProgram("group norm silu 16x512x64x64", group_norm,
+               lambda: (randn(16, 512, 64, 64), randn(512), randn(512))),
+    GpuProgram("group norm silu channels last", group_norm,
+               lambda: (_last(randn(16, 512, 64, 64)), randn(512), randn(512))),
+    GpuProgram("batch norm relu 64x256x56x56", batch_norm,
+               lambda: (randn(64, 256, 56, 56), randn(256), randn(256)), again=(0,)),
+    GpuProgram("batch norm relu channels last", batch_norm,
+               lambda: (_last(randn(64, 256, 56, 56)), randn(256), randn(256)), again=(0,)),
+    GpuProgram("batch norm relu training", batch_norm,
+               lambda: (randn(64, 256, 56, 56, grad=True), randn(256, grad=True),
+                        randn(256, grad=True)), backward=True, again=(0,)),
+    GpuProgram("swiglu 16384x16384", swiglu, lambda: (randn(16384, 16384),)),
+    GpuProgram("swiglu training", swiglu, lambda: (randn(16384, 16384, grad=True),), backward=True),
+    GpuProgram("argmax 8192x32768", largest, lambda: (randn(8192, 32768),)),
+    GpuProgram("var over 0 of 1024x256x512", variance(0), lambda: (randn(1024, 256, 512),)),
+    GpuProgram("var over 1 of 1024x256x512", variance(1), lambda: (randn(1024, 256, 512),)),
+    GpuProgram("var over 2 of 1024x256x512", variance(2), lambda: (randn(1024, 256, 512),)),
+    GpuProgram("transpose 8192x8192", transposed, lambda: (randn(8192, 8192),)),
+    GpuProgram("transpose 8191x8191", transposed, lambda: (randn(8191, 8191),)),
+    GpuProgram("transpose 8192x8192 f32", transposed, lambda: (randn(8192, 8192, dtype=F32),)),
+    GpuProgram("permute 512x400x640 backwards", reversed_axes, lambda: (randn(512, 400, 640),)),
+    GpuProgram("cumsum 65536x1000", cumulative, lambda: (randn(65536, 1000),)),
+    GpuProgram("embedding training", embedding,
+               lambda: (integers(32000, 32768), randn(32000, 2048, grad=True)), backward=True),
 ]  # fmt: skip
