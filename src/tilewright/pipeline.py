@@ -19,7 +19,7 @@ from tilewright.gemm import provider
 from tilewright.gemm.choose import Implementation, choose
 from tilewright.gemm.provider import Argument
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
-from tilewright.graph.layout import channels_last
+from tilewright.graph.layout import channels_last, eager_strides
 from tilewright.graph.simplify import simplify
 from tilewright.graph.user_kernels import Launch
 from tilewright.host import artifact, cudagraphs, kernels, user_kernels
@@ -121,6 +121,7 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
 
     with stage("graph"):
         return_arguments(gm, boundary)
+        eager_strides(gm.graph)
         simplify(gm)
         if boundary.role == "inference" and config.layout_optimization:
             channels_last(gm.graph)

@@ -1,4 +1,4 @@
-"""Images with their channels last: what convolutions get, and what users get."""
+"""Layouts: images with their channels last, and results laid out as eager does."""
 
 from __future__ import annotations
 
@@ -79,9 +79,33 @@ def test_values_and_strides_are_eagers(name: str, size: tuple[int, ...]) -> None
     with torch.no_grad():
         expected = PROGRAMS[name](*args)
         got = torch.compile(PROGRAMS[name], backend="tilewright")(*args)
-    torch.testing.assert_close(got, expected)
+    # Two convolutions in a row, summed in another order: a few more roundings than one.
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     pairs = zip(_tensors(got), _tensors(expected), strict=True)
     assert all(a.stride() == b.stride() for a, b in pairs)
+
+
+EXPANDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scalar": lambda a, b: a[0, 0] * b.t().expand(b.shape[1], b.shape[0]),
+    "expanded": lambda a, b: a[0, 0].expand(b.shape[1], b.shape[0]) * b.t(),
+    "row": lambda a, b: a[0, :1].expand(b.shape[1], b.shape[0]) + b.t(),
+    "second": lambda a, b: b.t() / a[0, 0].expand(b.shape[1], b.shape[0]),
+    "followed": lambda a, b: (a[0, 0].expand(b.shape[1], b.shape[0]) * b.t()).relu()[None].mT,
+    "again": lambda a, b: a[:1, :1].expand(b.shape[1], b.shape[0]) * (a[0, 0].expand(
+        b.shape[1], b.shape[0]) * b.t()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_of_expanded_operands(name: str, dtype: torch.dtype, dynamic: bool) -> None:
+    fn = torch.compile(EXPANDED[name], backend="tilewright", dynamic=dynamic)
+    for rows in (3, 5):
+        args = torch.randn(4, 4).to(dtype), torch.randn(rows, 7).to(dtype)
+        got, expected = fn(*args), EXPANDED[name](*args)
+        torch.testing.assert_close(got, expected)
+        assert got.stride() == expected.stride()
 
 
 def _tensors(value: Any) -> tuple[Tensor, ...]:

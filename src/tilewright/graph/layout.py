@@ -1,16 +1,22 @@
-"""Convolutions of images on the CPU with channels last.
+"""Layouts, which are those of the fake values on the nodes, decided once for the whole graph.
 
-The library's convolutions are faster that way, and loops go along with whatever layout they are
-given. Layouts are those of the fake values on the nodes: they are decided here, once, for the whole
-graph. What the graph returns keeps its own.
+`channels_last` is a choice: the library's convolutions of images are faster that way on the CPU,
+and loops go along with whatever layout they are given. What the graph returns keeps its own.
+
+`eager_strides` is a correction. Eager lays a result out after the first operand that says how, and
+an expanded operand says nothing. torch's shape functions convert half precision operands first,
+which makes an expanded one contiguous: from then on it does say something.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -37,6 +43,68 @@ def channels_last(graph: torch.fx.Graph) -> bool:
         elif moved.intersection(node.all_input_nodes):
             _follow(node, before, moved)
     return True
+
+
+def eager_strides(graph: torch.fx.Graph) -> None:
+    """Give elementwise results the strides they have in eager, and all that follows theirs."""
+    before = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
+    moved: set[Node] = set()
+    for node in list(graph.nodes):
+        if node.op == "output":
+            return
+        if _is_doubtful(node):
+            _evaluate_in_float(node)
+            if not _same_strides(node.meta["val"], before[node]):
+                moved.add(node)
+        elif moved.intersection(node.all_input_nodes):
+            _follow(node, before, moved)
+
+
+def _is_doubtful(node: Node) -> bool:
+    """Whether the node is elementwise, of half precision, and has operands of several layouts, one
+    of them expanded."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    tensors = [t for n in node.all_input_nodes if (t := _tensor(n)) is not None]
+    return (
+        len(tensors) > 1
+        and _tensor(node) is not None
+        and any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+        and any(_is_expanded(t) for t in tensors)
+        and not all(_is_expanded(t) or t.is_contiguous() for t in tensors)
+    )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(isinstance(s, int) and s == 0 for s in tensor.stride())
+
+
+def _evaluate_in_float(node: Node) -> None:
+    """The node's value, laid out as if its operands were float32."""
+    target: Any = node.target
+
+    def stand_in(n: Node) -> Any:
+        t = _tensor(n)
+        if t is None or t.dtype not in (torch.bfloat16, torch.float16):
+            return n.meta["val"]
+        return torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device=t.device)
+
+    old: Any = node.meta["val"]
+    with old.fake_mode, _no_guards(old.fake_mode):
+        args, kwargs = map_arg((node.args, node.kwargs), stand_in)
+        stride = target(*args, **kwargs).stride()
+        node.meta["val"] = torch.empty_strided(old.shape, stride, dtype=old.dtype,
+                                               device=old.device)  # fmt: skip
+
+
+def _no_guards(mode: Any) -> Any:
+    return mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext()
+
+
+def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return all(statically_known_true(a == b)
+               for a, b in zip(one.stride(), other.stride(), strict=True))  # fmt: skip
 
 
 def _is_image(node: Node) -> bool:
