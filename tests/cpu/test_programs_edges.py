@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.against_eager import check, compiled
@@ -121,3 +122,33 @@ def test_neighbouring_loads_under_a_condition(columns: int) -> None:
     x = torch.rand(16, columns) + 0.5
     check(normalised, x)
     check(padded, x, torch.arange(16) % 3 != 0)
+
+
+AFTER_NORM: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rotated": lambda h, c: h * c + torch.cat((-h[..., 8:], h[..., :8]), -1) * c,
+    "interleaved": lambda h, c: h * c + torch.stack((-h[..., 1::2], h[..., ::2]), -1).flatten(-2),
+    "flipped": lambda h, c: h * c - h.flip(-1),
+    "heads flipped": lambda h, c: h * c - 2 * h.flip(1),
+    "rolled": lambda h, c: h * c + h.roll(3, -1),
+    "next head": lambda h, c: h[:, 1:] * c - h[:, :-1],
+    "every other head": lambda h, c: h[:, ::2] * c * h[:, 1::2],
+}
+
+
+@pytest.mark.parametrize("name", AFTER_NORM)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_that_are_read_elsewhere(name: str, dynamic: bool) -> None:
+    """Heads are normalised and then read at other places of the same row, as rotary embeddings do:
+    what is kept between the two loops has gaps in the buffer it stands for."""
+
+    def fn(x: Tensor, y: Tensor, weight: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        def heads(t: Tensor) -> Tensor:
+            t = t.view(2, t.shape[1], -1, 16)
+            t = t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return AFTER_NORM[name]((weight * t).transpose(1, 2), c)
+
+        return heads(x), heads(y)
+
+    args = torch.randn(2, 17, 64), torch.randn(2, 17, 32), torch.randn(16), torch.randn(17, 16)
+    got = torch.compile(fn, backend="tilewright", dynamic=dynamic)(*args)
+    torch.testing.assert_close(got, fn(*args))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -30,7 +31,7 @@ from tilewright.codegen.cpp.slots import (
 from tilewright.codegen.cpp.structure import Structure, structure
 from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, substitute, walk
+from tilewright.ir.expr import Expr, const, free_vars, loads, substitute, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.group import Group
@@ -73,16 +74,21 @@ class Function:
     headers: frozenset[str]
 
 
+Step = tuple[Expr, Expr]  # the stride and the size of a loop
+Block = tuple[list[Step], Expr]  # loops, ascending by stride, and where they start
+
+
 @dataclass(frozen=True)
 class Row:
     """Where a local buffer lives: a window of it from element `low` on, every `unit`-th element;
-    or, where that would be mostly gaps, its strides as strides of the scratch row."""
+    or, where that would be mostly gaps, without them: `packed` says for every distance that
+    accesses step over in the buffer which it is in the row."""
 
     name: str
     length: Expr
     low: Expr = ix.ZERO
     unit: Expr = ix.ONE
-    strides: dict[Expr, Expr] | None = None
+    packed: dict[Expr, Expr] | None = None
 
 
 def generate(program: Program, group: Group) -> CppKernel:
@@ -176,11 +182,10 @@ class Kernel:
         for v in inner:
             stride = ix.coefficient(index, v)
             assert stride is not None
-            stride = stride if row.strides is None else row.strides.get(stride, stride)
-            total = ix.add(total, ix.mul(v, stride))
-        if row.strides is None:
-            start = ix.without(index, tuple(free_vars(index)))
-            total = ix.floordiv(ix.add(total, ix.sub(start, row.low)), row.unit)
+            total = ix.add(total, ix.mul(v, stride if row.packed is None else row.packed[stride]))
+        start = ix.sub(ix.without(index, tuple(free_vars(index))), row.low)
+        total = ix.add(total, start if row.packed is None else row.packed[start])
+        total = ix.floordiv(total, row.unit)
         text = self.w.index(total)
         return f"({text})*{self.lanes} + lane" if self.tiled else text
 
@@ -246,11 +251,16 @@ class Kernel:
         if len(indices) == 1 and not free_vars(stores[0][0].index) - set(self.outer):
             self.scalars[buffer] = name
             return
-        found = [terms(store.index, all_loops(nest)) for store, nest in stores]
-        blocks = [(sorted(((s, v.src[0]) for v, s in t[0].items() if v not in self.outer),
-                          key=lambda p: (hint_product([p[0]]), p[0].key)), t[1])
-                  for t in found if t is not None]  # fmt: skip
-        self.rows[buffer] = _row(name, blocks)
+        blocks = [self._block(store.index, nest) for store, nest in stores]
+        read = [self._block(i, m) for m in self.members for i in m.indices.get(buffer, ())]
+        self.rows[buffer] = _row(name, blocks, read)
+
+    def _block(self, index: Expr, nest: Nest) -> Block:
+        """What an access touches at one point of the outer loops."""
+        found = terms(index, all_loops(nest))
+        assert found is not None, f"{index} is not affine"
+        steps = [(s, v.src[0]) for v, s in found[0].items() if v not in self.outer]
+        return sorted(steps, key=lambda p: (hint_product([p[0]]), p[0].key)), found[1]
 
     # ---- parallel loops
 
@@ -583,24 +593,61 @@ def _whole(size: Expr) -> Expr:
     return substitute(size, dict.fromkeys(free_vars(size), ix.ZERO))
 
 
-def _row(name: str, blocks: Sequence[tuple[list[tuple[Expr, Expr]], Expr]]) -> Row:
-    """Memory for blocks of elements: each the (stride, size) of its loops, ascending, and where
-    it starts."""
+def _row(name: str, blocks: Sequence[Block], read: Sequence[Block]) -> Row:
+    """Memory for the blocks of elements that are stored, as the accesses `read` need them."""
     steps, low = blocks[0]
-    length: Expr = ix.ONE
-    strides: dict[Expr, Expr] = {}
-    for stride, size in steps:
-        strides[stride] = length
-        length = ix.mul(length, size)
+    length = ix.product(size for _, size in steps)
     unit = steps[0][0] if steps else ix.ONE
-    dense = all(stride is ix.mul(unit, within) for stride, within in strides.items())
     if len(blocks) == 1:
-        return Row(name, length, low, unit) if dense else Row(name, length, strides=strides)
-    ends = [ix.add(start, *(ix.mul(s, ix.sub(n, 1)) for s, n in steps)) for steps, start in blocks]
-    high = ends[0]
-    for end, (_, start) in zip(ends[1:], blocks[1:], strict=True):
+        if _is_dense(steps):
+            return Row(name, length, low, unit)
+        packed = _packed(steps, low, read)
+        if packed is not None:
+            return Row(name, length, low, packed=packed)
+    high = low
+    for steps, start in blocks:
+        end = ix.add(start, *(ix.mul(s, ix.sub(n, 1)) for s, n in steps))
         low, high = ix.minimum(low, start), ix.maximum(high, end)
     return Row(name, ix.add(ix.sub(high, low), 1), low)
+
+
+def _is_dense(steps: Sequence[Step]) -> bool:
+    return all(t is ix.mul(s, n) for (s, n), (t, _) in pairwise(steps))
+
+
+def _packed(steps: Sequence[Step], low: Expr, read: Sequence[Block]) -> dict[Expr, Expr] | None:
+    """The distances in a row without gaps for those that accesses step over in the buffer; None
+    where one of them could be either of several."""
+    within: Expr = ix.ONE
+    found = {ix.ZERO: ix.ZERO}
+    literal: list[tuple[int, int, int]] = []
+    for stride, size in steps:
+        found[stride] = within
+        literal.append((ix.value_of(stride) or 0, ix.value_of(size) or 0, ix.value_of(within) or 0))
+        within = ix.mul(within, size)
+    needed = {d for walked, start in read for d in (ix.sub(start, low), *(s for s, _ in walked))}
+    for distance in needed - found.keys():
+        known = ix.value_of(distance)
+        if known is None or not all(all(numbers) for numbers in literal):
+            return None
+        places = _places(known, literal)
+        if len(places) != 1:
+            return None
+        found[distance] = const(places.pop())
+    return found
+
+
+def _places(distance: int, steps: Sequence[tuple[int, int, int]]) -> set[int]:
+    """Where elements that far apart can be: `steps` are strides, sizes and strides in the row."""
+    if not steps:
+        return set() if distance else {0}
+    stride, size, within = steps[-1]
+    return {
+        turns * within + rest
+        for turns in (distance // stride, -(-distance // stride))
+        if abs(turns) < size
+        for rest in _places(distance - turns * stride, steps[:-1])
+    }
 
 
 def _starts(members: Sequence[Nest]) -> dict[str, int]:
