@@ -77,7 +77,7 @@ def _is_doubtful(node: Node) -> bool:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(isinstance(s, int) and s == 0 for s in tensor.stride())
+    return any(statically_known_true(s == 0) for s in tensor.stride())
 
 
 def _evaluate_in_float(node: Node) -> None:
