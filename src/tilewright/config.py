@@ -15,7 +15,17 @@ from typing import Literal
 
 from tilewright import options
 from tilewright.errors import UnknownModeError
-from tilewright.options import Group, Option, Patch, Value, is_regex, option
+from tilewright.options import (
+    REGEX,
+    Check,
+    Group,
+    Option,
+    Patch,
+    Value,
+    at_least,
+    one_of,
+    option,
+)
 
 # What a run shows and checks ---------------------------------------------------------------
 
@@ -52,7 +62,7 @@ compile_threads: int = option(
     0,
     "Kernels built at the same time; 0: one per core.",
     affects_code=False,
-    check=lambda n: n >= 0,
+    check=at_least(0),
 )
 
 # Semantics ---------------------------------------------------------------------------------
@@ -92,7 +102,7 @@ realize_acc_reads_size_threshold: int | None = option(
     "Most bytes one kernel reads of what others made; none: no limit. A limit lets memory be freed "
     "earlier, at the price of more traffic.",
     affects_code=True,
-    check=lambda n: n is None or n >= 0,
+    check=at_least(0),
 )
 unroll_reductions_threshold: int = option(
     8, "Write out reductions over fewer elements than this as plain arithmetic.", affects_code=True
@@ -111,10 +121,10 @@ combo_kernels_pointwise_only: bool = option(
     False, "Leave reductions out of shared launches.", affects_code=True
 )
 combo_kernel_max_num_nodes: int = option(
-    8, "Most kernels in one shared launch.", affects_code=True, check=lambda n: n > 0
+    8, "Most kernels in one shared launch.", affects_code=True, check=at_least(1)
 )
 combo_kernel_max_num_args: int = option(
-    250, "Most buffers of one shared launch.", affects_code=True, check=lambda n: n > 0
+    250, "Most buffers of one shared launch.", affects_code=True, check=at_least(1)
 )
 inplace_buffers: bool = option(
     True, "Let a kernel write over an input that nobody reads again.", affects_code=True
@@ -156,7 +166,7 @@ max_autotune_gemm_search_space: str = option(
     "DEFAULT",
     "Candidates templates offer for products: `EXHAUSTIVE` offers and tries all; any case.",
     affects_code=True,
-    check=lambda name: name.upper() in ("DEFAULT", "EXHAUSTIVE"),
+    check=one_of("DEFAULT", "EXHAUSTIVE"),
 )
 max_autotune_allow_flexible_layouts: bool = option(
     False, "Accepted and ignored: layouts are decided before anything is chosen.", affects_code=True
@@ -180,7 +190,7 @@ autotune_budget_seconds: float | None = option(
     "Wall-clock seconds one graph may spend on tuning, up to the candidate under way; "
     "none: no limit. The best so far is taken, and the next run goes on from there.",
     affects_code=True,
-    check=lambda seconds: seconds >= 0,
+    check=at_least(0),
 )
 autotune_show: bool = option(
     False, "Show progress and a table of every choice on stderr.", affects_code=False
@@ -189,7 +199,7 @@ autotune_num_choices_displayed: int | None = option(
     10,
     "Rows of that table, fastest first; none: all.",
     affects_code=False,
-    check=lambda n: n >= 0,
+    check=at_least(0),
 )
 autotune_local_cache: bool = option(
     True, "Take measurements of earlier runs from the cache folder.", affects_code=False
@@ -295,7 +305,7 @@ class Cpp(Group):
         -1,
         "OpenMP threads of a kernel; -1: what `torch.get_num_threads()` says.",
         affects_code=True,
-        check=lambda n: n == -1 or n > 0,
+        check=Check(lambda n: n == -1 or n > 0, "-1 or at least 1"),
     )
     simdlen: int | None = option(
         None,
@@ -315,13 +325,13 @@ class TestConfigs(Group):
         None,
         "Keep only candidates whose name matches somewhere.",
         affects_code=True,
-        check=is_regex,
+        check=REGEX,
     )
     autotune_choice_desc_regex: str | None = option(
         None,
         "Keep only candidates whose description matches somewhere.",
         affects_code=True,
-        check=is_regex,
+        check=REGEX,
     )
     max_mm_configs: int | None = option(
         None,

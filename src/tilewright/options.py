@@ -30,6 +30,14 @@ _FALSE = {"0", "false", "no", "off"}
 ABSENT: Any = object()
 
 
+@dataclass(frozen=True)
+class Check:
+    """What a value must be beside its type, and the words for it in an error message."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
 @dataclass
 class Option:
     """One declared option. `name` and the type come from where it is declared."""
@@ -38,7 +46,7 @@ class Option:
     doc: str
     affects_code: bool
     choices: tuple[Value, ...] = ()
-    check: Callable[[Any], bool] | None = None
+    check: Check | None = None
     name: str = ""
     kind: type = str
     optional: bool = False
@@ -53,7 +61,7 @@ class Option:
         """What a value must be, in words for an error message."""
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
-        return self.type_name
+        return self.type_name if self.check is None else f"{self.type_name}, {self.check.words}"
 
     @property
     def type_name(self) -> str:
@@ -69,7 +77,7 @@ class Option:
         if allowed and self.choices and value not in self.choices:
             allowed = False
         if allowed and self.check is not None and value is not None:
-            allowed = self.check(value)
+            allowed = self.check.holds(value)
         if not allowed:
             raise InvalidOptionError(
                 f"option {self.name!r} cannot be {value!r}", hint=f"it must be {self.expected}"
@@ -108,20 +116,31 @@ def option(
     *,
     affects_code: bool,
     choices: tuple[Value, ...] = (),
-    check: Callable[[Any], bool] | None = None,
+    check: Check | None = None,
 ) -> T:
     """Declare an option. Typed as its value, because that is what a reader will find there."""
     declared = Option(cast(Value, default), doc, affects_code, choices, check)
     return cast(T, declared)
 
 
-def is_regex(text: str) -> bool:
-    """A check for options that hold a regular expression."""
+def at_least(least: float) -> Check:
+    return Check(lambda n: n >= least, f"at least {least}")
+
+
+def one_of(*names: str) -> Check:
+    """A name in any case."""
+    return Check(lambda name: name.upper() in names, " or ".join(names))
+
+
+def _is_regex(text: str) -> bool:
     try:
         re.compile(text)
     except re.error:
         return False
     return True
+
+
+REGEX = Check(_is_regex, "a regular expression")
 
 
 class Group:

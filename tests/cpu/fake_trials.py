@@ -26,6 +26,7 @@ class Fake:
     estimate: float = 0.0
     key: str = ""
     noise: float = 0.0
+    base: float = 0.0  # microseconds before the machine is disturbed
     wrong: str = ""
     build: Exception | None = None
     crash: BaseException | None = None

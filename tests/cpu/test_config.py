@@ -133,8 +133,10 @@ def test_unknown_attributes():
         ("cache_dir", 3, "str or None"),
         ("cpp.simdlen", 128, "one of None, 1, 256, 512"),
         ("debug", 6, "one of 0, 1, 2"),
-        ("cpp.threads", 0, "int"),
-        ("test_configs.autotune_choice_name_regex", "(", "str or None"),
+        ("cpp.threads", 0, "int, -1 or at least 1"),
+        ("test_configs.autotune_choice_name_regex", "(", "str or None, a regular expression"),
+        ("autotune_budget_seconds", -1, "float or None, at least 0"),
+        ("max_autotune_gemm_search_space", "some", "str, DEFAULT or EXHAUSTIVE"),
     ],
 )
 def test_wrong_values_name_what_is_expected(name, value, expected):

@@ -18,7 +18,7 @@ from tests.cpu.test_gemm_fuse import PROGRAMS, evaluated, filled, site
 from tests.programs import compiled
 from tilewright import config, metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import aten, provider, providers
+from tilewright.gemm import aten, plan, provider, providers
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Effort, Kernel
 from tilewright.host.spare import Spare
@@ -232,6 +232,55 @@ def test_no_valid_choices(register: Callable[[ToyProvider], None]) -> None:
     assert "ATEN" in str(caught.value) and "max_autotune_gemm_backends" in str(caught.value)
 
 
+def test_a_misspelt_backend_is_named(register: Callable[[ToyProvider], None]) -> None:
+    """MA-Q1: with the backends there are; beside one that exists an unknown name is no error."""
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITTON"}
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(lambda x, y: x @ y, torch.zeros(2, 2), torch.zeros(2, 2), options=options)
+    text = str(caught.value)
+    assert "TRITTON: there is no such backend" in text
+    assert "the backends are ATEN, CPP, CUBLASLT, TRITON" in text
+    torch._dynamo.reset()
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "cutlass, ATEN"}
+    check(lambda x, y: x @ y, (torch.randn(3, 4), torch.randn(4, 5)), options=options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_memory_that_does_not_start_at_its_storage(padded: bool) -> None:
+    x, y = torch.randn(3, 13, 21), torch.randn(2, 21, 11)
+    problem = site(torch.mm, x[2], y[1]).bare.problem
+    kernel = aten.AtenCandidate(problem, padded).kernel()
+    out = torch.full((2, 13, 11), 7.0)
+    memory = {"a": x[2], "b": y[1], "c": out[1]}
+    assert not isinstance(kernel.source, CxxSource | TritonSource)
+    kernel.source(*(memory[name] for _, name in kernel.arguments))
+    torch.testing.assert_close(out[1], x[2] @ y[1])
+    assert bool((out[0] == 7).all())
+
+
+def test_results_are_compared_with_what_is_not_finite() -> None:
+    """Not-a-number equals itself; an infinity hides no error elsewhere."""
+    inf, nan = float("inf"), float("nan")
+    expected = torch.tensor([1.0, 2.0, inf, -inf, nan, 3.0])
+    assert plan.difference(expected.clone(), expected, 1e-4) == ""
+    for at, wrong in ((0, 1.5), (2, -inf), (2, 1e30), (4, 0.0), (5, nan)):
+        found = expected.clone()
+        found[at] = wrong
+        assert plan.difference(found, expected, 1e-4), (at, wrong)
+    many = torch.randn(1 << 21).log()  # half of them are of negative numbers
+    found = many.clone()
+    found[int((~many.isnan()).nonzero()[0])] = nan
+    assert plan.difference(found, many, 1e-4) == "", "zero but for rounding"
+
+
+def test_an_epilogue_may_make_nan(register: Callable[[ToyProvider], None]) -> None:
+    register(ToyProvider(toy(), None))
+    args = (torch.randn(6, 5), torch.randn(5, 7))
+    result, code = run(lambda x, w: (x @ w).log(), *args, options=TUNED)
+    assert result.isnan().any() and "toy_fused" in code
+    torch.testing.assert_close(result, (args[0] @ args[1]).log(), equal_nan=True)
+
+
 def test_the_same_product_is_tuned_once(register: Callable[[ToyProvider], None]) -> None:
     register(ToyProvider(toy(), None))
 
@@ -267,7 +316,7 @@ def test_padded_operands_give_the_same_product(batch: tuple[int, ...]) -> None:
     """PD-7: rows of odd lengths, and a transposed operand."""
     x, y = torch.randn(*batch, 13, 21), torch.randn(*batch, 11, 21)
     problem = site(lambda x, y: x @ y.transpose(-1, -2), x, y).bare.problem
-    kernel = aten.PaddedCandidate(problem).kernel()
+    kernel = aten.AtenCandidate(problem, padded=True).kernel()
     out = torch.empty(*batch, 13, 11)
     memory = {"a": x, "b": y, "c": out}
     assert not isinstance(kernel.source, CxxSource | TritonSource)

@@ -98,6 +98,8 @@ def value(e: Expr, at: dict[Expr, Tensor], memory: dict[str, Tensor],
             return src[0].to(e.dtype).double() if e.dtype.is_floating_point else src[0]
         case "add" | "sub" | "mul" | "div":
             return getattr(torch, e.op)(*src)
+        case "log":
+            return torch.log(src[0])
         case op:
             raise AssertionError(op)
 

@@ -66,28 +66,41 @@ def test_drift_of_the_machine_meets_all_alike(clock, monkeypatch):
     assert choose(*trials).winner is trials[-1]
 
 
-def same_winners(seed: int, problems: int, noise: float, bias: float) -> tuple[float, float]:
+def same_winners(clock: FakeClock, problems: int, noise: float, bias: float) -> tuple[float, float]:
     """Of twenty tunings of each problem: the part with the most common winner, and how far apart
     the true times of two winners are at most."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     same, apart = 0, 0.0
     for problem in range(problems):
         best = rng.choice([80.0, 90.0, 97.0, 103.0])
         true = [100.0, *sorted(best * (1 + rng.expovariate(1 / 0.15)) for _ in range(16))]
+        model = [us * math.exp(rng.gauss(0, 0.15)) for us in true]
         winners: list[str] = []
         for _ in range(20):
             # what differs between processes and no number of samples takes away
             trials = [Fake(f"t{k}" if k else "mm", us * math.exp(rng.gauss(0, bias)), noise=noise,
-                           provider="TRITON" if k else "ATEN", estimate=us * (1 + k % 3 / 10))
+                           provider="TRITON" if k else "ATEN", estimate=model[k])
                       for k, us in enumerate(true)]  # fmt: skip
-            winners.append(choose(*trials, key=f"{seed} {problem}").winner.name)
+            for trial in trials:
+                trial.base = trial.us
+            winners.append(choose(*trials, key=str(problem)).winner.name)
         same += Counter(winners).most_common(1)[0][1]
         times = [true[int(name[1:])] if name != "mm" else true[0] for name in winners]
         apart = max(apart, max(times) / min(times) - 1)
     return same / (20 * problems), apart
 
 
-def test_twenty_tunings_choose_the_same_winner():
-    same, apart = same_winners(seed=1, problems=5, noise=0.005, bias=0.001)
-    assert same >= 0.95
-    assert apart <= 0.025
+@pytest.mark.parametrize("noise", [0.005, 0.02])
+def test_twenty_tunings_choose_the_same_winner(clock: FakeClock, noise: float) -> None:
+    """With a spread of samples, an outlier of 20 % now and then, and a machine that gets slower
+    and faster again: 97 % agree, and who differs is within 2 %."""
+    rng, drift = random.Random(2), [0.0]
+
+    def disturb(trial: Fake) -> None:
+        drift[0] = 0.999 * drift[0] + rng.gauss(0, 0.0005)
+        trial.us = trial.base * (1 + drift[0]) * (1.2 if rng.random() < 0.02 else 1.0)
+
+    clock.on_sample = disturb
+    same, apart = same_winners(clock, problems=8, noise=noise, bias=0.0002)
+    assert same >= 0.97
+    assert apart <= 0.0225

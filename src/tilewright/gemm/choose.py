@@ -20,7 +20,7 @@ from tilewright.gemm import aten, fuse
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
 from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
-from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
+from tilewright.gemm.provider import PROVIDERS, Argument, Candidate, Kernel, Source, unknown
 from tilewright.gemm.providers import enabled
 from tilewright.gemm.roofline import loop_time
 from tilewright.ir import index as ix
@@ -116,7 +116,7 @@ class _Chooser:
         winner, why = self._winner()
         metrics.counters["gemm"][winner.provider] += 1
         decisions.append(Decision(self._title(), str(winner), why))
-        if isinstance(winner.candidate, aten.AtenCandidate):
+        if isinstance(winner.candidate, aten.AtenCandidate) and not winner.candidate.padded:
             return self.groups  # it is called already
         return self._replaced(winner, why)
 
@@ -348,10 +348,13 @@ def _operand(operand: Operand) -> str:
 
 
 def _nobody(site: Site, rejected: Mapping[str, str]) -> NoValidChoicesError:
-    reasons = "; ".join(f"{who}: {why}" for who, why in rejected.items())
+    found = [f"{who}: {why}" for who, why in rejected.items()]
+    found += [f"{name}: there is no such backend" for name in unknown()]
+    known = ", ".join(PROVIDERS)
     return NoValidChoicesError(
-        f"no choices to select for {site.bare.problem}: {reasons or 'no backend is enabled'}",
-        hint="add ATEN to config.max_autotune_gemm_backends",
+        f"no choices to select for {site.bare.problem}: "
+        + ("; ".join(found) or "no backend is enabled"),
+        hint=f"add ATEN to config.max_autotune_gemm_backends; the backends are {known}",
     )
 
 

@@ -31,7 +31,8 @@ aten = torch.ops.aten
 OPS: dict[Any, Op] = {
     aten.mm.default: "mm", aten.mm.out: "mm", aten.addmm.default: "addmm",
     aten.addmm.out: "addmm", aten.bmm.default: "bmm", aten.bmm.out: "bmm",
-    aten.baddbmm.default: "baddbmm", aten.baddbmm.out: "baddbmm",
+    aten.baddbmm.default: "baddbmm", aten.baddbmm.out: "baddbmm", aten.mm.dtype: "mm",
+    aten.addmm.dtype: "addmm", aten.bmm.dtype: "bmm", aten.baddbmm.dtype: "baddbmm",
 }  # fmt: skip
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 MORE_READ = 1.1  # times the bytes of an operand that its prologue may read instead
@@ -85,14 +86,18 @@ def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
     op = OPS[call.target]
     tensors = [a for a in call.args if isinstance(a, View)]
     scale = {"alpha": 1.0, "beta": 1.0, **call.kwargs}
-    if len(tensors) != (3 if op in ("addmm", "baddbmm") else 2) or len(call.args) != len(tensors):
+    scale.pop("out_dtype", None)  # the result has it
+    others = [a for a in call.args if not isinstance(a, View | torch.dtype)]
+    if len(tensors) != (3 if op in ("addmm", "baddbmm") else 2) or others:
         return "its arguments are not all tensors in memory"
     if set(scale) != {"alpha", "beta"} or any(isinstance(v, Expr) for v in scale.values()):
         return "it is scaled by a number known only at run time"
-    if {t.dtype for t in tensors} - DTYPES or len({t.dtype for t in tensors}) != 1:
-        return f"no kernels for {', '.join(sorted(str(t.dtype) for t in tensors))}"
     left, right = tensors[-2:]
     result = _result(program, call)
+    added = {t.dtype for t in tensors[:-2]} - {result.dtype}
+    kinds = {left.dtype, right.dtype} | added
+    if (kinds | {result.dtype}) - DTYPES or len(kinds) != 1:
+        return f"no kernels for {', '.join(sorted(str(t.dtype) for t in (*tensors, result)))}"
     batched = len(left.size) == 3
     batch = left.size[0] if batched else ix.ONE
     b, m, n, k = loops(batch, left.size[-2], right.size[-1], left.size[-1])
@@ -234,6 +239,8 @@ class _Finder:
     def _sums_of_products(self, after: tuple[int, list[Store]] | None) -> list[Fusion]:
         """This product and another that is added to it, as one problem."""
         p = self.problem
+        if p.out_dtype is not None:
+            return []
         if p.bias is not None and p.op == "addmm" and (p.alpha, p.beta) == (1.0, 1.0):
             both = self._with(self._maker(p.bias, (self.position,)), p.bias.view)
             ways = [after, None] if after is not None else [None]

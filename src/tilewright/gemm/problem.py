@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch._ops import OpOverload
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, load, loads, syms, var
@@ -89,6 +90,11 @@ class GemmProblem:
     def dtype(self) -> torch.dtype:
         """Of the product's own result."""
         return self.result.dtype
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """The result's dtype, where the call asks for another than the operands'."""
+        return None if self.dtype == self.operands[0].dtype else self.dtype
 
     @property
     def flops(self) -> int:
@@ -193,9 +199,11 @@ def takes_tf32() -> bool:
 
 # ---- what it means
 
-_PRODUCTS: dict[str, Any] = {
-    "mm": aten.mm.out, "addmm": aten.addmm.out, "bmm": aten.bmm.out, "baddbmm": aten.baddbmm.out,
-}  # fmt: skip
+
+def into(op: str, dtype: torch.dtype | None) -> OpOverload:
+    """The library's product into memory; with `dtype` it takes that after the operands."""
+    found = getattr(aten, op)
+    return found.out if dtype is None else found.dtype_out
 
 
 def definition(problem: GemmProblem) -> tuple[Node, ...]:
@@ -209,14 +217,15 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
             nodes.append(Nest(f"operand{k}", place, (), (made,), _ORIGIN))
     views = [o.view for o in problem.operands]
     if problem.op == "mm_plus_mm":
-        nodes += [_call("mm", views[:2], problem.result, {}),
-                  _call("addmm", [problem.result, *views[2:]], problem.result, {})]  # fmt: skip
+        second = [problem.result, *views[2:]]
+        nodes += [_call("mm", views[:2], problem.result, {}, None),
+                  _call("addmm", second, problem.result, {}, None)]  # fmt: skip
     else:
         scale: dict[str, Any] = {}
         if problem.bias is not None:
             views.insert(0, problem.bias.view)
             scale = {"alpha": problem.alpha, "beta": problem.beta}
-        nodes.append(_call(problem.op, views, problem.result, scale))
+        nodes.append(_call(problem.op, views, problem.result, scale, problem.out_dtype))
     if problem.epilogue:
         nodes.append(Nest("epilogue", problem.place, (), problem.epilogue, _ORIGIN))
     return tuple(nodes)
@@ -225,8 +234,10 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
 _ORIGIN = Origin(())
 
 
-def _call(op: str, views: Sequence[View], out: View, scale: dict[str, Any]) -> Opaque:
-    return Opaque(op, _PRODUCTS[op], tuple(views), scale, (), (), _ORIGIN, out=out)
+def _call(op: str, views: Sequence[View], out: View, scale: dict[str, Any],
+          dtype: torch.dtype | None) -> Opaque:  # fmt: skip
+    args = (*views, *([] if dtype is None else [dtype]))
+    return Opaque(op, into(op, dtype), args, scale, (), (), _ORIGIN, out=out)
 
 
 # ---- building problems

@@ -110,5 +110,13 @@ def register(make: Callable[[], Provider]) -> Callable[[], Provider]:
 
 def enabled() -> list[Provider]:
     """Those the options name, in the order they were registered."""
-    names = {n.strip().upper() for n in config.max_autotune_gemm_backends.split(",") if n.strip()}
-    return [p for p in PROVIDERS.values() if p.name in names]
+    return [p for p in PROVIDERS.values() if p.name in _named()]
+
+
+def unknown() -> list[str]:
+    """Names in the options that nobody has registered: other compilers' backends, or mistakes."""
+    return sorted(_named() - PROVIDERS.keys())
+
+
+def _named() -> set[str]:
+    return {n.strip().upper() for n in config.max_autotune_gemm_backends.split(",") if n.strip()}

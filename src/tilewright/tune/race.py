@@ -2,7 +2,8 @@
 
 Most candidates are far from the best and are known to be after a sample or two. Those that are not
 are sampled more in every round, and the last few take turns, so that a drift of the clock or of the
-machine meets all alike; only what happened in the same turn is compared.
+machine meets all alike; only what happened in the same turn is compared. Whoever is near the border
+between being preferred and not takes many more turns, so that the next tuning decides the same.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ ROUNDS = ((1.5, 2), (1.2, 3))
 # Who may still win, beside the noise; and how many. Generous: who is as fast as the best within the
 # least advantage has to be here every time, or equals would take turns in winning.
 FINAL = 1.05
-FINALISTS = 12
-LEAST_TURNS, MOST_TURNS = 10, 40
-SECONDS = 1.0  # after which the finals of slow candidates end early
+FINALISTS = 16
+LEAST_TURNS, MOST_TURNS = 12, 2048  # looked at after the first, then at twice as many
+QUIET, NOISY = 1.2, 0.3  # seconds after which the finals end: more does not settle a noisy machine
 FEWEST_TURNS = 4  # even then
+SURE = 1.25  # times the noise from the border: there are several looks, each may be mistaken
 
 Take = Callable[[ChoiceCaller], bool]  # takes a sample; False once the choice is rejected
 Late = Callable[[], bool]  # whether time is up
+Turn = dict[ChoiceCaller, float]  # microseconds
 
 
 def look(choice: ChoiceCaller, best: float, take: Take) -> None:
@@ -64,49 +67,77 @@ def _within(fastest: Sequence[ChoiceCaller], factor: float) -> list[ChoiceCaller
     return [c for c in fastest if c.time.median_us <= factor * fastest[0].time.median_us]
 
 
-def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late) -> None:
-    """Turns among choices in order of preference, until it is clear who is to be preferred. Sets
-    their `timing`."""
+def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float) -> None:
+    """Turns among choices in order of preference, until it is clear who is to be preferred or so
+    many seconds are over. Sets their `timing`."""
     alive = list(choices)
-    turns: list[dict[ChoiceCaller, float]] = []
+    turns: list[Turn] = []
     began = time.perf_counter()
+    look_at = LEAST_TURNS
     while len(turns) < MOST_TURNS and alive and not late():
         # every other turn the other way round: who follows whom must not matter
         order = alive if len(turns) % 2 == 0 else alive[::-1]
         turns.append({c: c.samples[-1] for c in order if take(c)})
         alive = [c for c in alive if not c.reason]
-        slow = time.perf_counter() - began > SECONDS
-        if len(turns) < (FEWEST_TURNS if slow else LEAST_TURNS):
+        slow = time.perf_counter() - began > seconds
+        if len(turns) < (FEWEST_TURNS if slow else look_at):
             continue
-        alive = _settled(alive, turns)
-        if slow or _is_clear([c.time for c in alive]):
+        look_at = 2 * len(turns)
+        _settle(alive, turns)
+        open_ = _open(alive, turns)
+        if slow or not open_:
             return
-    _settled(alive, turns)
+        alive = [c for c in alive if c in open_]
+    _settle(alive, turns)
 
 
-def _settled(alive: list[ChoiceCaller], turns: Sequence[dict[ChoiceCaller, float]]
-             ) -> list[ChoiceCaller]:  # fmt: skip
-    """Set the times of choices from their turns; those that may still be preferred."""
-    if not turns or not alive:
-        return alive
-    for choice, found in paired(alive, turns).items():
-        choice.timing, choice.final = found, True
-    best = min((c.time for c in alive), key=lambda t: t.median_us)
-    return [c for c in alive if _loss(best, c.time) < 2 * _border(best, c.time)]
+def _settle(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> None:
+    """Set the times of choices from their turns."""
+    if turns and alive:
+        for choice, found in paired(alive, turns).items():
+            choice.timing, choice.final = found, True
 
 
-def _loss(best: Timing, other: Timing) -> float:
-    """What part of its time another could save."""
-    return 1 - best.median_us / other.median_us if other.median_us > 0 else 0.0
+def _open(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> set[ChoiceCaller]:
+    """Those that more turns are needed of; none where it is clear who is preferred. Whoever has
+    lost for certain is told so."""
+    if not alive:
+        return set()
+    best = min(alive, key=lambda c: c.time.median_us)
+    losses = {c: (0.0, 0.0) if c is best else _loss(c, best, turns) for c in alive}
+    open_: set[ChoiceCaller] = set()
+    for choice, (loss, noise) in losses.items():
+        if loss <= ADVANTAGE - noise:  # it is taken if nobody before it is
+            last = choice
+            break
+        if loss < ADVANTAGE + noise:
+            open_.add(choice)
+        else:
+            choice.lost = True
+    else:
+        return set()
+    if not open_:
+        return set()
+    # who may be the best after all says what the others lose
+    fast = {c for c, (loss, noise) in losses.items() if loss < min(noise, ADVANTAGE)}
+    return open_ | fast | {best, last}
 
 
-def _border(best: Timing, other: Timing) -> float:
-    """The loss beyond which the best is preferred."""
-    return max(ADVANTAGE, min(MOST_NOISE, math.hypot(best.noise, other.noise)))
+def _loss(choice: ChoiceCaller, best: ChoiceCaller, turns: Sequence[Turn]) -> tuple[float, float]:
+    """What part of its time a choice could save, turn by turn, and how uncertain that is."""
+    ratio = _middle([turn[best] / max(turn[choice], 1e-9) for turn in turns])
+    sure = SURE * (1 + 6 / len(turns))  # of few turns the spread itself is uncertain
+    return 1 - ratio.median_us, sure * ratio.noise * ratio.median_us
 
 
-def paired(choices: Sequence[ChoiceCaller], turns: Sequence[dict[ChoiceCaller, float]]
-           ) -> dict[ChoiceCaller, Timing]:  # fmt: skip
+def _middle(parts: Sequence[float]) -> Timing:
+    """The mean of the middle half: as blind to outliers as the median, and steadier."""
+    inner = sorted(parts)[len(parts) // 4 : len(parts) - len(parts) // 4]
+    middle = statistics.fmean(inner)
+    return Timing(middle, statistics.median(abs(p - middle) for p in parts), len(parts))
+
+
+def paired(choices: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> dict[ChoiceCaller, Timing]:
     """Times from what each took relative to the others in the same turn."""
     # what all of them took in a turn says how fast the machine was in it
     whole = [math.exp(statistics.fmean(math.log(max(turn[c], 1e-9)) for c in choices))
@@ -114,18 +145,6 @@ def paired(choices: Sequence[ChoiceCaller], turns: Sequence[dict[ChoiceCaller, f
     usual = statistics.median(whole)
     found: dict[ChoiceCaller, Timing] = {}
     for choice in choices:
-        parts = [turn[choice] / w for turn, w in zip(turns, whole, strict=True)]
-        middle = statistics.median(parts)
-        spread = statistics.median(abs(p - middle) for p in parts)
-        found[choice] = Timing(middle * usual, spread * usual, len(parts))
+        part = _middle([turn[choice] / w for turn, w in zip(turns, whole, strict=True)])
+        found[choice] = Timing(part.median_us * usual, part.spread * usual, part.samples)
     return found
-
-
-def _is_clear(times: Sequence[Timing]) -> bool:
-    """Whether more samples would hardly change who is preferred."""
-    best = min(range(len(times)), key=lambda k: times[k].median_us)
-    for k in range(best):
-        noise = math.hypot(times[k].noise, times[best].noise)
-        if abs(_loss(times[best], times[k]) - ADVANTAGE) < noise:
-            return False
-    return True

@@ -172,7 +172,7 @@ class _Tuning:
         """Of choices in order of preference, the one to prefer, if it is good; or the next."""
         while alive:
             # who was not in the finals has too few samples to be compared with those who were
-            pool = [c for c in alive if c.final or c.remembered] or alive
+            pool = [c for c in alive if (c.final and not c.lost) or c.remembered] or alive
             winner = pool[preferred([c.time for c in pool])]
             if self.is_good(winner):
                 return self._done(winner, source)
@@ -271,7 +271,8 @@ class _Tuning:
             fastest = race.halved(tried, self._take, self._late)
             if not self._late():
                 finalists = self._verified(fastest)
-                race.finals([c for c in order if c in finalists], self._take, self._late)
+                race.finals([c for c in order if c in finalists], self._take, self._late,
+                            race.QUIET if clock.is_quiet else race.NOISY)  # fmt: skip
         finally:
             self.keep()
             for choice in order:
