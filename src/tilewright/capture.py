@@ -30,11 +30,11 @@ from torch._functorch.aot_autograd import AOT_COUNTER
 from torch._guards import TracingContext
 
 from tilewright import config, metrics
-from tilewright.errors import at_node
+from tilewright.errors import location_of
 from tilewright.graph.digest import Undigestible, digest_captured
 from tilewright.host import artifact
 from tilewright.pipeline import Compiled, Origin, load_graph
-from tilewright.runtime import store
+from tilewright.runtime import native, store
 from tilewright.target import Target
 
 Inputs = Sequence[Any]
@@ -108,13 +108,15 @@ def _uncached(why: str) -> None:
 
 
 class Recording:
-    """Watches one capture, and keeps it once all of its graphs are compiled."""
+    """Watches one capture, and keeps it once all of its graphs are compiled, if it has a name."""
 
-    def __init__(self, name: str, gm: torch.fx.GraphModule) -> None:
+    def __init__(self, name: str | None, gm: torch.fx.GraphModule) -> None:
         self.name = name
         self.lines = _line_numbers(gm)
         self.wrapper: dict[str, Any] | None = None
         self.built: Any = None  # the wrapper AOTAutograd made of these values
+        self.plain: Call | None = None  # the program, where the wrapper only calls it
+        self.has_own = any(True for _ in gm.parameters()) or any(True for _ in gm.buffers())
         self.parts: dict[str, Part] = {}
         self.guards: str | None = None
         self.backward_graph: bytes | None = None
@@ -134,14 +136,15 @@ class Recording:
             self.parts[role] = Part(origin.artifact, dict(origin.constants), places)
         self._keep()
 
-    def returned(self, function: Any, inputs: Inputs) -> None:
-        """AOTAutograd has returned this function."""
+    def returned(self, function: Any, inputs: Inputs) -> Call:
+        """AOTAutograd has returned this function; what is to be called in its place."""
         inner: Any = function
         for _ in range(2):  # `disable`, and the unpacking of arguments
             inner = getattr(inner, "__wrapped__", None)
         context = TracingContext.try_get()
         if self.wrapper is None or inner is not self.built:
             self.refused = self.refused or "inputs that share memory, or more than one wrapper"
+            self.plain = None
         elif context is None or context.fakify_first_call:
             self.refused = self.refused or "a capture outside torch.compile"
         elif context.guards_context.aotautograd_guards:
@@ -151,9 +154,10 @@ class Recording:
         else:
             self._note_guards(context, inputs)
         self.finished = True
-        if self.refused:
+        if self.refused and self.name is not None:
             _uncached(self.refused)
         self._keep()
+        return function if self.plain is None or self.has_own else _unpacked(self.plain)
 
     def _note_guards(self, context: TracingContext, inputs: Inputs) -> None:
         env = context.fake_mode.shape_env if context.fake_mode is not None else None
@@ -168,7 +172,8 @@ class Recording:
 
     def _keep(self) -> None:
         wanted = {"inference"} if "inference" in self.parts else {"forward", "backward"}
-        if self.refused or not self.finished or set(self.parts) != wanted:
+        if (self.name is None or self.refused or not self.finished
+                or set(self.parts) != wanted):  # fmt: skip
             return
         assert self.wrapper is not None
         forward = self.parts.get("inference") or self.parts["forward"]
@@ -199,7 +204,7 @@ def watching(recording: Recording) -> Generator[None]:
         if not self.trace_joint:
             recording.wrapper = {"disable_amp": self.disable_amp, "fw_metadata": runtime_metadata}
             if _is_plain(recording.wrapper):
-                built = _plainly(compiled)
+                built = recording.plain = _plainly(compiled)
             recording.built = built
         return built
 
@@ -238,6 +243,8 @@ def _is_plain(wrapper: dict[str, Any]) -> bool:
 
 def _plainly(program: Call) -> Call:
     """What the wrapper does then, in a tenth of its time."""
+    if getattr(program, "pure", False):
+        return program
     is_enabled, enable = torch.is_grad_enabled, torch._C._set_grad_enabled
 
     def run(args: list[Any]) -> Any:
@@ -258,7 +265,7 @@ def _line_numbers(gm: torch.fx.GraphModule) -> dict[str, int]:
     found: dict[str, int] = {}
     for number, node in enumerate(gm.graph.nodes):
         if node.op != "output":
-            found.setdefault(at_node(node).location, number)
+            found.setdefault(location_of(node), number)
     found.pop("", None)
     return found
 
@@ -297,7 +304,7 @@ def find(name: str) -> Entry | None:
 
 def restore(entry: Entry, gm: torch.fx.GraphModule, inputs: Inputs) -> Call | None:
     """The callable AOTAutograd gave the first time, or None if a part of it is no longer kept."""
-    where = [at_node(n).location if n.op != "output" else "" for n in gm.graph.nodes]
+    where = [location_of(n) if n.op != "output" else "" for n in gm.graph.nodes]
     forward = _load(entry.forward, where)
     backward = _load(entry.backward, where) if entry.backward is not None else None
     if forward is None or (entry.backward is not None and backward is None):
@@ -376,10 +383,7 @@ def _sparing(backward: Compiled, donated: tuple[int, ...]) -> Compiled:
 
 
 def _unpacked(wrapped: Call) -> Call:
-    def forward(*args: Any) -> Any:
-        return wrapped(list(args))
-
-    return torch._dynamo.disable(forward, reason="a compiled graph")
+    return torch._dynamo.disable(native.entry(wrapped), reason="a compiled graph")
 
 
 __all__ = ["Recording", "find", "graph_bytes", "key", "restore", "watching"]

@@ -7,6 +7,7 @@ process to the one that waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -48,6 +49,14 @@ def at_node(node: torch.fx.Node) -> Site:
     return Site(text, site.file, site.line, site.function, site.source)
 
 
+def location_of(node: torch.fx.Node) -> str:
+    """The user's file and line of an FX node, empty where it is not known."""
+    trace = node.meta.get("stack_trace")
+    site = user_frame(trace) if isinstance(trace, str) else None
+    return "" if site is None else site.location
+
+
+@functools.lru_cache(maxsize=4096)  # many nodes come from one line
 def user_frame(stack_trace: str) -> Site | None:
     """The innermost frame of a printed stack trace that is the user's own code.
 

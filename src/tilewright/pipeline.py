@@ -96,12 +96,11 @@ def write(plan: Schedule) -> Artifact:
     """The stages that write what was decided."""
     with stage("generate"):
         groups = [step.group for step in plan.steps]
-        made = [_generate(plan.program, group, k) for k, group in enumerate(groups)]
+        made = [_begun(_generate(plan.program, group, k)) for k, group in enumerate(groups)]
         made = user_kernels.named(made)
     sources = {call.name: source for call, source in filter(None, made)}
     found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
     found.complete = plan.complete
-    found.build()  # compilers run while the host program is written
 
     with stage("assemble"):
         calls = [None if m is None else m[0] for m in made]
@@ -143,6 +142,13 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
         plan: Schedule = planned(groups)
     dump.stage("scheduled", plan)
     return plan
+
+
+def _begun(made: tuple[KernelCall, Source] | None) -> tuple[KernelCall, Source] | None:
+    """Its compiler runs while the next kernels, and then the host program, are written."""
+    if made is not None:
+        artifact.begin(made[1])
+    return made
 
 
 def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Source] | None:

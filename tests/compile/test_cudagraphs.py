@@ -3,16 +3,20 @@ with the very arguments it was recorded with, into the very results."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tilewright import metrics
-from tilewright.host import cudagraphs
-from tilewright.host.cudagraphs import Facts, Replayed
+from tilewright.host import cudagraphs, support
+from tilewright.host.cudagraphs import Facts, Graph, Recording, Replayed
+from tilewright.runtime import native
 
 Call = Callable[[list[Any]], Any]
 
@@ -24,7 +28,10 @@ class FakeCard:
         self.fails = ""
         self.busy = False
         self.current = 1
-        self._memory: dict[int, torch.Tensor] = {}
+        self.native = False  # replays by the extension module, through functions of its kind
+        self.quickly = 0
+        self._graphs: list[Callable[[int], None]] = []
+        self._driver = (_Start(self._start), _Capturing(self._capturing), _Copy(self._copy))
 
     def stream(self) -> int:
         return self.current
@@ -36,12 +43,31 @@ class FakeCard:
         return tuple(a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args)
 
     def copy(self, to: int, start: int, size: int, stream: int) -> None:
-        import ctypes
-
         ctypes.memmove(to, start, size)
         self.copied += size
 
-    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[int], None], Any]:
+    def _start(self, graph: int, stream: int) -> int:
+        self.quickly += 1
+        self._graphs[graph - 1](stream)
+        return 0
+
+    def _capturing(self, stream: int, found: Any) -> int:
+        found[0] = int(self.busy)
+        return 0
+
+    def _copy(self, to: int, start: int, size: int, stream: int) -> int:
+        self.copy(to, start, size, stream)
+        return 0
+
+    def quick(self, graph: Graph, stream: int, recording: Recording, cells: Any) -> Any:
+        if not self.native:
+            return None
+        addresses = tuple(ctypes.cast(f, ctypes.c_void_p).value for f in self._driver)
+        make = functools.partial(native.module().Replay, addresses)
+        of_stream = (lambda device: self.current, 0, stream)
+        return cudagraphs.quick_replay(make, graph.handle, of_stream, recording, cells)
+
+    def record(self, call: Call, args: list[Any]) -> tuple[Graph, Any]:
         if self.fails:
             raise RuntimeError(self.fails)
         self.recorded += 1
@@ -59,7 +85,8 @@ class FakeCard:
             for kept, made in zip(results, call(list(given)), strict=True):
                 kept.copy_(made)
 
-        return replay, tuple(results)
+        self._graphs.append(replay)
+        return Graph(replay, len(self._graphs)), tuple(results)
 
 
 def _is_one_of(result: torch.Tensor, args: list[Any]) -> bool:
@@ -67,10 +94,18 @@ def _is_one_of(result: torch.Tensor, args: list[Any]) -> bool:
     return any(isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == mine for a in args)
 
 
-@pytest.fixture
-def card() -> FakeCard:
+_Start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
+_Capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int))
+_Copy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t,
+                         ctypes.c_size_t)  # fmt: skip
+
+
+@pytest.fixture(params=["python", "extension"])
+def card(request: pytest.FixtureRequest) -> FakeCard:
     metrics.reset()
-    return FakeCard()
+    card = FakeCard()
+    card.native = request.param == "extension"
+    return card
 
 
 def linear(args: list[Any]) -> Any:
@@ -97,6 +132,7 @@ def test_the_second_call_is_recorded_and_the_third_only_replayed(card: FakeCard)
     for _ in range(5):
         check(program, weight, torch.randn(3, 4))
     assert card.recorded == 1 and card.replayed == 4
+    assert card.quickly == (3 if card.native else 0)
 
 
 def test_what_does_not_move_is_not_copied(card: FakeCard):
@@ -311,20 +347,17 @@ def test_a_pool_is_held_by_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_bad_data_of_a_replay_is_an_error_of_the_next(card: FakeCard):
-    seen: list[str] = []
-
-    def check() -> None:
-        if seen:
-            raise IndexError(seen.pop())
+    with mock.patch.object(support, "pinned", lambda n: torch.zeros(n, dtype=torch.int64)):
+        flag = support.DeviceFlag({"gather": "model.py:7"})
 
     def call(args: list[Any]) -> Any:
         return linear(args)
 
-    call.checks = (check,)  # type: ignore[attr-defined]
+    call.flags = (flag,)  # type: ignore[attr-defined]
     program, weight, x = replayed(card, call), torch.randn(4, 4), torch.randn(3, 4)
     for _ in range(3):
         program([weight, x])
-    seen.append("out of range")
+    flag.seen[0] = 1
     with pytest.raises(IndexError, match="out of range"):
         program([weight, x])
     program([weight, x])

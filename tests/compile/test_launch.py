@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.compile.fake_driver import FakeDriver, fake_driver
-from tilewright.runtime import launch, triton_build
+from tilewright.runtime import launch, native, triton_build
 from tilewright.runtime.triton_build import Binary, Built, TritonConfig, TritonSource
 
 BINARY = Binary("key", b"\x7fELF...", "add", 2048, 4, 1, False, False, 0, 26, 0, (8, 8, 4, 8, 4))
@@ -137,3 +138,41 @@ def test_graphs_are_started_by_the_driver() -> None:
         assert start is not None
         assert start(12, 7) == 0
         assert start(13, 7) == 700
+
+
+def test_functions_of_the_host_take_tensors_addresses_and_integers() -> None:
+    seen: list[tuple[int, ...]] = []
+    three = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(lambda *args: seen.append(args))
+    address = ctypes.cast(three, ctypes.c_void_p).value
+    function = native.module().Function("three", address, 3)
+    x, w = torch.empty(3), torch.nn.Parameter(torch.empty(3))
+    function(x, -5, True)
+    function(w, x.data_ptr() + 4, 2**62)
+    assert seen == [(x.data_ptr(), -5, 1), (w.data_ptr(), x.data_ptr() + 4, 2**62)]
+    with pytest.raises(TypeError, match="three takes 3 arguments"):
+        function(x)
+    with pytest.raises(AttributeError, match="data_ptr"):
+        function(x, "y", 1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 20, native.MOST])
+def test_functions_of_the_host_take_many_arguments(count: int) -> None:
+    seen: list[int] = []
+    made = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(lambda *args: seen.extend(args))
+    native.module().Function("many", ctypes.cast(made, ctypes.c_void_p).value, count)(*range(count))
+    assert seen == list(range(count))
+
+
+def test_too_many_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        native.module().Function("many", 1, native.MOST + 1)
+
+
+def test_an_entry_gives_its_arguments_as_a_list() -> None:
+    entry = native.module().Entry(lambda args: (args, type(args)))
+    assert entry(1, "b") == ([1, "b"], list)
+    assert entry() == ([], list)
+    with pytest.raises(TypeError, match="no keywords"):
+        entry(a=1)
+    with pytest.raises(ZeroDivisionError):
+        native.module().Entry(lambda args: 1 // 0)()

@@ -127,6 +127,29 @@ def test_the_first_levels_print_a_line_per_graph_and_the_groups(
     assert "group 0" in shown and "group 1" in shown
 
 
+def test_a_compiled_frame_has_no_events_for_profilers() -> None:
+    assert torch._dynamo.config.record_runtime_overhead
+    x, fn = torch.randn(5, 7), compiled()
+    fn(x)
+    assert torch._dynamo.config.record_runtime_overhead
+    with torch.profiler.profile() as seen:
+        fn(x)
+    assert "Pregraph bytecode" not in {event.name for event in seen.events()}
+
+
+def test_plain_programs_are_called_directly() -> None:
+    """Whatever the mode of gradients, results have none, and it is as it was."""
+    x = torch.randn(5, 7)
+    for fn in (softened, lambda x: (softened(x) @ x.t()).relu()):
+        call = torch.compile(fn, backend="tilewright")
+        for enabled in (True, False, True):
+            with torch.set_grad_enabled(enabled):
+                result = call(x)
+                assert torch.is_grad_enabled() == enabled
+            torch.testing.assert_close(result, fn(x))
+            assert not result.requires_grad and result.grad_fn is None
+
+
 def test_quiet_by_default() -> None:
     script = (
         "import torch\n"

@@ -16,15 +16,15 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from tilewright import config, metrics
-from tilewright.errors import BuildError, at_node
+from tilewright.errors import BuildError, location_of
 from tilewright.gemm.provider import LibrarySource
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
 from tilewright.host import cudagraphs
 from tilewright.host.program import HostProgram, Kernel
 from tilewright.host.spare import Spare
-from tilewright.runtime import cxx, launch, store
-from tilewright.runtime.cxx import CxxSource, Submitted
+from tilewright.runtime import cxx, launch, native, store
+from tilewright.runtime.cxx import CxxSource, Loaded, Submitted
 from tilewright.runtime.triton_build import TritonSource
 from tilewright.runtime.user_kernel import UserSource
 from tilewright.target import Target
@@ -35,6 +35,19 @@ from tilewright.tune.kernels import Waiting
 log = logging.getLogger("tilewright.build")
 
 Source = CxxSource | TritonSource | UserSource | Spare | LibrarySource
+
+
+def begin(source: Source) -> None:
+    """Start building a kernel, if it is one that is built, and return at once."""
+    match source:
+        case UserSource():
+            user_kernels.submit(source)
+        case CxxSource():
+            cxx.submit([source])
+        case TritonSource():
+            tune.submit(source)
+        case _:
+            pass
 
 
 @dataclass
@@ -54,8 +67,7 @@ class Artifact:
         """Start building what is missing, of every language, and return at once."""
         found = self.kernels.values()
         for source in found:
-            if isinstance(source, UserSource):
-                user_kernels.submit(source)
+            begin(source)
         return Building(
             cxx.submit([s for s in found if isinstance(s, CxxSource)]),
             [tune.submit(s) for s in found if isinstance(s, TritonSource)],
@@ -72,11 +84,13 @@ class Artifact:
         building = self.build()
         compiled, built = iter(building.cxx.result()), iter(building.triton)
         functions: dict[str, Kernel] = {}
+        loaded: dict[str, Loaded] = {}
         grids: dict[str, str] = {}
         for name, source in self.kernels.items():
             match source:
                 case CxxSource():
-                    functions[name] = next(compiled).function
+                    loaded[name] = next(compiled)
+                    functions[name] = loaded[name].function
                 case TritonSource():
                     self._launcher(name, source, next(built), functions, grids)
                 case UserSource():
@@ -85,7 +99,9 @@ class Artifact:
                         functions[f"{name}_wide"] = user_kernels.later(source.widened())
                 case _:
                     functions[name] = source
-        call = self.host.load(functions, constants, locations, grids)
+        call: Any = self.host.load(functions, constants, locations, grids)
+        native.when_ready(lambda _: call.names.update(
+            {name: kernel.function for name, kernel in loaded.items()}))  # fmt: skip
         return cudagraphs.replayed(call, self.replay)
 
     def _launcher(self, name: str, source: TritonSource, waiting: Waiting,
@@ -127,7 +143,7 @@ class Building:
 
 def locations(gm: torch.fx.GraphModule) -> dict[str, str]:
     """Node name -> the user's file and line."""
-    return {node.name: at_node(node).location for node in gm.graph.nodes if node.op != "output"}
+    return {node.name: location_of(node) for node in gm.graph.nodes if node.op != "output"}
 
 
 def key(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> str | None:

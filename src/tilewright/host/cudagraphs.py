@@ -103,6 +103,19 @@ def _name(target: Any) -> str:
 # ---- recording and replaying
 
 
+Cells = tuple[tuple[int, int], ...]  # (address, count) of words that are zero while all is well
+Quick = Callable[[list[Any]], Any]  # the results of a replay, None where it does not apply
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What was recorded: how to start it on a stream, and the driver's own handle of it, 0 where
+    the driver's start is not enough."""
+
+    replay: Callable[[int], None]
+    handle: int = 0
+
+
 class Card(Protocol):
     """What a device does; tests have one that is not there."""
 
@@ -114,7 +127,9 @@ class Card(Protocol):
     def pointers(self) -> Callable[[list[Any]], tuple[int, ...]]: ...
     @property
     def copy(self) -> Callable[[int, int, int, int], None]: ...  # (to, from, bytes, stream)
-    def record(self, call: Call, args: list[Any]) -> tuple[Any, Any]: ...
+    def record(self, call: Call, args: list[Any]) -> tuple[Graph, Any]: ...
+    def quick(self, graph: Graph, stream: int, recording: Recording,
+              cells: Cells) -> Quick | None: ...  # fmt: skip
 
 
 class _Watched:
@@ -134,7 +149,7 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 class Recording:
     """A graph, the addresses it reads in place, what is copied in, and its results."""
 
-    replay: Callable[[int], None]  # on a stream
+    graph: Graph
     fixed: tuple[int, ...]  # arguments
     addresses: Any  # theirs, as `where` finds them among all
     where: Callable[[Sequence[int]], Any]
@@ -143,6 +158,7 @@ class Recording:
     back: tuple[tuple[int, torch.Tensor, int], ...]  # copies to return: the program writes to them
     copied_out: frozenset[int] = frozenset()
     watched: tuple[_Watched, ...] = ()
+    quick: Quick | None = None  # all of a replay in one call
 
     def fits(self, addresses: Sequence[int]) -> bool:
         return self.where(addresses) == self.addresses
@@ -171,10 +187,19 @@ class Replayed:
         self.card = card
         self.sizes: dict[Any, _Size] = {}
         self.stopped = ""
-        self.checks: tuple[Callable[[], None], ...] = getattr(call, "checks", ())
+        self.flags: tuple[support.DeviceFlag, ...] = getattr(call, "flags", ())
+        self.quick: Quick | None = None  # of the recording that was replayed last
+        self.pure: bool = getattr(call, "pure", False)
         self._boxed_call = True
 
     def __call__(self, args: list[Any]) -> Any:
+        if self.quick is not None:
+            results = self.quick(args)
+            if results is not None:
+                return results
+        return self._take_turn(args)
+
+    def _take_turn(self, args: list[Any]) -> Any:
         card = self.card
         if self.stopped or card.recording():
             return self.call(args)
@@ -207,21 +232,23 @@ class Replayed:
     def _replay(self, recording: Recording, args: list[Any], addresses: Sequence[int],
                 stream: int) -> Any:  # fmt: skip
         card = self.card
-        for check in self.checks:
-            check()
+        for flag in self.flags:
+            flag.check()
         for k, memory, count in recording.copies:
             card.copy(memory.data_ptr(), addresses[k], count, stream)
-        recording.replay(stream)
+        recording.graph.replay(stream)
         for k, memory, count in recording.back:
             card.copy(addresses[k], memory.data_ptr(), count, stream)
         results = tuple(_handed_out(r, k in recording.copied_out, args)
                         for k, r in enumerate(recording.results))  # fmt: skip
         args.clear()
+        self.quick = recording.quick
         return results
 
     # ---- record
 
     def _record(self, size: _Size, args: list[Any], addresses: tuple[int, ...], stream: int) -> Any:
+        self.quick = None  # it holds nothing of its recording, which may have to go
         self._copy_small_ones_out(size, addresses)
         size.moving |= {k for k, (a, b) in enumerate(zip(size.before, addresses, strict=True))
                         if a != b}  # fmt: skip
@@ -266,22 +293,26 @@ class Replayed:
             copies.append((k, memory, span * arg.element_size()))
         for k, memory, count in copies:
             self.card.copy(memory.data_ptr(), addresses[k], count, stream)
-        replay, results = self.card.record(self.call, given)
+        graph, results = self.card.record(self.call, given)
         own = {m.untyped_storage().data_ptr(): k for k, m, _ in copies}
         kept = [_of_argument(r, own) for r in results]
         back = tuple(c for c in copies if c[0] in self.facts.mutated)
         where = operator.itemgetter(*fixed) if fixed else _nowhere
-        recording = Recording(replay, tuple(fixed), where(addresses), where, tuple(copies), kept,
+        recording = Recording(graph, tuple(fixed), where(addresses), where, tuple(copies), kept,
                               back)  # fmt: skip
         mine = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
         recording.copied_out = frozenset(size.copied_out)
         recording.watched = tuple(_Watched(k, r) for k, r in enumerate(kept)
                                   if k not in size.copied_out and _is_own(r, mine))  # fmt: skip
+        if not (self.facts.dynamic or self.facts.numbers):
+            cells = tuple(flag.place for flag in self.flags)
+            recording.quick = self.card.quick(graph, stream, recording, cells)
         _count("recorded")
         return recording
 
     def stop(self, reason: str) -> None:
         self.stopped = reason
+        self.quick = None
         self.sizes.clear()
         _skipped(reason)
 
@@ -355,6 +386,37 @@ def _handed_out(result: Any, copied: bool, args: Sequence[Any]) -> Any:
     return result.clone() if copied else _window(result, result.size(), result.stride(), 0)
 
 
+def quick_replay(make: Callable[..., Quick], graph: int, of_stream: tuple[Any, int, int],
+                 recording: Recording, cells: Cells) -> Quick:  # fmt: skip
+    """A recording as the extension replays it (`Replay` in `runtime/launch.cpp`)."""
+    fixed = recording.fixed
+    expected = recording.addresses if len(fixed) > 1 else (recording.addresses,)
+    return make(
+        graph,
+        of_stream,
+        (_use_count, tuple((w.address, w.uses) for w in recording.watched)),
+        (
+            tuple(zip(fixed, expected, strict=False)),
+            tuple((k, memory.data_ptr(), count) for k, memory, count in recording.copies),
+            tuple((k, memory.data_ptr(), count) for k, memory, count in recording.back),
+            cells,
+        ),
+        tuple(_handing_out(r, k in recording.copied_out) for k, r in enumerate(recording.results)),
+    )
+
+
+def _handing_out(result: Any, copied: bool) -> tuple[Any, Any]:
+    """`_handed_out` as a function and its arguments: None for the arguments of the program; a
+    result without a function is handed out as it is."""
+    if isinstance(result, _Argument):
+        return result.of, None
+    if not isinstance(result, torch.Tensor):
+        return None, result
+    if copied:
+        return torch.clone, (result,)
+    return _window, (result, tuple(result.size()), result.stride(), 0)
+
+
 # ---- the card itself
 
 
@@ -369,7 +431,15 @@ class Cuda:
         self.stream = functools.partial(torch._C._cuda_getCurrentRawStream, device)
         self.recording = torch.cuda.is_current_stream_capturing
 
-    def record(self, call: Call, args: list[Any]) -> tuple[Callable[[int], None], Any]:
+    def quick(self, graph: Graph, stream: int, recording: Recording,
+              cells: Cells) -> Quick | None:  # fmt: skip
+        make = launch.replayer()
+        if make is None or not graph.handle:
+            return None
+        of_stream = (torch._C._cuda_getCurrentRawStream, self.device, stream)
+        return quick_replay(make, graph.handle, of_stream, recording, cells)
+
+    def record(self, call: Call, args: list[Any]) -> tuple[Graph, Any]:
         main = torch.cuda.current_stream(self.device)
         side = _side_stream(self.device)
         side.wait_stream(main)
@@ -378,21 +448,21 @@ class Cuda:
             pool = _pool(self.device, main.cuda_stream)
             graph, results = _captured(lambda: call(args), pool, self.device)
         main.wait_stream(side)
-        return self._replay(graph), results
+        return self._graph(graph), results
 
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> Callable[[int], None]:
+    def _graph(self, graph: torch.cuda.CUDAGraph) -> Graph:
         """The driver's launch of the graph, where torch need not do anything beside it."""
         start = launch.graph_starter()
         handle = getattr(graph, "raw_cuda_graph_exec", None)
         if self.draws or start is None or handle is None:
-            return lambda stream: graph.replay()
-        address = handle()
+            return Graph(lambda stream: graph.replay())
+        address: int = handle()
 
         def replay(stream: int) -> None:
             if start(address, stream):  # a thread new to CUDA; an error is torch's to report
                 graph.replay()
 
-        return replay
+        return Graph(replay, address)
 
 
 def _captured(run: Callable[[], Any], pool: Any, device: int) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -55,13 +55,15 @@ class HostProgram:
 
     `@node@` in the text stands for the source location of that node, which is filled in when the
     program is loaded or shown; `@grid kernel@` for a kernel's number of programs, which is known
-    when its configuration is. `device` is the CUDA device that is current while it runs.
+    when its configuration is. `device` is the CUDA device that is current while it runs. A `pure`
+    program calls nothing that torch could differentiate.
     """
 
     text: str
     constants: dict[str, Any] = field(default_factory=dict[str, Any])
     attributes: dict[str, str] = field(default_factory=dict[str, str])  # name -> path in the graph
     device: int | None = None
+    pure: bool = False
 
     def filled(self, locations: Mapping[str, str], grids: Mapping[str, str]) -> str:
         text = _SITE.sub(lambda m: locations.get(m[1], ""), self.text)
@@ -74,11 +76,13 @@ class HostProgram:
         text = self.filled(locations, grids or {})
         exec(compile(text, "<tilewright host program>", "exec"), namespace)
         call: Any = namespace["call"]
-        checks = tuple(v.check for v in namespace.values() if isinstance(v, support.DeviceFlag))
+        flags = tuple(v for v in namespace.values() if isinstance(v, support.DeviceFlag))
         if self.device is not None and (self.device != 0 or torch.cuda.device_count() > 1):
             call = support.on_device(call, self.device)
         call._boxed_call = True
-        call.checks = checks  # for replays, which do not run the text
+        call.pure = self.pure
+        call.names = namespace  # where the text finds its kernels
+        call.flags = flags  # for replays, which do not run the text
         return call
 
 
@@ -98,6 +102,7 @@ class _Assembly:
         self._targets: dict[Any, str] = {}
         self._bound: set[str] = set()
         self._device: int | None = None
+        self._pure = True
         self._counted: set[int] = set()  # devices whose kernels count
         self._checked: dict[int, dict[str, str]] = {}  # device -> its checked kernels, their sites
 
@@ -125,7 +130,7 @@ class _Assembly:
             *("    " + line for line in self.lines),
         ]
         return HostProgram("\n".join(text) + "\n", self.constants, dict(self.program.constants),
-                           self._device)  # fmt: skip
+                           self._device, self._pure)  # fmt: skip
 
     # ---- inputs and symbols
 
@@ -245,13 +250,14 @@ class _Assembly:
         self.lines.append(f"# {', '.join(origins)}{sites}")
         site = next(iter(places.values()), "none")
         if kernel.launch is not None:
+            self._pure = False
             self._user_kernel(kernel, kernel.launch)
             return
         if kernel.device is not None:
             self._launch(kernel, kernel.device, site)
             return
-        address = "" if kernel.plain else ".data_ptr()"
-        args = [f"{name}{address}" if kind == "ptr" else name for kind, name in kernel.args]
+        args = [name for _, name in kernel.args]
+        self._pure &= not kernel.plain
         if kernel.checked:
             args.append("flag.address")
         self.lines.append(f"{kernel.name}({', '.join(args)})")
@@ -292,6 +298,7 @@ class _Assembly:
         self.lines += [f"before = exchange_device({device})", line, "exchange_device(before)"]
 
     def _call(self, call: Opaque) -> None:
+        self._pure = False
         args = [self._argument(a) for a in call.args]
         args += [f"{k}={self._argument(v)}" for k, v in call.kwargs.items()]
         if call.out is not None:

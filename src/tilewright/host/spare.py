@@ -53,5 +53,5 @@ class Spare:
 
     def __call__(self, *args: Any) -> None:
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
-        with torch.device(device):
+        with torch.no_grad(), torch.device(device):
             interp.run_nodes(self.program, self.nodes, args, self.local)

@@ -136,6 +136,7 @@ class DeviceFlag:
         start = self.cells.data_ptr()
         self.seen = (ctypes.c_int64 * len(kernels)).from_address(start)
         self.addresses = [start + 8 * k for k in range(len(kernels))]
+        self.place = (start, len(kernels))
         _flags.add(self)
 
     def check(self) -> None:

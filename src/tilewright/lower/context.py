@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 from tilewright import config
-from tilewright.errors import at_node
+from tilewright.errors import location_of
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, substitute, sym, var
@@ -80,7 +80,7 @@ class Lowering:
         for node in found:
             lazy = [n for n in node.all_input_nodes if n not in found and self._is_lazy(n)]
             found += lazy[: MOST_ORIGINS - len(found)]
-        return Origin(tuple(n.name for n in reversed(found)), at_node(self.node).location)
+        return Origin(tuple(n.name for n in reversed(found)), location_of(self.node))
 
     def _is_lazy(self, node: torch.fx.Node) -> bool:
         t = self.env.get(node)

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from tilewright import caches, config
 from tilewright.errors import BuildError
-from tilewright.runtime import store
+from tilewright.runtime import native, store
 from tilewright.target import Target
 
 ArgKind = Literal["ptr", "int", "float"]
@@ -77,9 +77,10 @@ class CxxSource:
     flags: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loaded:
-    """A kernel ready to be called with addresses, integers and floats."""
+    """A kernel ready to be called with tensors, addresses, integers and floats. `function` is
+    replaced by a quicker one as soon as that is there."""
 
     name: str
     function: Callable[..., None]
@@ -284,7 +285,24 @@ def _load(source: CxxSource, order: _Order) -> Loaded:
     function.argtypes = [_CTYPES[kind] for kind in source.args]
     function.restype = None
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
-    return Loaded(source.name, function, address, order.library, order.source)
+    loaded = Loaded(source.name, _of_tensors(function), address, order.library, order.source)
+    if "float" in source.args or len(source.args) > native.MOST:
+        return loaded
+
+    def quick(module: Any) -> None:
+        loaded.function = module.Function(source.name, address, len(source.args))
+
+    native.when_ready(quick)
+    return loaded
+
+
+def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:
+    """A function of addresses, called with tensors."""
+
+    def call(*args: Any) -> None:
+        function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
+
+    return call
 
 
 # ------------------------------------------------------------------------- the compiler's own facts

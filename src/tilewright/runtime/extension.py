@@ -19,6 +19,15 @@ from tilewright.runtime import store
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 
 
+def is_built(source: Path) -> bool:
+    return _path(source).exists()
+
+
+def _path(source: Path) -> Path:
+    tag = sysconfig.get_config_var("SOABI") or ""
+    return store.path(store.key(source.read_bytes(), tag, *FLAGS), f".{source.stem}.so")
+
+
 def load(source: Path) -> Any:
     """The module `tw_<name>` of the file `<name>.cpp`; None where it cannot be built, which the
     counters of that name explain."""
@@ -27,8 +36,7 @@ def load(source: Path) -> Any:
     if compiler is None or not (Path(include) / "Python.h").exists():
         metrics.counters[source.stem]["no C++ compiler or no Python headers"] += 1
         return None
-    tag = sysconfig.get_config_var("SOABI") or ""
-    path = store.path(store.key(source.read_bytes(), tag, *FLAGS), f".{source.stem}.so")
+    path = _path(source)
     if not path.exists():
         command = [compiler, *FLAGS, f"-I{include}", "-x", "c++", str(source), "-o"]
         try:

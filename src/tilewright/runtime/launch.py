@@ -14,11 +14,10 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tilewright import caches
-from tilewright.runtime import extension, triton_build
+from tilewright.runtime import native, triton_build
 from tilewright.runtime.driver import Driver, driver
 from tilewright.runtime.triton_build import Built, TritonSource
 
@@ -119,13 +118,20 @@ def graph_starter() -> Callable[[int, int], int] | None:
     return functools.partial(extension.start_graph, driver().address("cuGraphLaunch"))
 
 
+def replayer() -> Callable[..., Callable[[list[Any]], Any]] | None:
+    """`Replay` of the extension for this driver, if there is both."""
+    extension = _extension()
+    if extension is None:
+        return None
+    names = ("cuGraphLaunch", "cuStreamIsCapturing", "cuMemcpyDtoDAsync_v2")
+    return functools.partial(extension.Replay, tuple(driver().address(n) for n in names))
+
+
 # ---- the extension module
 
 
-@functools.cache
 def _extension() -> Any:
-    """The extension module, built once per machine; None where that cannot be done."""
-    return extension.load(Path(__file__).parent / "launch.cpp")
+    return native.module()
 
 
 class _Slow:
