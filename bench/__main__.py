@@ -13,11 +13,12 @@ import torch
 from rich.console import Console
 
 from bench import report
+from bench.growth import growth_suite
 from bench.measure import EAGER, empty_caches, keep_freed_memory, machine
 from bench.peak import peak_suite
 from bench.suites import Options, Table, compile_suite, memory_suite, models_suite
 
-SUITES = ("compile", "models", "memory", "peak")
+SUITES = ("growth", "compile", "models", "memory", "peak")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -96,6 +97,8 @@ def run_suite(suite: str, options: Options) -> Table:
         return compile_suite(options)
     if suite == "peak":
         return peak_suite(options)
+    if suite == "growth":
+        return growth_suite(options)
     return models_suite(options) if suite == "models" else memory_suite(options)
 
 

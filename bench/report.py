@@ -70,6 +70,12 @@ def summary_cells(tables: dict[str, Table], backends: tuple[str, ...]) -> Cells:
     ours = challenger(backends)
     rows: Cells = [["what", "rows", "geomean"]]
     for suite, table in tables.items():
+        if suite == "growth":
+            worst = max((r.extra.get("ratio", 0.0) for row in table.values()
+                         for r in row.values()), default=0.0)  # fmt: skip
+            rows.append(["growth: largest ratio for twice the nodes", str(len(table)),
+                         ratio_text(worst)])  # fmt: skip
+            continue
         if suite != "compile":
             pairs = [(b, EAGER) for b in backends if b != EAGER]
             pairs += [(ours, REFERENCE)] if ours and REFERENCE in backends else []
@@ -139,13 +145,27 @@ def peak_cells(table: Table, backends: tuple[str, ...]) -> Cells:
     return rows
 
 
+def growth_cells(table: Table, backends: tuple[str, ...]) -> Cells:
+    """Head and rows of the growth suite; the ratio is to half as many nodes."""
+    stages = ("graph", "lower", "group", "memory")
+    rows: Cells = [["family and nodes", "seconds", "ratio", *stages, "nests", "kernels"]]
+    for name, row in table.items():
+        found = next(iter(row.values())).extra
+        cells = [name, f"{found['seconds']:.2f}", ratio_text(found.get("ratio"))]
+        cells += [f"{found[s]:.2f}" for s in stages]
+        rows.append([*cells, f"{found['nests']:.0f}", f"{found['kernels']:.0f}"])
+    return rows
+
+
 FORMATS: dict[str, Callable[[Table, tuple[str, ...]], Cells]] = {
     "memory": speed_cells,
     "models": speed_cells,
     "compile": compile_cells,
     "peak": peak_cells,
+    "growth": growth_cells,
 }
 TITLES = {
+    "growth": "processor seconds to decide what runs, for graphs of doubling size",
     "memory": "memory-bound programs: time per call, speed over eager",
     "models": "models: time per call, speed over eager",
     "peak": "models: most memory at once beyond parameters and inputs",

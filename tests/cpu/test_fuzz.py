@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,10 +81,51 @@ _MATRIX = Input((9, 16), torch.float32)
             _program((_MATRIX,), (("{0}.t()", (0,)), ("{0}[2:]", (1,))), (1, 2)),
             id="views of an argument",
         ),
+        pytest.param(
+            replace(
+                _program(
+                    (
+                        Input(("B", "A", 2), torch.int8, "offset"),
+                        Input((217, 2), torch.float32),
+                    ),
+                    (
+                        ("{0}.reshape({0}.shape[0] * {0}.shape[1], -1)", (0,)),
+                        ("{0}.copy_({1})", (2, 1)),
+                    ),
+                    (3,),
+                ),
+                sizes=({"A": 31, "B": 7},),
+                dynamic=True,
+            ),
+            id="a view of a changed argument that begins inside its storage",
+        ),
+        pytest.param(
+            _program(
+                (Input((8, 8), torch.float32, "transposed"),),
+                (("torch.floor({0} / 2)", (0,)), ("{0}.select(0, 0).add_(3)", (1,))),
+                (2,),
+            ),
+            id="a changed part keeps the stride of the whole",
+        ),
     ],
 )
 def test_found_before(program: Program) -> None:
     assert difference(program) == ""
+
+
+def test_a_sum_that_eager_rounds_at_every_step_may_be_nearer_to_the_truth() -> None:
+    """In bfloat16 256 + 1 is 256. That the sum is compared at all is seen by giving another."""
+    inputs = Input((2, 2), torch.bfloat16), Input((65, 65, 6), torch.int8)
+    text = ("torch.index_put({0}, ({1}.long().reshape(-1) % 2,), torch.ones((), dtype={0}.dtype), "
+            "accumulate=True)")  # fmt: skip
+    program = Program(inputs, (Line(text, (0, 1), False),), (2,), (True, True, False))
+    assert difference(program) == ""
+    assert "not close" in difference(program, _half)
+
+
+def _half(gm: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+    """A backend whose results are half of what they should be."""
+    return lambda *args: [r / 2 for r in gm(*args)]
 
 
 # The tools themselves: a fuzzer that cannot fail finds nothing.

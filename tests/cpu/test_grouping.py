@@ -12,13 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.graphs import FAMILIES
+from bench.growth import deciding_seconds
 from tests.fuzz.build import Build
 from tests.programs import compiled
 from tilewright import config, metrics
+from tilewright.graph.simplify import simplify
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import var
 from tilewright.ir.program import Program, Store
+from tilewright.lower.graph import lower
 from tilewright.schedule import improve
 from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Search
@@ -396,28 +400,62 @@ def fan(count: int) -> Program:
     return b.returns(*made)
 
 
-@pytest.mark.parametrize("program", [ladder, fan])
-def test_the_whole_schedule_grows_with_the_graph(
-    program: Callable[[int], Program], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls of functions while a program is scheduled, memory included. What is bounded however
-    large the graph is has its bound reached early here."""
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of functions: an effort that does not depend on the machine or on what else it does."""
+    calls = 0
+
+    def seen(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.fixture
+def early_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bounded however large the graph is has its bound reached in small graphs."""
     monkeypatch.setattr(improve, "MOST_TRIALS", 4)
     monkeypatch.setattr(config, "max_fusion_size", 8)
 
+
+@pytest.mark.usefixtures("early_bounds")
+@pytest.mark.parametrize("program", [ladder, fan])
+def test_the_whole_schedule_grows_with_the_graph(program: Callable[[int], Program]) -> None:
+    """From the program to the memory plan."""
+
     def effort(count: int) -> int:
-        given, calls = program(count), 0
-
-        def seen(frame: object, event: str, arg: object) -> None:
-            nonlocal calls
-            calls += event in ("call", "c_call")
-
-        sys.setprofile(seen)
-        try:
-            schedule(given)
-        finally:
-            sys.setprofile(None)
-        return calls
+        given = program(count)
+        return calls_of(lambda: schedule(given))
 
     effort(50)
     assert effort(200) <= 2.3 * effort(100)
+
+
+@pytest.mark.usefixtures("early_bounds")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stage_grows_with_the_graph(family: str) -> None:
+    """From the graph to the memory plan. `python -m bench --suite growth` has the seconds."""
+
+    def effort(count: int) -> int:
+        gm = FAMILIES[family](count)
+        return calls_of(lambda: deciding_seconds(gm))
+
+    effort(60)
+    assert effort(400) <= 2.3 * effort(200)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_few_questions_are_asked_for_each_node(family: str) -> None:
+    """Pairs of groups tried, and groups looked at to keep them in order."""
+    gm = FAMILIES[family](400)
+    simplify(gm)
+    program = lower(gm)
+    search = Search(program, program.nodes)
+    search.run()
+    assert sum(search.tries.values()) <= 2 * len(program.nodes)
+    assert search.order.work <= 4 * len(program.nodes)

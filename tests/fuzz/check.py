@@ -10,10 +10,13 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.fuzz.generate import Program
 from tests.fuzz.stages import Capture, first_wrong
 
+_STRIDES = "strides"
+_MOST_EXCUSED = 4  # times the tolerance: how far from exact we may be because eager is, too
 _RELATIVE = {torch.float64: 1e-6, torch.float32: 5e-4, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
@@ -96,6 +99,10 @@ def _compare(program: Program, got: Results, want: Results,
     """How they differ. Where rounding may explain it, both are compared with the exact result."""
     true: Results | None = None
     for kind, k, text in _differences(program, got, want):
+        if _STRIDES in text and kind == 0 and _as_traced(program, got[2], k, got[0][k]):
+            text = _differ(got[0][k], want[0][k], program.exact[program.outputs[k]], layout=False)
+            if not text:
+                continue
         if "not close" not in text or (kind == 0 and program.exact[program.outputs[k]]):
             return text
         with contextlib.suppress(Exception):  # an operation without float64
@@ -130,7 +137,7 @@ def _differ(a: Tensor, b: Tensor, exact: bool, layout: bool) -> str:
     if layout and b.numel() > 0:
         strides = [(s, w) for s, w, n in zip(a.stride(), b.stride(), b.shape, strict=True) if n > 1]
         if any(s != w for s, w in strides):
-            return f"strides {a.stride()} instead of {b.stride()} for {tuple(b.shape)}"
+            return f"{_STRIDES} {a.stride()} instead of {b.stride()} for {tuple(b.shape)}"
     tolerance = 0.0 if exact else _RELATIVE.get(b.dtype, 0.0)
     scale = 0.0
     if tolerance and b.numel():
@@ -143,8 +150,19 @@ def _differ(a: Tensor, b: Tensor, exact: bool, layout: bool) -> str:
     return ""
 
 
+def _as_traced(program: Program, args: Sequence[Tensor], k: int, ours: Tensor) -> bool:
+    """Whether a result is laid out as fake tensors say: for some operators (`div` with a rounding
+    mode) that is not what eager's kernel does, and a graph is compiled for what it was traced with.
+    """
+    mode = FakeTensorMode()
+    with mode:
+        results = program.function()(*(mode.from_tensor(a) for a in args))
+    return results[k].stride() == ours.stride()
+
+
 def _is_rounding(ours: Tensor, eager: Tensor, true: Tensor) -> bool:
-    """Whether ours is as near to the exact result as eager's, or nearer than we ask."""
+    """Whether ours is about as near to the exact result as eager's. An eager result that is far
+    off excuses only the very same one: ours has to be near."""
     if not ours.dtype.is_floating_point or true.shape != ours.shape:
         return False
     scale = max(1.0, true.detach().abs().nan_to_num(0, 0, 0).max().item())
@@ -152,8 +170,8 @@ def _is_rounding(ours: Tensor, eager: Tensor, true: Tensor) -> bool:
     ours, eager, true = (t.detach().double() for t in (ours, eager, true))
     same = (ours == eager) | (ours.isnan() & eager.isnan())
     theirs = (eager - true).abs().nan_to_num(0, 0, 0)  # eager may have overflowed
-    worst = min(theirs.max().item(), 16 * tolerance)
-    room = (1.5 * theirs).clamp(min=max(tolerance, 1.5 * worst))
+    worst = min(theirs.max().item(), _MOST_EXCUSED * tolerance)
+    room = max(tolerance, 1.5 * worst)
     return bool((same | ((ours - true).abs() <= room)).all())
 
 

@@ -69,6 +69,8 @@ def _through_argument(result: Node, final: dict[Node, Node]) -> Node:
         source = node.args[0] if node.args else None
         if not isinstance(source, Node) or not _is_view(node) or not _same_storage(node, source):
             return result
+        if node.target is aten.as_strided.default:
+            return result  # its place is counted from the start of a storage, not from the tensor
         chain.append(node)
         node = source
     made = final[node]
@@ -103,7 +105,8 @@ def _same_storage(a: Node, b: Node) -> bool:
 
 
 def _alike(a: Node, b: Node) -> bool:
-    """Same type, and the same place in their storages, without asking the solver."""
+    """Same type and layout, without asking the solver. Where they start in their storages does
+    not matter: an argument may begin anywhere, and a view of it counts from there."""
     x, y = a.meta.get("val"), b.meta.get("val")
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
@@ -111,8 +114,8 @@ def _alike(a: Node, b: Node) -> bool:
         return False
     if x.layout != torch.strided or y.layout != torch.strided:
         return False
-    return [_plain(n) for n in (*x.size(), *x.stride(), x.storage_offset())] == [
-        _plain(n) for n in (*y.size(), *y.stride(), y.storage_offset())]  # fmt: skip
+    return [_plain(n) for n in (*x.size(), *x.stride())] == [
+        _plain(n) for n in (*y.size(), *y.stride())]  # fmt: skip
 
 
 def _plain(n: Any) -> Any:

@@ -100,6 +100,8 @@ class Facts:
             return False
         if not any(user.op == "output" for user in node.users):
             return True
+        if not _same_tensor(node, new):
+            return False  # results keep their layout
         if new_storage in self.given or new_storage in self.returned:
             return False
         self.returned.add(new_storage)

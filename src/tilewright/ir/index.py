@@ -383,10 +383,10 @@ def _within(rest: Expr, b: Expr) -> bool:
 
 def likely(e: Expr) -> int:
     """A typical value: symbols count as the sizes the graph was traced with, or as 64."""
+    if e.op == "const":
+        return e.arg
     parts = [likely(s) for s in e.src] if e.op in INDEX_OPS else []
     match e.op:
-        case "const":
-            return e.arg
         case "sym":
             return 64 if e.arg.hint is None else e.arg.hint
         case "var":  # in the size of a loop inside it: that of the first round

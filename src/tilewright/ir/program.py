@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads, syms, walk
+from tilewright.ir.expr import Expr, loads, syms, var, walk
 
 StoreMode = Literal["set", "add", "mul", "min", "max"]
 BufferKind = Literal["input", "constant", "temporary"]
@@ -31,9 +31,25 @@ class Buffer:
     stride: tuple[Expr, ...]
     kind: BufferKind = "temporary"
 
-    @property
+    @cached_property
     def numel(self) -> Expr:
         return ix.product(self.size)
+
+    @cached_property
+    def bytes(self) -> Expr:
+        return ix.mul(self.numel, self.dtype.itemsize)
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether its elements lie next to each other, each once."""
+        left = [(s, n) for n, s in zip(self.size, self.stride, strict=True) if n is not ix.ONE]
+        step: Expr = ix.ONE
+        while left:
+            k = next((k for k, (s, _) in enumerate(left) if s is step), None)
+            if k is None:
+                return False
+            step = ix.mul(step, left.pop(k)[1])
+        return True
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,12 @@ class View:
     stride: tuple[Expr, ...]
     offset: Expr
     dtype: torch.dtype
+
+    @cached_property
+    def window(self) -> Expr:
+        """Its elements as an index over loops of its own."""
+        loops = [ix.ZERO if n is ix.ONE else var(f"w{k}", n) for k, n in enumerate(self.size)]
+        return ix.linearize(loops, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
@@ -121,6 +143,14 @@ class Nest:
             found.setdefault(node.arg, {})[node.src[0]] = None
         return {b: tuple(indices) for b, indices in found.items()}
 
+    @cached_property
+    def loaded(self) -> dict[str, tuple[Expr, ...]]:
+        """Every index at which each buffer is read."""
+        found: dict[str, dict[Expr, None]] = {}
+        for node in loads(*self.exprs):
+            found.setdefault(node.arg, {})[node.src[0]] = None
+        return {b: tuple(indices) for b, indices in found.items()}
+
     @property
     def symbols(self) -> set[Expr]:
         sizes = tuple(v.src[0] for v in (*self.loops, *self.reduce))
@@ -159,6 +189,15 @@ class Opaque:
     def writes(self) -> frozenset[str]:
         out = () if self.out is None else (self.out.buffer,)
         return frozenset((*(r for r in self.results if r is not None), *self.mutates, *out))
+
+    @cached_property
+    def indices(self) -> dict[str, tuple[Expr, ...]]:
+        """Every index at which each buffer is touched, as far as it is known."""
+        found: dict[str, dict[Expr, None]] = {}
+        for leaf in leaves((self.args, self.kwargs, self.out)):
+            if isinstance(leaf, View):
+                found.setdefault(leaf.buffer, {})[leaf.window] = None
+        return {b: tuple(indices) for b, indices in found.items()}
 
     @property
     def symbols(self) -> set[Expr]:

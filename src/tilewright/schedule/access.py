@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, var
-from tilewright.ir.program import Nest, Node, View, leaves
+from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.program import Nest, Node
 
 Terms = dict[Expr, Expr]  # variable -> stride
 Signature = tuple[str, ...]
@@ -23,16 +24,16 @@ def all_loops(nest: Nest) -> tuple[Expr, ...]:
 
 def touched(node: Node, buffer: str) -> list[Expr]:
     """The indices at which a node touches a buffer; none where it is not known."""
-    if isinstance(node, Nest):
-        return list(accesses(node, buffer))
-    found = [v for v in leaves((node.args, node.kwargs, node.out)) if isinstance(v, View)]
-    return [window(v) for v in found if v.buffer == buffer]
+    return list(node.indices.get(buffer, ()))
 
 
-def window(view: View) -> Expr:
-    """The elements of a view as an index over loops of its own."""
-    loops = [ix.ZERO if n is ix.ONE else var(f"w{k}", n) for k, n in enumerate(view.size)]
-    return ix.linearize(loops, view.stride, view.offset)
+def users_of(nests: Iterable[Nest]) -> dict[str, list[Nest]]:
+    """The nests that touch each buffer, in their order."""
+    found: dict[str, list[Nest]] = {}
+    for m in nests:
+        for b in m.indices:
+            found.setdefault(b, []).append(m)
+    return found
 
 
 def terms(index: Expr, loops: Sequence[Expr]) -> tuple[Terms, Expr] | None:
@@ -72,6 +73,15 @@ def _signature(index: Expr) -> Signature:
 
 def disjoint(a: Expr, b: Expr) -> bool:
     """Whether no iteration of one touches an element that any iteration of the other touches."""
+    known: WeakKeyDictionary[Expr, bool] = a.memo("disjoint", lambda _: WeakKeyDictionary())
+    if b not in known:
+        known[b] = _disjoint(a, b)
+    return known[b]
+
+
+def _disjoint(a: Expr, b: Expr) -> bool:
+    if signature(a) == signature(b):
+        return False  # they touch the same
     ta, tb = _steps(a), _steps(b)
     if ta is None or tb is None:
         return False

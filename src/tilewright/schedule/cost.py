@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Buffer, Nest, Node
-from tilewright.schedule.access import Signature, signature, touched, window
+from tilewright.schedule.access import Signature, signature, touched
 from tilewright.schedule.sizes import hint_product
 
 Parts = dict[Signature, int]  # what is touched -> elements
@@ -50,13 +50,13 @@ def footprint(node: Node, position: int, buffers: Mapping[str, Buffer]) -> Footp
 def _read_indices(node: Node, buffer: str) -> list[Expr]:
     if not isinstance(node, Nest):
         return touched(node, buffer)
-    return [n.src[0] for n in loads(*node.exprs) if n.arg == buffer]
+    return list(node.loaded.get(buffer, ()))
 
 
 def _written_indices(node: Node, buffer: str) -> list[Expr]:
     if isinstance(node, Nest):
         return [s.index for s in node.stores if s.buffer == buffer]
-    return [] if node.out is None or node.out.buffer != buffer else [window(node.out)]
+    return [] if node.out is None or node.out.buffer != buffer else [node.out.window]
 
 
 def _parts(indices: list[Expr], buffer: Buffer) -> Parts:

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 import torch
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, var
 from tilewright.ir.program import Buffer, Nest, Node, Opaque, Program, Store, View
-from tilewright.schedule.access import all_loops, disjoint, touched, window
+from tilewright.schedule.access import all_loops, disjoint, touched
 from tilewright.schedule.group import Search
 from tilewright.schedule.legality import is_alone
 from tilewright.schedule.loops import cut_points, drop_masks, substitute_nest
@@ -64,8 +64,18 @@ class _State:
         self.slots: list[list[Node]] = [[n] for n in nodes]
         self.place = {n.name: k for k, n in enumerate(nodes)}
         self.visible = {o.buffer for o in program.outputs if isinstance(o, View)}
-        self.users = _users(nodes)
+        self.users: dict[str, dict[str, Node]] = {}
+        self.writers: dict[str, dict[str, Node]] = {}
+        for node in nodes:
+            self._note(node)
         self.trials = 0
+
+    def _note(self, node: Node) -> None:
+        for b in node.reads | node.writes:
+            self.users.setdefault(b, {})[node.name] = node
+            writers = self.writers.setdefault(b, {})
+            if b in node.writes:
+                writers[node.name] = node
 
     @property
     def nodes(self) -> list[Node]:
@@ -78,19 +88,22 @@ class _State:
             slot = self.slots[self.place.pop(node.name)]
             slot.remove(node)
             for b in node.reads | node.writes:
-                self.users[b].remove(node)
+                del self.users[b][node.name]
+                self.writers[b].pop(node.name, None)
         self.slots[where] += new
         for node in new:
             self.place[node.name] = where
-            for b in node.reads | node.writes:
-                self.users.setdefault(b, []).append(node)
+            self._note(node)
 
     def _only_for(self, buffer: str, reader: Nest) -> Node | None:
         """Who makes a temporary that nobody but `reader` reads."""
         if self.program.buffers[buffer].kind != "temporary" or buffer in self.visible:
             return None
-        makers = [n for n in self.users[buffer] if n.name != reader.name]
-        return makers[0] if len(makers) == 1 and buffer in makers[0].writes else None
+        users = self.users[buffer]
+        if len(users) - (reader.name in users) != 1:
+            return None
+        (maker,) = (n for name, n in users.items() if name != reader.name)
+        return maker if buffer in maker.writes else None
 
     # ---- weighing
 
@@ -108,9 +121,9 @@ class _State:
     def _grouped(self, nodes: Sequence[Node], instead_of: Sequence[Node]) -> Search:
         """`nodes` grouped; who else uses their buffers, outside `instead_of`, is counted too."""
         total = Counter(b for n in nodes for b in n.reads | n.writes)
-        names = {n.name for n in instead_of}
+        inside = Counter(b for n in instead_of for b in n.reads | n.writes)
         for b in total:
-            total[b] += sum(n.name not in names for n in self.users.get(b, ()))
+            total[b] += len(self.users.get(b, ())) - inside[b]
         search = Search(self.program, nodes, total)
         search.run()
         return search
@@ -123,7 +136,8 @@ class _State:
             found: list[Node] = []
             for node in ring:
                 for b in sorted(node.reads | node.writes):
-                    found += [n for n in self.users.get(b, ())[:8] if n.name not in names]
+                    nearest = islice(self.users.get(b, {}).values(), 8)
+                    found += [n for n in nearest if n.name not in names]
             new = list(dict.fromkeys(n.name for n in found))
             room = max(0, NEIGHBOURHOOD - len(names)) if names else len(new)
             names.update(dict.fromkeys(new[:room]))
@@ -158,6 +172,8 @@ class _State:
     # ---- accumulating products
 
     def accumulate(self, nest: Nest) -> None:
+        if self.trials >= MOST_TRIALS:
+            return
         found = self._sum_with_product(nest)
         if found is None:
             return
@@ -195,8 +211,8 @@ class _State:
     def _may_wait(self, call: Opaque, nest: Nest) -> bool:
         """Whether the call may run as late as the nest: nothing it reads is written before."""
         start, end = self.place[call.name], self.place[nest.name]
-        return not any(b in n.writes and start < self.place[n.name] < end
-                       for b in call.reads for n in self.users[b])  # fmt: skip
+        return not any(start < self.place[n.name] < end
+                       for b in call.reads for n in self.writers[b].values())  # fmt: skip
 
     def _operand(self, nest: Nest, call: Opaque, out: View,
                  other: Expr) -> tuple[View, list[Nest]] | None:  # fmt: skip
@@ -321,8 +337,8 @@ def _users(nodes: Sequence[Node]) -> dict[str, list[Node]]:
 
 def _keeps_off(node: Node, target: View) -> bool:
     """Whether a node certainly touches nothing of the target."""
-    index, found = window(target), touched(node, target.buffer)
-    return bool(found) and all(disjoint(index, i) for i in found)
+    found = touched(node, target.buffer)
+    return bool(found) and all(disjoint(target.window, i) for i in found)
 
 
 def _copied(node: Node) -> Expr | None:

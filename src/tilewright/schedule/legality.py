@@ -9,8 +9,9 @@ and the same extent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads, var
@@ -22,6 +23,7 @@ from tilewright.schedule.access import (
     disjoint,
     signature,
     terms,
+    users_of,
     within,
 )
 from tilewright.schedule.loops import is_fold, rename, split
@@ -37,6 +39,20 @@ class Fit:
     members: tuple[Nest, ...]
     outer: tuple[Expr, ...]
     serial: tuple[Expr, ...] = ()
+
+    @cached_property
+    def users(self) -> dict[str, list[Nest]]:
+        """The members that touch each buffer."""
+        return users_of(self.members)
+
+    @cached_property
+    def written(self) -> dict[str, None]:
+        return {b: None for m in self.members for b in m.writes}
+
+    @cached_property
+    def loops(self) -> dict[Expr, None]:
+        """Every loop of any member."""
+        return {v: None for m in self.members for v in all_loops(m)}
 
 
 @dataclass(frozen=True)
@@ -84,17 +100,19 @@ def align(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
 
 def guides(left: Fit, right: Fit) -> list[tuple[int, int, str]]:
     """(member on the left, on the right, buffer), most promising first."""
-    last = {b: k for k, m in enumerate(left.members) for b in m.indices}
-    first = {b: k for k, m in reversed(list(enumerate(right.members))) for b in m.indices}
 
     def promise(b: str) -> tuple[bool, int, str]:
-        one, other = left.members[last[b]], right.members[first[b]]
+        one, other = left.users[b][-1], right.users[b][0]
         written = b in one.writes or b in other.writes
         loops = max(len(signature(i)) for m in (one, other) for i in m.indices[b])
         return not written, -loops, b
 
-    shared = sorted(last.keys() & first.keys(), key=promise)
-    return [(last[b], first[b], b) for b in shared[:MOST_GUIDES]]
+    shared = sorted(left.users.keys() & right.users.keys(), key=promise)[:MOST_GUIDES]
+    return [(_place(left.users[b][-1], left), _place(right.users[b][0], right), b) for b in shared]
+
+
+def _place(nest: Nest, group: Fit) -> int:
+    return next(k for k, m in enumerate(group.members) if m is nest)
 
 
 def match_loops(left: Fit, right: Fit, a: int, b: int, buffer: str
@@ -209,9 +227,9 @@ def _correspondence(mine: Terms, theirs: Terms) -> dict[Expr, Expr]:
 def _renamed(group: Fit, names: Mapping[Expr, Expr], other: Fit) -> Fit:
     """The group with its loops called as their counterparts in `other` are; loops without a
     counterpart get names nobody there uses."""
-    used = {v.arg for m in other.members for v in all_loops(m)}
+    used = {v.arg for v in other.loops}
     result = dict(names)
-    for v in dict.fromkeys(v for m in group.members for v in all_loops(m)):
+    for v in group.loops:
         if v in result:
             continue
         name, count = v.arg, 0
@@ -229,12 +247,10 @@ def _renamed(group: Fit, names: Mapping[Expr, Expr], other: Fit) -> Fit:
 
 
 def _hazards(left: Fit, right: Fit, position: Mapping[str, int]) -> Iterator[Hazard]:
-    mine = {b: None for m in left.members for b in m.writes}
-    theirs = {b: None for m in right.members for b in m.writes}
-    for b in sorted(mine.keys() | theirs.keys()):
-        users = [m for m in right.members if b in m.indices]
-        for one in (m for m in left.members if b in m.indices):
-            for other in users:
+    shared = left.users.keys() & right.users.keys()
+    for b in sorted(b for b in shared if b in left.written or b in right.written):
+        for one in left.users[b]:
+            for other in right.users[b]:
                 if b in one.writes or b in other.writes:
                     before = position[one.name] < position[other.name]
                     yield Hazard(b, one, other) if before else Hazard(b, other, one)
@@ -251,6 +267,25 @@ def _conflict(hazard: Hazard, outer: Sequence[Expr]) -> str:
             elif not (_same_block(a, b, earlier, later, outer) or disjoint(a, b)
                       or _near_by(hazard, a, b, outer)):  # fmt: skip
                 return f"{hazard.buffer} is needed at other points of the shared loops"
+    return ""
+
+
+def first_conflict(nests: Sequence[Nest], outer: Sequence[Expr],
+                   buffers: Set[str] | None = None) -> str:  # fmt: skip
+    """Why nests in this order cannot follow each other inside the same outer iteration, for what
+    they do with these buffers (or with all of them); or nothing."""
+    if buffers is None:
+        buffers = {b for m in nests for b in m.writes}
+    users: dict[str, list[Nest]] = {}
+    for later in nests:
+        for b in sorted(buffers & later.indices.keys()):
+            before = users.setdefault(b, [])
+            for earlier in before:
+                if b in earlier.writes or b in later.writes:
+                    why = _conflict(Hazard(b, earlier, later), outer)
+                    if why:
+                        return why
+            before.append(later)
     return ""
 
 

@@ -9,19 +9,18 @@ the program's peak higher than freeing it at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import chain, islice
 
 import torch
 
 from tilewright import config
-from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, load, rewrite
 from tilewright.ir.program import Buffer, Nest, Program, View
-from tilewright.schedule.access import accesses
+from tilewright.schedule.access import Signature, accesses, signature
 from tilewright.schedule.group import Group
-from tilewright.schedule.legality import conflict
+from tilewright.schedule.legality import first_conflict
 from tilewright.schedule.loops import is_fold, replace_exprs
 from tilewright.schedule.sizes import hint, hint_bytes
 
@@ -82,15 +81,17 @@ def _lifetimes(program: Program, groups: Sequence[Group]) -> list[Step]:
                  and program.buffers[b].kind != "constant"]  # fmt: skip
         step = Step(group)
         made = set() if group.call is None else {r for r in group.call.results if r}
-        donors = [b for b in dying if b in exists and b not in shared and _is_ours(program, b)]
+        donors = {b: None for b in dying if b in exists and b not in shared
+                  and _is_ours(program, b)}  # fmt: skip
+        inside = _InPlace(program, group)
         for b in sorted(group.writes - group.local - exists - made):
-            found = _overwritten(program, step.group, b, donors)
-            if found is None:
+            donor = inside.overwrite(b, donors)
+            if donor is None:
                 step.allocate.append(b)
-                continue
-            donor, step.group = found
-            donors.remove(donor)
-            step.reuse.append((b, donor))
+            else:
+                del donors[donor]
+                step.reuse.append((b, donor))
+        step.group = inside.group()
         exists |= group.writes
         taken = {old for _, old in step.reuse}
         step.free = [b for b in dying if b not in taken]
@@ -108,60 +109,77 @@ def _is_ours(program: Program, buffer: str) -> bool:
     return program.buffers[buffer].kind == "temporary" or buffer in program.donated
 
 
-def _overwritten(program: Program, group: Group, buffer: str,
-                 donors: Sequence[str]) -> tuple[str, Group] | None:  # fmt: skip
-    """A dying value that `buffer` may overwrite, and the group with the two as one."""
-    if group.call is not None or not (config.inplace_buffers and config.allow_buffer_reuse):
-        return None
-    if group.parts:
-        return _overwritten_in_part(program, group, buffer, donors)
-    if group.serial:
-        return None
-    mine = program.buffers[buffer]
-    writer = next(k for k, m in enumerate(group.members) if buffer in m.writes)
-    later = {b for m in group.members[writer + 1 :] for b in m.reads}
-    near = group.members[writer].reads
-    for donor in sorted(donors, key=lambda d: d not in near)[:MOST_DONORS]:
-        theirs = program.buffers[donor]
-        if donor in later or theirs.dtype != mine.dtype or not same_bytes(mine, theirs):
-            continue
-        merged = replace(group, members=tuple(_renamed(m, buffer, donor) for m in group.members))
-        if _still_right(merged, donor):
-            return donor, merged
-    return None
+class _InPlace:
+    """The members of a group while buffers take the place of values that die in it. Of groups that
+    share a launch, no other may touch either."""
 
+    def __init__(self, program: Program, group: Group) -> None:
+        self.program = program
+        self.whole = group
+        self.nests = [list(part.members) for part in group.kernels]
+        self.users: dict[str, list[tuple[int, int]]] = {}  # of a buffer: (part, member)
+        self.changed = False
+        for p, nests in enumerate(self.nests):
+            for k, m in enumerate(nests):
+                for b in m.indices:
+                    self.users.setdefault(b, []).append((p, k))
 
-def _overwritten_in_part(program: Program, group: Group, buffer: str,
-                         donors: Sequence[str]) -> tuple[str, Group] | None:  # fmt: skip
-    """The same for groups that share a launch: no other may touch either buffer."""
-    touching = [p for p in group.parts if buffer in p.reads or buffer in p.writes]
-    if len(touching) != 1:
+    def group(self) -> Group:
+        if not self.changed:
+            return self.whole
+        if not self.whole.parts:
+            return replace(self.whole, members=tuple(self.nests[0]))
+        return replace(self.whole, parts=tuple(
+            replace(part, members=tuple(nests))
+            for part, nests in zip(self.whole.parts, self.nests, strict=True)))  # fmt: skip
+
+    def overwrite(self, buffer: str, donors: Mapping[str, None]) -> str | None:
+        """A dying value whose memory `buffer` takes from now on, if there is one."""
+        if not (config.inplace_buffers and config.allow_buffer_reuse) or not donors:
+            return None
+        users = self.users.get(buffer, [])
+        if len({p for p, _ in users}) != 1 or self.whole.kernels[users[0][0]].serial:
+            return None
+        mine = self.program.buffers[buffer]
+        writer = next(u for u in users if buffer in self._nest(u).writes)
+        near = [d for d in sorted(self._nest(writer).reads) if d in donors]
+        others = (d for d in donors if d not in near)
+        for donor in islice(chain(near, others), MOST_DONORS):
+            theirs = self.program.buffers[donor]
+            if theirs.dtype != mine.dtype or not same_bytes(mine, theirs):
+                continue
+            if self._merge(buffer, donor, writer):
+                return donor
         return None
-    (part,) = touching
-    apart = [d for d in donors if not any(d in p.reads for p in group.parts if p is not part)]
-    found = _overwritten(program, part, buffer, apart)
-    if found is None:
-        return None
-    donor, merged = found
-    return donor, replace(group, parts=tuple(merged if p is part else p for p in group.parts))
+
+    def _nest(self, at: tuple[int, int]) -> Nest:
+        return self.nests[at[0]][at[1]]
+
+    def _merge(self, buffer: str, donor: str, writer: tuple[int, int]) -> bool:
+        """Make the two one buffer, if the group still computes what it did with both."""
+        mine, theirs = self.users[buffer], self.users[donor]
+        if theirs[0][0] != writer[0] or theirs[-1][0] != writer[0]:
+            return False
+        if any(u > writer and donor in self._nest(u).reads for u in theirs):
+            return False
+        both = sorted({*mine, *theirs})
+        nests = [self._nest(u) for u in both]
+        if not _in_one_place(nests, buffer, donor):
+            return False
+        nests = [_renamed(m, buffer, donor) for m in nests]
+        if not _still_right(nests, self.whole.kernels[writer[0]].outer, donor):
+            return False
+        for (p, k), m in zip(both, nests, strict=True):
+            self.nests[p][k] = m
+        del self.users[buffer]
+        self.users[donor] = both
+        self.changed = True
+        return True
 
 
 def same_bytes(a: Buffer, b: Buffer) -> bool:
     """Whether both fill the same number of bytes on the same device without gaps."""
-    return (a.device == b.device and is_dense(a) and is_dense(b)
-            and ix.mul(a.numel, a.dtype.itemsize) is ix.mul(b.numel, b.dtype.itemsize))  # fmt: skip
-
-
-def is_dense(buffer: Buffer) -> bool:
-    """Whether its elements lie next to each other, each once."""
-    left = [(s, n) for n, s in zip(buffer.size, buffer.stride, strict=True) if n is not ix.ONE]
-    step: Expr = ix.ONE
-    while left:
-        k = next((k for k, (s, _) in enumerate(left) if s is step), None)
-        if k is None:
-            return False
-        step = ix.mul(step, left.pop(k)[1])
-    return True
+    return a.device == b.device and a.is_dense and b.is_dense and a.bytes is b.bytes
 
 
 def _renamed(nest: Nest, old: str, new: str) -> Nest:
@@ -176,18 +194,27 @@ def _renamed(nest: Nest, old: str, new: str) -> Nest:
         replace(s, buffer=new) if s.buffer == old else s for s in changed.stores))  # fmt: skip
 
 
-def _still_right(group: Group, buffer: str) -> bool:
-    """Whether a group that now reads and writes one buffer computes what it did with two."""
-    users = [m for m in group.members if buffer in m.reads or buffer in m.writes]
+def _in_one_place(nests: Sequence[Nest], buffer: str, donor: str) -> bool:
+    """Whether all touch the same elements of both, and those that store step alike through them:
+    quickly told, and most pairs are not like that."""
+    touched: set[Signature] = set()
+    for m in nests:
+        indices = {*accesses(m, buffer), *accesses(m, donor)}
+        touched.update(map(signature, indices))
+        if len(touched) > 1 or (len(indices) > 1 and {buffer, donor} & m.writes):
+            return False
+    return True
+
+
+def _still_right(users: Sequence[Nest], outer: Sequence[Expr], buffer: str) -> bool:
+    """Whether nests that now read and write one buffer compute what they did with two."""
     for m in users:
         stores = [s for s in m.stores if s.buffer == buffer]
         if any(s.mode != "set" or s.mask is not None for s in stores) or is_fold(m, "scan"):
             return False
-        if stores and len(set(accesses(m, buffer))) > 1:
-            return False
         if stores and m.reduce and buffer in m.reads:
             return False
-    return not any(conflict(a, b, group.outer) for a, b in combinations(users, 2))
+    return not first_conflict(users, outer, {buffer})
 
 
 # ---- memory passed on
@@ -216,7 +243,7 @@ def _pass_on(program: Program, steps: Sequence[Step]) -> None:
                 live[between] += hint_bytes(program.buffers[b])
         for b in step.free:
             buffer = program.buffers[b]
-            if buffer.kind == "temporary" and b not in shared and is_dense(buffer):
+            if buffer.kind == "temporary" and b not in shared and buffer.is_dense:
                 idle.setdefault(_block(buffer), []).append((k, b))
 
 
@@ -224,18 +251,23 @@ Block = tuple[torch.device, Expr]
 
 
 def _block(buffer: Buffer) -> Block:
-    return buffer.device, ix.mul(buffer.numel, buffer.dtype.itemsize)
+    return buffer.device, buffer.bytes
 
 
 def _kept(program: Program, waiting: Sequence[tuple[int, str]], buffer: str, now: int,
           live: Sequence[int], top: int) -> tuple[int, str] | None:  # fmt: skip
     """The dead buffer whose memory `buffer` takes: one laid out alike if there is one."""
     mine = program.buffers[buffer]
-    if not is_dense(mine) or hint(mine.numel) == 0:
+    if not mine.is_dense or hint(mine.numel) == 0:
         return None
     size = hint_bytes(mine)
-    fits = [(since, old) for since, old in waiting
-            if max(live[since + 1 : now], default=0) + size <= top]  # fmt: skip
+    most, reach, fits = 0, now, list[tuple[int, str]]()
+    for since, old in reversed(waiting):  # the latest first: what is alive since then only grows
+        most = max(most, *live[since + 1 : reach], 0)
+        reach = min(reach, since + 1)
+        if most + size > top:
+            break
+        fits.append((since, old))
     return max(fits, key=lambda f: (alike(program.buffers[f[1]], mine), f[0]), default=None)
 
 

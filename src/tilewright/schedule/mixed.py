@@ -14,7 +14,7 @@ from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.ops import REDUCTIONS
 from tilewright.ir.program import Nest
 from tilewright.schedule.access import all_loops
-from tilewright.schedule.legality import Fit, Misfit, conflict, guides, is_alone, match_loops
+from tilewright.schedule.legality import Fit, Misfit, first_conflict, guides, is_alone, match_loops
 from tilewright.schedule.segments import segments_of
 from tilewright.schedule.sizes import hint_product, work
 from tilewright.target import Target
@@ -121,12 +121,7 @@ def _problem(nests: tuple[Nest, ...], outer: tuple[Expr, ...], serial: tuple[Exp
                   for m in nests)  # fmt: skip
         if row < NARROWEST:
             return "the rows are too short to run one after the other"
-    for k, later in enumerate(nests):
-        for earlier in nests[:k]:
-            why = conflict(earlier, later, (*outer, *serial))
-            if why:
-                return why
-    return ""
+    return first_conflict(nests, (*outer, *serial))
 
 
 def _carries(nest: Nest, outer: tuple[Expr, ...], serial: tuple[Expr, ...]) -> str:

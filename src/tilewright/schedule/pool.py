@@ -16,7 +16,7 @@ import torch
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
 from tilewright.ir.program import Buffer, Program, View
-from tilewright.schedule.memory import Pool, Slot, Step, is_dense
+from tilewright.schedule.memory import Pool, Slot, Step
 
 ALIGNMENT = 64  # bytes
 
@@ -57,7 +57,7 @@ def pooled(program: Program, steps: Sequence[Step]) -> None:
     for k, step in enumerate(steps):
         for b in list(step.allocate):
             buffer = program.buffers[b]
-            if b not in ends or not is_dense(buffer):
+            if b not in ends or not buffer.is_dense:
                 continue
             when = max((known.get(s.arg.name, -1) for s in syms(buffer.numel)), default=-1)
             key = (buffer.device, when)
@@ -90,8 +90,7 @@ def _known(steps: Sequence[Step]) -> dict[str, int]:
 
 
 def _aligned(buffer: Buffer) -> Expr:
-    size = ix.mul(buffer.numel, buffer.dtype.itemsize)
-    return ix.mul(ix.floordiv(ix.add(size, ALIGNMENT - 1), ALIGNMENT), ALIGNMENT)
+    return ix.mul(ix.floordiv(ix.add(buffer.bytes, ALIGNMENT - 1), ALIGNMENT), ALIGNMENT)
 
 
 def _holds(slot: Expr, size: Expr) -> bool:

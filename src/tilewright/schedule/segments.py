@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -76,32 +76,34 @@ def _chains(members: Sequence[Nest], shared: Loops) -> list[Loops]:
 def segments_of(members: Sequence[Nest], shared: Loops) -> list[Segment]:
     """The loops of the members inside those they share, jammed where they are the same."""
     segments: list[Segment] = []
+    written = {b for m in members for b in m.writes}
+    placed: dict[str, list[tuple[int, Nest]]] = {}  # buffer -> who touches it, in which segment
     for m in members:
         loops = tuple(v for v in m.loops if v not in shared)
         reduce = tuple(v for v in m.reduce if v not in shared)
-        place = _earliest(segments, m)
-        target = next((s for s in segments[place:] if _jams(s, loops, reduce)), None)
-        if target is None:
-            target = Segment(loops, reduce)
-            segments.append(target)
-        elif reduce and not target.reduce:
+        first = _earliest(placed, m)
+        place = next((k for k in range(first, len(segments))
+                      if _jams(segments[k], loops, reduce)), len(segments))  # fmt: skip
+        if place == len(segments):
+            segments.append(Segment(loops, reduce))
+        target = segments[place]
+        if reduce and not target.reduce:
             target.loops, target.reduce = loops, reduce
         target.members.append(m)
+        for b in written & m.indices.keys():
+            placed.setdefault(b, []).append((place, m))
     return segments
 
 
-def _earliest(segments: Sequence[Segment], nest: Nest) -> int:
+def _earliest(placed: Mapping[str, Sequence[tuple[int, Nest]]], nest: Nest) -> int:
     """The first segment the nest may run in: after what it needs, or beside it point by point."""
     earliest = 0
-    for k, segment in enumerate(segments):
-        for other in segment.members:
-            hazards = (other.writes & (nest.reads | nest.writes)) | (other.reads & nest.writes)
-            if not hazards:
+    for buffer in nest.indices:
+        for k, other in placed.get(buffer, ()):
+            if k < earliest or not (buffer in other.writes or buffer in nest.writes):
                 continue
-            same = not other.reduce and all(
-                a is b for buffer in hazards for a in accesses(other, buffer)
-                for b in accesses(nest, buffer)
-            )  # fmt: skip
+            same = not other.reduce and all(a is b for a in accesses(other, buffer)
+                                            for b in accesses(nest, buffer))  # fmt: skip
             earliest = max(earliest, k if same and set(all_loops(other)) == set(all_loops(nest))
                            else k + 1)  # fmt: skip
     return earliest

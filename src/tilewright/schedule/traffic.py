@@ -7,12 +7,12 @@ charges what can be touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program, Store, View
-from tilewright.schedule.access import Signature, signature, touched
+from tilewright.schedule.access import Signature, signature, touched, users_of
 from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint_product, work
 
@@ -56,6 +56,7 @@ def accessed(program: Program, group: Group) -> int:
     if group.parts:
         return sum(accessed(program, part) for part in group.parts)
     total = 0
+    users = users_of(group.members)
     for b in group.reads | group.writes:
         if b in group.local or b not in program.buffers:
             continue
@@ -65,16 +66,16 @@ def accessed(program: Program, group: Group) -> int:
             if group.call.out is not None and b == group.call.out.buffer:
                 count = hint_product(group.call.out.size)
         else:
-            count = _written(group, b, whole)
-            if _needed(group, b) or _scattered(group, b):
+            count = _written(users[b], b, whole)
+            if _needed(users[b], b) or _scattered(users[b], b):
                 count += min(whole, _iterations(group, b))
         total += count * program.buffers[b].dtype.itemsize
     return total
 
 
-def _needed(group: Group, buffer: str) -> bool:
+def _needed(users: Sequence[Nest], buffer: str) -> bool:
     """Whether the buffer's contents from before the group are read."""
-    for m in group.members:
+    for m in users:
         if buffer in m.reads or any(s.mode != "set" for s in m.stores if s.buffer == buffer):
             return True
         if buffer in m.writes:
@@ -82,8 +83,8 @@ def _needed(group: Group, buffer: str) -> bool:
     return False
 
 
-def _scattered(group: Group, buffer: str) -> bool:
-    return any(_is_scatter(s) for m in group.members for s in m.stores if s.buffer == buffer)
+def _scattered(users: Sequence[Nest], buffer: str) -> bool:
+    return any(_is_scatter(s) for m in users for s in m.stores if s.buffer == buffer)
 
 
 def _iterations(group: Group, buffer: str) -> int:
@@ -91,7 +92,7 @@ def _iterations(group: Group, buffer: str) -> int:
     if len(group.members) != 1:
         return 1 << 62
     nest = group.members[0]
-    return work(nest) * max(len(_patterns(nest, buffer)), 1)
+    return work(nest) * max(len(nest.loaded.get(buffer, ())), 1)
 
 
 # ---- the honest count
@@ -106,12 +107,13 @@ def moved(program: Program, group: Group, filled: set[str]) -> dict[str, int]:
             found[b] = found.get(b, 0) + size
     if group.parts:
         return found
+    users = users_of(group.members)
     for b in group.reads | group.writes:
         if b in group.local or b not in program.buffers:
             continue
         whole = hint_product(program.buffers[b].size)
         if group.call is None:
-            count = _written(group, b, whole) + min(whole, _read(group, b, whole))
+            count = _written(users[b], b, whole) + min(whole, _read(users[b], b, whole))
         else:
             count = _touched_by_call(group, b, whole, filled)
         found[b] = count * program.buffers[b].dtype.itemsize
@@ -133,12 +135,12 @@ def _touched_by_call(group: Group, buffer: str, whole: int, filled: set[str]) ->
     return extent * (2 if buffer in filled and buffer not in call.fills else 1)
 
 
-def _read(group: Group, buffer: str, whole: int) -> int:
+def _read(users: Sequence[Nest], buffer: str, whole: int) -> int:
     """Elements read from memory: not those a member before has written."""
     parts: dict[Signature, int] = {}
     fresh: set[Signature] = set()
-    for m in group.members:
-        for i in _patterns(m, buffer):
+    for m in users:
+        for i in m.loaded.get(buffer, ()):
             if signature(i) not in fresh:
                 parts[signature(i)] = _points(i)
         for s in m.stores:
@@ -160,15 +162,10 @@ def _is_scatter(store: Store) -> bool:
     return store.mode != "set" or store.mask is not None or bool(loads(store.index))
 
 
-def _written(group: Group, buffer: str, whole: int) -> int:
+def _written(users: Sequence[Nest], buffer: str, whole: int) -> int:
     points = sum(work(m) if _is_scatter(s) else _points(s.index)
-                 for m in group.members for s in m.stores if s.buffer == buffer)  # fmt: skip
+                 for m in users for s in m.stores if s.buffer == buffer)  # fmt: skip
     return min(whole, points)
-
-
-def _patterns(nest: Nest, buffer: str) -> set[Expr]:
-    """The different ways in which a nest reads a buffer."""
-    return {n.src[0] for n in loads(*nest.exprs) if n.arg == buffer}
 
 
 def _points(index: Expr) -> int:
