@@ -62,6 +62,8 @@ def flat(*terms: tuple[Expr, int]) -> Expr:
         # sizes
         (ix.product((N, 2, N)), ix.mul(N, N, 2)),
         (ix.contiguous_strides((const(3), N, const(4)))[0], ix.mul(N, 4)),
+        (ix.settled_strides((ix.ONE, N), (ix.ZERO, const(2)))[0], ix.mul(N, 2)),
+        (ix.settled_strides((N, ix.ONE), (const(3), ix.ZERO))[1], ix.ONE),
     ],
 )
 def test_canonical(made: Expr, expected: Expr) -> None:

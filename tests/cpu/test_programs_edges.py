@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.against_eager import check, compiled
+from tilewright.testing import run_and_get_code
 
 # ---- what eager refuses is refused
 
@@ -152,3 +153,22 @@ def test_rows_that_are_read_elsewhere(name: str, dynamic: bool) -> None:
     args = torch.randn(2, 17, 64), torch.randn(2, 17, 32), torch.randn(16), torch.randn(17, 16)
     got = torch.compile(fn, backend="tilewright", dynamic=dynamic)(*args)
     torch.testing.assert_close(got, fn(*args))
+
+
+def test_a_single_row_is_given_to_libraries_as_dense_layouts_have_it() -> None:
+    """Their strides decide which kernels a library takes; some it refuses."""
+
+    def expert(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(x @ gate.t()) * (x @ up.t())
+
+    x, gate, up = (torch.randn(n, 64, requires_grad=True) for n in (1, 96, 96))
+    compiled = torch.compile(expert, backend="tilewright")
+
+    def gradients(fn: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(fn(x, gate, up).sum(), (x, gate, up))
+
+    found, code = run_and_get_code(gradients, compiled)
+    torch.testing.assert_close(found, gradients(expert), rtol=1e-4, atol=1e-4)
+    calls = [line for text in code for line in text.splitlines() if "= extern_" in line]
+    assert any("addmm" in line for line in calls)
+    assert not any("(1, 1,)" in line for line in calls)

@@ -246,6 +246,18 @@ def empty_tensors() -> None:
 
 
 @case
+def products_of_few_rows_train() -> None:
+    """An expert that got no token, one, or a few: libraries refuse a row with the wrong stride."""
+
+    def expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return (F.silu(x @ gate.t()) * (x @ up.t())) @ down
+
+    weights = [cuda(96, 64, grad=True) for _ in range(3)]
+    for tokens in (0, 1, 2, 17):
+        check(expert, cuda(tokens, 64, grad=True), *weights, native=False, dynamic=False)
+
+
+@case
 def more_than_two_billion_elements() -> None:
     x = torch.ones(2**31 + 17, dtype=torch.int8, device="cuda")
     x[-1] = 5

@@ -468,6 +468,17 @@ def contiguous_strides(sizes: Sequence[IndexLike]) -> tuple[Expr, ...]:
     return tuple(reversed(strides))
 
 
+def settled_strides(sizes: Sequence[Expr], strides: Sequence[Expr]) -> tuple[Expr, ...]:
+    """The strides, where those of dimensions of one element, which are free, are what dense layouts
+    have: libraries refuse rows that seem to overlap."""
+    found: list[Expr] = []
+    dense: Expr = ONE
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        found.append(dense if size is ONE else stride)
+        dense = mul(found[-1], size)
+    return tuple(reversed(found))
+
+
 REBUILD.update(
     iadd=lambda node, src: add(*src),
     imul=lambda node, src: mul(*src),

@@ -395,16 +395,15 @@ def as_view(t: Tensor) -> View | None:
     index = body.src[0]
     points = placeholders(t.size)
     strides: list[Expr] = []
-    for p, size in zip(points, t.size, strict=True):
+    for p in points:
         stride = ix.ZERO if p.op != "var" else ix.coefficient(index, p)
         if stride is None or free_vars(stride) or _is_negative(stride):
             return None
-        # the stride of a dimension of one element is free: make it what dense layouts have
-        strides.append(stride if size is not ix.ONE else ix.ONE)
+        strides.append(stride)
     offset = ix.without(index, [p for p in points if p.op == "var"])
     if free_vars(offset) or loads(offset):
         return None
-    return View(body.arg, t.size, tuple(strides), offset, t.dtype)
+    return View(body.arg, t.size, ix.settled_strides(t.size, strides), offset, t.dtype)
 
 
 def _static(size: Size) -> bool:

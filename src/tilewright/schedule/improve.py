@@ -380,14 +380,15 @@ def _view(buffer: Buffer, index: Expr, loops: Sequence[Expr | None], like: Buffe
     """The elements of `buffer` at `index`, with a dimension for each of `loops`."""
     strides: list[Expr] = []
     for v in loops:
-        stride = ix.ONE if v is None else ix.coefficient(index, v)
+        stride = ix.ZERO if v is None else ix.coefficient(index, v)
         if stride is None or free_vars(stride) or not ix.known_nonneg(stride):
             return None
         strides.append(stride)
     offset = ix.without(index, [v for v in loops if v is not None])
     if free_vars(offset) or loads(offset):
         return None
-    return View(buffer.name, like.size, tuple(strides), offset, buffer.dtype)
+    return View(buffer.name, like.size, ix.settled_strides(like.size, strides), offset,
+                buffer.dtype)  # fmt: skip
 
 
 def _whole(program: Program, call: Opaque, plain: object) -> Opaque:
