@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ class Graph:
     def __call__(self, target: Callable[..., Any], *args: Any) -> torch.fx.Node:
         node = self.graph.call_function(target, args)
         with self.mode:
-            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+            node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
         self.count += 1
         return node
 

@@ -45,16 +45,8 @@ DOES_NOT_APPLY: dict[str, str] = {
     "CK-5": "not built on cards, where every kernel has a launch and blocks of its own; kernels "
     "that share a launch on the CPU have no blocks",
     "CK-8": "not built: launches are shared on the CPU alone, where there are no blocks to tune",
-    "GB-1": "not built: linears of the same shape stay separate products",
-    "GB-2": "not built: parallel layer norms are a kernel each; `combo_kernels` lets them share a "
-    "launch on the CPU",
-    "GB-3": "not built: parallel pointwise ops are not stacked, which would move their inputs "
-    "twice; `combo_kernels` lets them share a launch on the CPU",
-    "GB-4": "not built: there are no grouped products",
-    "GB-5": "not built: nothing is batched, so no subsets are chosen",
-    "PD-1": "not built: rows are not given a longer pitch",
-    "PD-3": "not built: a product is stored with the strides eager gives it",
-    "PD-4": "not built: outputs have eager's strides; there is no option to pad them",
+    "GB-4": "products of different shapes stay apart: each is tuned with what is fused to it, and "
+    "a grouped kernel would share that among all; gates of one shape are batched (GB-1, GB-3)",
     "RD-9": "not built: one huge row is cut into chunks, which a second kernel finishes",
     "RD-10": "not built: no kernel waits for its own grid, there are no barriers to count",
     "RD-11": "not built: whether a row is held or walked is decided from its length; candidates "

@@ -23,6 +23,7 @@ from tilewright.options import (
     Patch,
     Value,
     at_least,
+    each_of,
     one_of,
     option,
 )
@@ -109,6 +110,36 @@ unroll_reductions_threshold: int = option(
 )
 max_pointwise_cat_inputs: int = option(
     8, "Compute a concatenation of up to this many inputs in one loop.", affects_code=True
+)
+
+batch_fusion: str = option(
+    "",
+    "Which ops that are alike and need nothing of each other are one batched op: `linear`, "
+    "`layer_norm`, `pointwise`, separated by commas.",
+    affects_code=True,
+    check=each_of("linear", "layer_norm", "pointwise"),
+)
+batch_fusion_min_size: int = option(
+    5, "Fewest ops that are worth a batch.", affects_code=True, check=at_least(2)
+)
+batch_fusion_max_size: int = option(300, "Most ops of one batch.", affects_code=True)
+
+comprehensive_padding: bool = option(
+    False,
+    "Let rows of values in between start at multiples of `padding_alignment_bytes`, at the price "
+    "of some memory.",
+    affects_code=True,
+)
+pad_outputs: bool = option(
+    False,
+    "Give the results of inference that pitch as well; their strides are then not eager's.",
+    affects_code=True,
+)
+padding_alignment_bytes: int = option(
+    128, "What the pitch of padded rows is a multiple of.", affects_code=True, check=at_least(1)
+)
+padding_stride_threshold: int = option(
+    1024, "Strides of up to this many elements are not padded.", affects_code=True
 )
 
 # Scheduling --------------------------------------------------------------------------------

@@ -132,6 +132,12 @@ def one_of(*names: str) -> Check:
     return Check(lambda name: name.upper() in names, " or ".join(names))
 
 
+def each_of(*names: str) -> Check:
+    """A list of names with commas, which may be empty."""
+    words = "any of " + ", ".join(names)
+    return Check(lambda t: {n.strip() for n in t.split(",")} <= {*names, ""}, words)
+
+
 def _is_regex(text: str) -> bool:
     try:
         re.compile(text)

@@ -18,6 +18,7 @@ from tilewright.errors import stage
 from tilewright.gemm import provider
 from tilewright.gemm.choose import Implementation, choose
 from tilewright.gemm.provider import Argument
+from tilewright.graph.batch import batch
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.layout import channels_last, eager_strides
 from tilewright.graph.simplify import simplify
@@ -122,12 +123,14 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
         return_arguments(gm, boundary)
         eager_strides(gm.graph)
         simplify(gm)
+        batch(gm)
         if boundary.role == "inference" and config.layout_optimization:
             channels_last(gm.graph)
     dump.stage("simplified", gm)
 
     with stage("lower"):
-        program: Program = lower(gm, devices, boundary.donated)
+        pads = config.pad_outputs and boundary.role == "inference"
+        program: Program = lower(gm, devices, boundary.donated, pads)
         verify(program)
     dump.stage("lowered", program)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def _join(root: Node, written: set[int | None]) -> bool:
     products = [n for n in products if not any(_storage(a) in written for a in n.args)]
     if len(products) < 2 or not _pays(products):
         return False
-    make = _Maker(root)
+    make = Maker(root, root)
     left = _side_by_side(make, [n.args[0] for n in products], 1)
     right = _side_by_side(make, [n.args[1] for n in products], 0)
     total = make(aten.mm.default, left, right)
@@ -88,26 +89,29 @@ def _pays(products: Sequence[Node]) -> bool:
     return operands < (len(products) - 1) * rows * columns
 
 
-def _side_by_side(make: _Maker, parts: Sequence[Any], dim: int) -> Node:
+def _side_by_side(make: Maker, parts: Sequence[Any], dim: int) -> Node:
     if all(p.target in TRANSPOSED for p in parts):  # along rows, as they are in memory
         return make(aten.t.default, make(aten.cat.default, [p.args[0] for p in parts], 1 - dim))
     return make(aten.cat.default, list(parts), dim)
 
 
-class _Maker:
-    """Makes nodes in front of one node, with fake values of their own."""
+class Maker:
+    """Makes nodes in front of one node, with fake values of their own. They come from the user's
+    line of `like`."""
 
-    def __init__(self, before: Node) -> None:
+    def __init__(self, before: Node, like: Node) -> None:
         self.before = before
-        self.mode: Any = before.meta["val"].fake_mode
+        self.like = like
+        (value, *_) = pytree.tree_leaves(like.meta["val"])
+        self.mode: Any = value.fake_mode
 
-    def __call__(self, target: Any, *args: Any) -> Node:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.before.graph.inserting_before(self.before):
-            made = self.before.graph.call_function(target, args)
-        made.meta = dict(self.before.meta)
+            made = self.before.graph.call_function(target, args, kwargs)
+        made.meta = dict(self.like.meta)
         made.meta.pop("tensor_meta", None)
         with self.mode:
-            made.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+            made.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
         return made
 
 

@@ -4,6 +4,7 @@ Layer map, in the order the files build on each other:
 
 - `sizes.py`    the border with `ShapeEnv`: sympy in, index expressions out
 - `tensor.py`   the lazy tensor: an expression over index placeholders
+- `pitch.py`    rows with slack, where options ask for it
 - `context.py`  `Lowering`: makes buffers, nests and opaque calls for one graph
 - `table.py`    the op table: `@lowers(aten.op)` and what is looked up there
 - `promote.py`  type promotion and rounding, shared by the op families

@@ -17,6 +17,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, substitute, sym, var
 from tilewright.ir.ops import STEPS
 from tilewright.ir.program import Buffer, Nest, Opaque, Origin, Program, Store, StoreMode, View
+from tilewright.lower.pitch import pitched
 from tilewright.lower.sizes import Sizes
 from tilewright.lower.tensor import (
     Size,
@@ -51,6 +52,8 @@ class Lowering:
         self.env = Values()
         self.places: dict[Any, Tensor] = {}  # where arguments lie, whatever becomes of their values
         self.shared: frozenset[int] = frozenset()  # storages several results are views of
+        self.returned: frozenset[int] = frozenset()  # storages of all results
+        self.pads_results = False  # rows of results may have a longer pitch than eager's
         self.owners: dict[str, int] = {}  # buffer -> storage, of arguments and of shared results
         self.detached: list[tuple[torch.fx.Node, Any]] = []  # with the values they had before
         self.based: dict[torch.fx.Node, torch.fx.Node | None] = {}  # stored for a call that writes
@@ -94,6 +97,16 @@ class Lowering:
                       stride or ix.contiguous_strides(size))  # fmt: skip
         self.program.buffers[made.name] = made
         return made
+
+    def strides(self, fake: torch.Tensor, is_result: bool) -> Size:
+        """The strides a value is stored with: those it was traced with, or such rows padded."""
+        stride = self.sizes.tuple(fake.stride())
+        storage = fake.untyped_storage()._cdata
+        if is_result:
+            pads = self.pads_results and storage not in self.shared
+        else:
+            pads = config.comprehensive_padding and storage not in self.returned
+        return pitched(self.sizes.tuple(fake.size()), stride, fake.dtype) if pads else stride
 
     def stored(self, buffer: Buffer) -> Tensor:
         """The tensor held by a buffer."""

@@ -35,14 +35,18 @@ families.load()
 
 
 def lower(gm: torch.fx.GraphModule, devices: frozenset[str] = frozenset({"cpu"}),
-          donated: Sequence[int] = ()) -> Program:  # fmt: skip
+          donated: Sequence[int] = (), pads_results: bool = False) -> Program:  # fmt: skip
     """The program of one functional ATen graph, whose nodes carry fake values in `meta["val"]`.
 
     Loops are made for tensors on `devices`; what is elsewhere is left to ATen. `donated` are the
-    positions of arguments that nobody reads after the call.
+    positions of arguments that nobody reads after the call. With `pads_results` the strides of
+    results may be larger than the graph's.
     """
     ctx = Lowering(devices)
-    ctx.shared = _shared_results(gm)
+    storages = _result_storages(gm)
+    ctx.shared = frozenset(storage for storage, count in storages.items() if count > 1)
+    ctx.returned = frozenset(storages)
+    ctx.pads_results = pads_results
     ctx.program.donated = _donated(gm, donated)
     for node in gm.graph.nodes:
         ctx.node = node
@@ -267,7 +271,8 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
     if storage_of(fake) in ctx.shared:
         return _claim(ctx, t, fake)
     if holder is not None and should_store(ctx, holder, t):
-        return ctx.realize(t, ctx.sizes.tuple(fake.stride()))
+        is_result = any(user.op == "output" for user in holder.users)
+        return ctx.realize(t, ctx.strides(fake, is_result))
     return t
 
 
@@ -340,9 +345,10 @@ def _output(ctx: Lowering, gm: torch.fx.GraphModule, node: torch.fx.Node) -> Non
 
 def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str, Any]) -> View:
     fake = arg.meta["val"]
-    stride = ctx.sizes.tuple(fake.stride())
     found = as_view(t)
     storage = storage_of(fake)
+    given = found is not None and ctx.program.buffers[found.buffer].kind != "temporary"
+    stride = ctx.sizes.tuple(fake.stride()) if given else ctx.strides(fake, is_result=True)
     if found is None or owners.get(found.buffer, storage) != storage or not same_layout(
         found, stride):  # fmt: skip
         with ctx.at(arg):
@@ -353,13 +359,13 @@ def _output_view(ctx: Lowering, arg: torch.fx.Node, t: Tensor, owners: dict[str,
     return replace(found, stride=stride)  # eager's, also where a dimension has one element
 
 
-def _shared_results(gm: torch.fx.GraphModule) -> frozenset[int]:
-    """The storages that more than one result is a view of: what makes them is stored once."""
+def _result_storages(gm: torch.fx.GraphModule) -> Counter[int]:
+    """The storages that results are in, with how many of them. Where that is more than one, what
+    makes them is stored once."""
     results = {arg for arg in gm.graph.output_node().args[0]  # type: ignore[union-attr]
                if isinstance(arg, torch.fx.Node)}  # fmt: skip
     fakes = [arg.meta.get("val") for arg in results]
-    counts = Counter(storage_of(f) for f in fakes if isinstance(f, torch.Tensor) and is_plain(f))
-    return frozenset(storage for storage, count in counts.items() if count > 1)
+    return Counter(storage_of(f) for f in fakes if isinstance(f, torch.Tensor) and is_plain(f))
 
 
 _STEPS: dict[str, Callable[[Lowering, torch.fx.GraphModule, torch.fx.Node], None]] = {

@@ -34,10 +34,17 @@ def storage_of(fake: torch.Tensor) -> int:
     return fake.untyped_storage()._cdata
 
 
+# Products, and how each is called to write into memory it is given.
+INTO: dict[Any, Any] = {
+    aten.mm.default: aten.mm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.baddbmm.default: aten.baddbmm.out,
+}
+
 # Products take any strides as they come; most other ops that AOTAutograd leaves in the graph were
 # written for the layout their callers prepared (a `contiguous()` just before is no accident).
-_ANY_LAYOUT = frozenset((aten.mm.default, aten.bmm.default, aten.addmm.default,
-                         aten.baddbmm.default))  # fmt: skip
+_ANY_LAYOUT = frozenset(INTO)
 
 
 def opaque_arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,6 +88,10 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
         metrics.fallback_ops[str(node.target)] += 1
     args, kwargs = opaque_arguments(ctx, node)
     value = node.meta.get("val")
+    if node.target in INTO and isinstance(value, torch.Tensor):
+        stride = ctx.strides(value, any(user.op == "output" for user in node.users))
+        if stride != ctx.sizes.tuple(value.stride()):
+            return _into(ctx, node, args, kwargs, stride)
     binds: list[tuple[str, Any]] = []
     new = unbacked(value, node.meta)
     for symbol, path in (new or undefined(value, ctx.defined)).items():
@@ -94,6 +105,18 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
     if isinstance(result, Tensor) and value is not None and storage_of(value) in ctx.shared:
         ctx.owners.setdefault(result.body.arg, storage_of(value))
     return lift(ctx, result)
+
+
+def _into(ctx: Lowering, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any],
+          stride: tuple[Expr, ...]) -> Tensor:  # fmt: skip
+    """A product stored with strides of ours."""
+    value = node.meta["val"]
+    made = ctx.buffer(ctx.sizes.tuple(value.size()), value.dtype, value.device, stride)
+    out = View(made.name, made.size, made.stride, ix.ZERO, made.dtype)
+    ctx.program.nodes.append(
+        Opaque(ctx.fresh("call"), INTO[node.target], args, kwargs, (), (), ctx.origin(), out=out)
+    )
+    return ctx.stored(made)
 
 
 def may_alias(target: Any) -> bool:

@@ -20,6 +20,7 @@ import torch
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, var
 from tilewright.ir.program import Buffer, Nest, Node, Opaque, Program, Store, View
+from tilewright.lower.opaque import INTO
 from tilewright.schedule.access import all_loops, disjoint, touched
 from tilewright.schedule.group import Search
 from tilewright.schedule.legality import is_alone
@@ -32,8 +33,6 @@ NEIGHBOURHOOD = 24  # nodes grouped to weigh one
 MOST_PIECES = 64
 MOST_CHOICES = 6  # parts of one loop that a kernel tells apart as it goes; more are cut
 
-INTO = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out,
-        aten.addmm.default: aten.addmm.out, aten.baddbmm.default: aten.baddbmm.out}  # fmt: skip
 ACCUMULATING = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 

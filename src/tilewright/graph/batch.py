@@ -1,0 +1,231 @@
+"""Ops that are alike and need nothing of each other, as one batched op.
+
+`config.batch_fusion` names what is batched. Operands are stacked, the op runs once over all of
+them, and every user takes its part of the result. One product of many small matrices keeps a
+processor busy where each alone does not; the price is the copy that stacks the operands, so nothing
+is batched unless asked for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._ops import OpOverload
+
+from tilewright import config, metrics
+from tilewright.graph.simplify import Facts, is_pure
+from tilewright.graph.sums import TRANSPOSED, Maker
+
+aten = torch.ops.aten
+
+Node = torch.fx.Node
+Results = dict[Node, Node]  # who takes the place of whom
+
+EXACT = (torch.float32, torch.float64)  # low-precision eager rounds a norm once, at its end
+
+
+def batch(gm: torch.fx.GraphModule) -> None:
+    """Batch what `config.batch_fusion` names, in place."""
+    wanted = [name.strip() for name in config.batch_fusion.split(",") if name.strip()]
+    for name in wanted:
+        key, make = KINDS[name]
+        written = Facts(gm.graph).written
+        alike: dict[Hashable, list[Node]] = {}
+        for node in gm.graph.nodes:
+            found = key(node) if node.op == "call_function" and node.users else None
+            if found is not None and not _touches(node, written):
+                alike.setdefault(found, []).append(node)
+        for nodes in alike.values():
+            metrics.counters["batch_fusion"][name] += _batch_alike(gm.graph, nodes, make)
+    if wanted:
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _batch_alike(graph: torch.fx.Graph, nodes: Sequence[Node],
+                 make: Callable[[Maker, Sequence[Node]], Results]) -> int:  # fmt: skip
+    """How many batches were made of them."""
+    left, count = list(nodes), 0
+    while len(left) >= config.batch_fusion_min_size:
+        # a batch makes its members' users wait for all its operands: the rest is looked at anew
+        chosen = independent_subset(left, ancestors(graph, left))
+        if len(chosen) >= config.batch_fusion_min_size and _make_room(graph, chosen):
+            count += 1
+            maker = Maker(chosen[-1].next, chosen[-1])
+            for old, new in make(maker, chosen).items():
+                new.meta["val"] = old.meta["val"]  # results share no memory that they did not
+                old.replace_all_uses_with(new)
+            for node in chosen:
+                for part in list(node.users):
+                    graph.erase_node(part)
+                graph.erase_node(node)
+        left = [node for node in left if node not in chosen]
+    return count
+
+
+def ancestors(graph: torch.fx.Graph, marked: Iterable[Node]) -> dict[Node, int]:
+    """For each node which of the marked ones it needs, directly or not, one bit for each."""
+    bit = {node: 1 << k for k, node in enumerate(marked)}
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        needs = 0
+        for source in node.all_input_nodes:
+            needs |= found[source] | bit.get(source, 0)
+        found[node] = needs
+    return found
+
+
+def independent_subset(nodes: Sequence[Node], needs: Mapping[Node, int]) -> list[Node]:
+    """The first node and, in order, each that needs none of those taken before, up to the largest
+    size of a batch. `needs` are the bits of `ancestors(graph, nodes)`."""
+    chosen: list[Node] = []
+    taken = 0
+    for k, node in enumerate(nodes):
+        if len(chosen) < config.batch_fusion_max_size and not needs[node] & taken:
+            chosen.append(node)
+            taken |= 1 << k
+    return chosen
+
+
+def _make_room(graph: torch.fx.Graph, chosen: Sequence[Node]) -> bool:
+    """Move what needs a member behind the last of them; False if that would change effects."""
+    first, last = chosen[0], chosen[-1]
+    needs = ancestors(graph, chosen)
+    late: list[Node] = []
+    node = first.next
+    while node is not last:
+        if needs[node] and node not in chosen:
+            late.append(node)
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return False
+        node = node.next
+    if not all(is_pure(node) for node in late):
+        return False
+    for node in reversed(late):
+        last.append(node)
+    return True
+
+
+# ---- what is batched
+
+
+def _layout(node: Any) -> tuple[Any, ...] | None:
+    """Type and sizes of a tensor, for comparing."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    sizes = (n.node.expr if isinstance(n, torch.SymInt) else n for n in value.size())
+    return (value.dtype, value.device, *sizes)
+
+
+def _touches(node: Node, written: set[int | None]) -> bool:
+    operands = [n.meta.get("val") for n in node.all_input_nodes]
+    return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in written
+               for t in operands)  # fmt: skip
+
+
+def _linear_key(node: Node) -> Hashable | None:
+    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+        return None
+    layouts = [_layout(a) for a in node.args]
+    if None in layouts or (len(layouts) == 3 and len(layouts[0] or ()) != 3):
+        return None  # a bias is one row
+    return (node.target, *layouts)
+
+
+def _linears(make: Maker, nodes: Sequence[Node]) -> Results:
+    left = stacked(make, [n.args[-2] for n in nodes])
+    right = stacked(make, [n.args[-1] for n in nodes])
+    if nodes[0].target is aten.mm.default:
+        return _parts(make, nodes, make(aten.bmm.default, left, right))
+    bias = make(aten.unsqueeze.default, stacked(make, [n.args[0] for n in nodes]), 1)
+    return _parts(make, nodes, make(aten.baddbmm.default, bias, left, right))
+
+
+def _norm_key(node: Node) -> Hashable | None:
+    if node.target is not aten.native_layer_norm.default or len(node.args) != 5:
+        return None
+    x, shape, weight, bias, eps = node.args
+    found = _layout(x)
+    if (
+        found is None
+        or found[0] not in EXACT
+        or any(user.target is not operator.getitem for user in node.users)
+    ):
+        return None
+    return found, str(shape), _layout(weight), _layout(bias), eps
+
+
+def _norms(make: Maker, nodes: Sequence[Node]) -> Results:
+    shape, eps = nodes[0].args[1], nodes[0].args[4]
+    x = stacked(make, [n.args[0] for n in nodes])
+    whole = make(aten.native_layer_norm.default, x, shape, None, None, eps)
+    out, *moments = (make(operator.getitem, whole, k) for k in range(3))
+    rank, inner = x.meta["val"].dim(), len(shape)  # type: ignore[arg-type]
+    for position, target in ((2, aten.mul.Tensor), (3, aten.add.Tensor)):
+        if nodes[0].args[position] is not None:
+            factors = stacked(make, [n.args[position] for n in nodes])
+            for _ in range(rank - 1 - inner):
+                factors = make(aten.unsqueeze.default, factors, 1)
+            out = make(target, out, factors)
+    return {part: make(aten.select.int, (out, *moments)[part.args[1]], 0, k)  # type: ignore[index]
+            for k, node in enumerate(nodes) for part in node.users}  # fmt: skip
+
+
+def _pointwise_key(node: Node) -> Hashable | None:
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    own = _layout(node)
+    tensors = [a for a in node.args if isinstance(a, Node)]
+    others = [a for a in node.args if not isinstance(a, Node)]
+    if own is None or not tensors or any(isinstance(v, Node) for v in node.kwargs.values()):
+        return None
+    layouts = [_layout(a) for a in tensors]
+    if len(own) == 2 or any(found is None or found[2:] != own[2:] for found in layouts):
+        return None  # operands of other sizes are broadcast: they would not be once stacked
+    if any(not isinstance(a, bool | int | float | str | None) for a in others):
+        return None
+    places = tuple(isinstance(a, Node) for a in node.args)
+    return target, own, *layouts, places, repr(others), repr(sorted(node.kwargs.items()))
+
+
+def _pointwise(make: Maker, nodes: Sequence[Node]) -> Results:
+    first = nodes[0]
+    args = [stacked(make, [n.args[k] for n in nodes]) if isinstance(a, Node) else a
+            for k, a in enumerate(first.args)]  # fmt: skip
+    return _parts(make, nodes, make(first.target, *args, **first.kwargs))
+
+
+KINDS: dict[str, tuple[Callable[[Node], Hashable | None],
+                       Callable[[Maker, Sequence[Node]], Results]]] = {
+    "linear": (_linear_key, _linears),
+    "layer_norm": (_norm_key, _norms),
+    "pointwise": (_pointwise_key, _pointwise),
+}  # fmt: skip
+
+
+def stacked(make: Maker, parts: Sequence[Any]) -> Node:
+    """Tensors of one size along a new first dimension; the same one over and over is not copied."""
+    if all(p is parts[0] for p in parts):
+        one = make(aten.unsqueeze.default, parts[0], 0)
+        size = one.meta["val"].size()
+        return make(aten.expand.default, one, [len(parts), *(-1 for _ in size[1:])])
+    if all(_is_transposed(p) for p in parts):  # along rows, as they are in memory
+        return make(aten.transpose.int, stacked(make, [p.args[0] for p in parts]), 1, 2)
+    return make(aten.cat.default, [make(aten.unsqueeze.default, p, 0) for p in parts], 0)
+
+
+def _is_transposed(node: Node) -> bool:
+    value = node.meta["val"]
+    swaps = node.target is aten.t.default or [*node.args[1:]] in ([[1, 0]], [0, 1], [1, 0])
+    return node.target in TRANSPOSED and value.dim() == 2 and swaps
+
+
+def _parts(make: Maker, nodes: Sequence[Node], whole: Node) -> Results:
+    return {node: make(aten.select.int, whole, 0, k) for k, node in enumerate(nodes)}

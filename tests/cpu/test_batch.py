@@ -1,0 +1,172 @@
+"""Batching of ops that are alike (`config.batch_fusion`): what is batched, and that results and
+gradients are eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.graphs import Graph
+from tests.programs import check, leaf
+from tilewright import config, metrics
+from tilewright.errors import InvalidOptionError
+from tilewright.graph.batch import ancestors, independent_subset
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def counted() -> Iterator[None]:
+    metrics.reset()
+    with config.patch(force_disable_caches=True, batch_fusion_min_size=2):
+        yield
+
+
+def batches(kind: str) -> int:
+    return metrics.counters["batch_fusion"][kind]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_gb_01_linears_of_one_shape_are_one_product(
+    bias: bool, shared: bool, dynamic: bool
+) -> None:
+    def function(x: Tensor, *given: Tensor) -> list[Tensor]:
+        weights, biases = given[:4], given[4:8]
+        rows = [x] * 4 if shared else [x, x + 1, x * 2, x.cos()]
+        return [F.linear(r, w, b if bias else None).relu() * k
+                for k, (r, w, b) in enumerate(zip(rows, weights, biases, strict=True))]  # fmt: skip
+
+    weights = [leaf(7, 5) for _ in range(4)]
+    with config.patch(batch_fusion="linear"):
+        check(function, leaf(6, 5), *weights, *(leaf(7) for _ in range(4)), dynamic=dynamic,
+              tolerance={"rtol": 1e-5, "atol": 1e-5})  # fmt: skip
+    assert batches("linear") >= 2  # forward, and the gradients of the weights
+
+
+def test_gb_01_only_what_is_asked_for_and_enough_of_it() -> None:
+    def function(x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        return [x @ a, x @ b]
+
+    inputs = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    check(function, *inputs)
+    torch._dynamo.reset()
+    with config.patch(batch_fusion="linear", batch_fusion_min_size=3):
+        check(function, *inputs)
+    assert batches("linear") == 0
+    torch._dynamo.reset()
+    with config.patch(batch_fusion="linear"):
+        check(function, *inputs)
+    assert batches("linear") == 1
+    with pytest.raises(InvalidOptionError):
+        config.batch_fusion = "convolution"
+
+
+def test_gb_01_products_that_need_each_other_stay_apart() -> None:
+    def function(x: Tensor, a: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(x @ a)
+        return x
+
+    with config.patch(batch_fusion="linear"):
+        check(function, torch.randn(4, 4), torch.randn(4, 4))
+    assert batches("linear") == 0
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+def test_gb_02_layer_norms_of_one_shape_are_one(affine: bool) -> None:
+    norms = nn.ModuleList(nn.LayerNorm(9, elementwise_affine=affine) for _ in range(3))
+    for p in norms.parameters():
+        nn.init.normal_(p)
+
+    def function(*given: Tensor) -> list[Tensor]:
+        return [norm(x) for norm, x in zip(norms, given, strict=True)]
+
+    with config.patch(batch_fusion="layer_norm"):
+        check(function, *(leaf(4, 5, 9) for _ in range(3)),
+              tolerance={"rtol": 1e-5, "atol": 1e-5})  # fmt: skip
+    assert batches("layer_norm") == 1
+
+
+POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "clamp": lambda x: x.clamp(-0.5, 0.75),
+    "nan_to_num": lambda x: torch.nan_to_num(x / x.trunc()),
+    "detach": lambda x: x.detach().sigmoid(),
+    "add": lambda x: x + x.flip(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in POINTWISE), ("tanh", torch.bfloat16)],
+    ids=str,
+)
+def test_gb_03_pointwise_ops_are_stacked_and_computed_once(name: str, dtype: torch.dtype) -> None:
+    def function(*given: Tensor) -> list[Tensor]:
+        return [POINTWISE[name](x.sum(1)) for x in given]
+
+    with config.patch(batch_fusion="pointwise"):
+        check(function, *(leaf(6, 3, dtype=dtype) for _ in range(4)))
+    assert batches("pointwise") >= 1
+
+
+def test_gb_03_dropped_numbers_are_the_same_for_everyone() -> None:
+    def function(*given: Tensor) -> list[Tensor]:
+        torch.manual_seed(3)
+        return [F.dropout(x, 0.5) * 2 for x in given]
+
+    with config.patch(batch_fusion="pointwise", fallback_random=True):
+        check(function, *(torch.randn(6, 3) for _ in range(4)), fullgraph=False)
+
+
+def test_gb_05_subsets_are_greedy_ordered_and_bounded() -> None:
+    g = Graph()
+    x = g.input(4, 4)
+    first = [g(aten.mm.default, x, g.input(4, 4)) for _ in range(3)]
+    below = [g(aten.mm.default, first[0], x), g(aten.mm.default, first[2], x)]
+    other = g(aten.mm.default, x, g.input(4, 4))
+    g.returns(*below, other, first[1])
+    nodes = [*first, *below, other]
+    needs = ancestors(g.graph, nodes)
+    assert independent_subset(nodes, needs) == [*first, other]
+    assert independent_subset(nodes, needs) == [*first, other]  # the same again
+    assert independent_subset(below, ancestors(g.graph, below)) == below
+    with config.patch(batch_fusion_max_size=2):
+        assert independent_subset(nodes, needs) == first[:2]
+        assert independent_subset([first[0], *below], ancestors(g.graph, [first[0], *below])) == [
+            first[0],
+            below[1],
+        ]
+
+
+def test_gb_05_a_batch_never_waits_for_itself() -> None:
+    """Two pairs that may each be batched, but not both: each needs one of the other."""
+
+    def function(a: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
+        left = torch.tanh(a @ w)
+        right = torch.tanh(b @ w)
+        return [left @ w, right @ w, (left + right) @ w]
+
+    with config.patch(batch_fusion="linear"):
+        check(function, torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4),
+              tolerance={"rtol": 1e-5, "atol": 1e-5})  # fmt: skip
+    assert batches("linear") == 2
+
+
+def test_results_share_no_memory_and_arguments_are_changed_in_order() -> None:
+    def function(x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        first = x @ a
+        x.add_(1)
+        return [first, x @ b, x @ a]
+
+    with config.patch(batch_fusion="linear,pointwise"):
+        found = check(function, torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4),
+                      tolerance={"rtol": 1e-5, "atol": 1e-5})  # fmt: skip
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 3
