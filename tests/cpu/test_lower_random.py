@@ -119,6 +119,39 @@ def test_layout_does_not_matter() -> None:
     assert torch.equal(a, b) and b.stride() == (1, 6)
 
 
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
+def test_loops_do_not_matter(draw: Callable[..., Tensor]) -> None:
+    """Whether numbers are drawn four at a time or one by one: from any place of the stream on, in
+    rows whose lengths are no multiples of four, with sizes that are not known."""
+    flat = None
+    for shape in ((1980,), (30, 66), (66, 30), (20, 99), (99, 20), (11, 4, 45)):
+        torch.manual_seed(8)
+        got = compiled(lambda *s: draw(*s))(*shape).flatten()
+        flat = got if flat is None else flat
+        torch.testing.assert_close(got, flat, rtol=1e-5, atol=1e-6)
+    rows = compiled(lambda x: draw(x.shape) + x, dynamic=True)
+    turned = compiled(lambda x: draw(x.shape).t() + x.t())
+    for shape in ((30, 66), (20, 99)):
+        for fn, back in ((rows, Tensor.clone), (turned, Tensor.t)):
+            torch.manual_seed(8)
+            got = back(fn(torch.zeros(shape))).flatten()
+            torch.testing.assert_close(got, flat, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_one_counter_are_independent(draw: Any, dtype: torch.dtype) -> None:
+    x = native(lambda: draw(4 * N, dtype=dtype))().double()
+    x = (x - x.mean()) / x.std()
+    four = torch.corrcoef(x.view(-1, 4).t())
+    squares = torch.corrcoef((x * x).view(-1, 4).t())
+    for found in (four, squares):
+        assert (found - torch.eye(4)).abs().max() < 0.03
+    for part in x.view(-1, 4).unbind(1):
+        close(part.mean(), 0, 0.03)
+        close(part.var(), 1, 0.04)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_gradient_uses_the_mask_of_the_forward(dtype: torch.dtype) -> None:
     x = torch.ones(50, 100, dtype=dtype, requires_grad=True)

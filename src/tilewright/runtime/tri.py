@@ -431,62 +431,63 @@ def to_fp8(x, man: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, beyo
     return r.to(tl.uint8)
 
 
-# ---- random numbers: Philox4x32-10, the same as the C++ and the torch one
+# ---- random numbers: Philox4x32-10, the same as the C++ and the torch one. A place of the stream
+# is a number of 32 bits, four to a counter; what needs 64 bits has two to a counter. `..._block`
+# computes all numbers of each counter, as new dimensions of two that come last.
 
 
 @jit
-def philox(seed, offset):
-    """The first two words at this place of the stream of this seed, as uint32 in uint64."""
+def philox(seed, counter):
+    """The four words of a counter, as uint32."""
     low: tl.constexpr = 0xFFFFFFFF
-    o = offset.to(tl.uint64)
     s = seed.to(tl.uint64)
-    a = o & low
-    b = (o >> 32) & low
-    c = a * 0
-    d = a * 0
     k0 = s & low
     k1 = (s >> 32) & low
+    a = counter.to(tl.uint32)
+    b = (counter.to(tl.uint64) >> 32).to(tl.uint32)
+    c = a ^ a
+    d = a ^ a
     for _ in tl.static_range(10):
-        pa = a * 0xD2511F53
-        pc = c * 0xCD9E8D57
-        a = (pc >> 32) ^ b ^ k0
-        b = pc & low
-        c = (pa >> 32) ^ d ^ k1
-        d = pa & low
+        high_a = tl.umulhi(a, 0xD2511F53)
+        high_c = tl.umulhi(c, 0xCD9E8D57)
+        low_a = a * 0xD2511F53
+        low_c = c * 0xCD9E8D57
+        a = high_c ^ b ^ k0.to(tl.uint32)
+        b = low_c
+        c = high_a ^ d ^ k1.to(tl.uint32)
+        d = low_a
         k0 = (k0 + 0x9E3779B9) & low
         k1 = (k1 + 0xBB67AE85) & low
-    return a, b
+    return a, b, c, d
 
 
 @jit
-def rand(seed, offset):
-    """Uniform on [0, 1): 24 random bits."""
-    a, _ = philox(seed, offset)
-    return (a >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+def uniform(word):
+    """On [0, 1): 24 random bits."""
+    return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @jit
-def rand64(seed, offset):
-    """Uniform on [0, 1): 53 random bits."""
-    a, b = philox(seed, offset)
+def uniform64(a, b):
+    """On [0, 1): 53 random bits."""
     high = (a >> 5).to(tl.int64).to(tl.float64) * 67108864.0
     return (high + (b >> 6).to(tl.int64).to(tl.float64)) * 1.1102230246251565e-16
 
 
 @jit
-def randn(seed, offset):
-    """Standard normal, by Box and Muller."""
-    a, b = philox(seed, offset)
+def normal(a, b, turn):
+    """Standard normal, by Box and Muller: two of them are a quarter `turn` apart."""
     u = tl.fma((a >> 1).to(tl.int32).to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)
     angle = (b >> 8).to(tl.int32).to(tl.float32) * 3.7450704e-07
-    return tl.sqrt(-2.0 * libdevice.log(u)) * libdevice.cos(angle)
+    return tl.sqrt(-2.0 * libdevice.log(u)) * libdevice.cos(angle - turn)
 
 
 @jit
-def randint(seed, offset, low, high):
+def between(a, b, low, high):
     """Uniform in [low, high): the high half of a 64 by 64 bit product."""
     word: tl.constexpr = 0xFFFFFFFF
-    r0, r1 = philox(seed, offset)
+    r0 = a.to(tl.uint64)
+    r1 = b.to(tl.uint64)
     span = high.to(tl.uint64) - low.to(tl.uint64)
     g0 = span & word
     g1 = span >> 32
@@ -494,6 +495,64 @@ def randint(seed, offset, low, high):
     rest = r0 * g1 + (middle & word)
     top = r1 * g1 + (middle >> 32) + (rest >> 32)
     return (low.to(tl.uint64) + top).to(tl.int64)
+
+
+@jit
+def pair(seed, place):
+    """The words of a place that has two."""
+    a, b, c, d = philox(seed, place >> 1)
+    odd = (place & 1) == 1
+    return tl.where(odd, c, a), tl.where(odd, d, b)
+
+
+@jit
+def rand(seed, place):
+    a, b, c, d = philox(seed, place >> 2)
+    odd = (place & 1) == 1
+    return uniform(tl.where((place & 2) == 2, tl.where(odd, d, c), tl.where(odd, b, a)))
+
+
+@jit
+def rand_block(seed, counter):
+    a, b, c, d = philox(seed, counter)
+    return tl.join(tl.join(uniform(a), uniform(c)), tl.join(uniform(b), uniform(d)))
+
+
+@jit
+def randn(seed, place):
+    a, b = pair(seed, place >> 1)
+    return normal(a, b, (place & 1).to(tl.float32) * 1.5707964)
+
+
+@jit
+def randn_block(seed, counter):
+    a, b, c, d = philox(seed, counter)
+    even = tl.join(normal(a, b, 0.0), normal(c, d, 0.0))
+    return tl.join(even, tl.join(normal(a, b, 1.5707964), normal(c, d, 1.5707964)))
+
+
+@jit
+def rand64(seed, place):
+    a, b = pair(seed, place)
+    return uniform64(a, b)
+
+
+@jit
+def rand64_block(seed, counter):
+    a, b, c, d = philox(seed, counter)
+    return tl.join(uniform64(a, b), uniform64(c, d))
+
+
+@jit
+def randint(seed, place, low, high):
+    a, b = pair(seed, place)
+    return between(a, b, low, high)
+
+
+@jit
+def randint_block(seed, counter, low, high):
+    a, b, c, d = philox(seed, counter)
+    return tl.join(between(a, b, low, high), between(c, d, low, high))
 
 
 # ---- combining with memory, where the hardware has no instruction for it

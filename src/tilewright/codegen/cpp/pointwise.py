@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.codegen.cpp.draws import drawn_at_once, write_drawn
 from tilewright.codegen.cpp.emit import uses_flag
 from tilewright.codegen.cpp.text import CTYPE, memory_type
 from tilewright.ir import index as ix
@@ -43,12 +44,16 @@ def write_pointwise(k: Kernel, members: Members) -> None:
     *shared, lane = k.outer
     threads = k.threads()
     across = _across(members, shared, lane)
+    draws = drawn_at_once(members, lane) if across is None and not k.flag_clause() else []
     with ExitStack() as region:
         if threads != "never":
             # a lone loop combines the flag itself, in its own directive
             flag = "" if not shared else k.flag_clause()
             k.w.line(f"#pragma omp parallel{threads}{flag}")
             region.enter_context(k.w.block(""))
+        if draws:
+            write_drawn(k, members, draws, threads != "never")
+            return
         if shared and across is None:
             _tables(k, members, shared, lane)
         if not shared:

@@ -13,7 +13,15 @@ from contextlib import contextmanager
 import torch
 
 from tilewright.codegen.triton.shape import Axis
-from tilewright.codegen.triton.text import OPS, TYPE, cast, number
+from tilewright.codegen.triton.text import (
+    OPS,
+    PER_COUNTER,
+    TYPE,
+    cast,
+    drawn,
+    number,
+    random_block,  # fmt: skip
+)
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, loads, walk
@@ -21,6 +29,7 @@ from tilewright.ir.ops import INDEX_OPS
 
 Support = frozenset[Axis]
 NOWHERE: Support = frozenset()
+RANDOM = ("rand", "randn", "randint")
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LITERALS = ("add", "sub", "mul", *_COMPARE)  # beside a tensor, a plain number takes its type
 
@@ -36,6 +45,7 @@ class Writer:
         self.index_type = index_type
         self.masked: set[Axis] = set()
         self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
+        self.starts: dict[Axis, str] = {}  # the first point of the block at hand
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
@@ -244,6 +254,8 @@ class Writer:
             source = node.src[0]
             text = f"({self.spread(self.index(source), self.support(source), NOWHERE)})"
             return cast(text, INDEX if node.dtype != INDEX else torch.int32, node.dtype)
+        if node.op in RANDOM and (block := self._drawn_at_once(node)):
+            return block
         if node in self.coarse:
             return self.coarse[node].format(*(self.operand(s) for s in node.src))
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
@@ -256,6 +268,23 @@ class Writer:
             else:
                 operands.append(self.operand(s))
         return OPS[node.op](node, *operands)
+
+    def _drawn_at_once(self, node: Expr) -> str:
+        """Random numbers along the last axis they change along, if their places follow each other
+        and every block begins with a counter; else nothing."""
+        place, count = node.src[1], PER_COUNTER[drawn(node)]
+        axis = max(self.support(place), key=lambda a: a.dim, default=None)
+        if axis is None or axis not in self.starts or ix.coefficient(place, axis.var) is not ix.ONE:
+            return ""
+        rest = ix.sub(place, axis.var)
+        if axis in self.support(rest, *node.src[2:]) or ix.mod(rest, count) is not ix.ZERO:
+            return ""
+        where = ", ".join(":" if d == axis.dim else "None" for d in range(self.rank))
+        lanes = f"tl.arange(0, {axis.block} // {count})" + (f"[{where}]" if self.rank > 1 else "")
+        first = self.index(ix.floordiv(rest, count))
+        counter = self.let(f"({first}) + ({self.starts[axis]}) // {count} + {lanes}")
+        seed, *bounds = (self.operand(s) for s in (node.src[0], *node.src[2:]))
+        return random_block(node, self.shape(self.support(place)), counter, seed, *bounds)
 
     def _lifted(self, text: str, dtype: str) -> str:
         """A scalar as a tensor of the tile's rank."""

@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from tilewright.codegen.triton.configs import Config, configs
-from tilewright.codegen.triton.emit import Support, Writer, is_index
+from tilewright.codegen.triton.emit import RANDOM, Support, Writer, is_index
 from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
 from tilewright.codegen.triton.online import OnlineFold, Pair, joined
 from tilewright.codegen.triton.scatter import write_scatter
@@ -137,6 +138,14 @@ class Kernel:
         size = axis.size
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
 
+    @cached_property
+    def _draws(self) -> bool:
+        return any(e.op in RANDOM for m in self.shape.members for e in walk(*m.exprs))
+
+    def _is_narrowest(self, axis: Axis) -> bool:
+        """Whether some configuration has blocks too short for a counter of random numbers."""
+        return any(c.kwargs[axis.block] < 4 for c in self.configs)
+
     # ---- naming
 
     def _name(self, e: Expr) -> str:
@@ -198,13 +207,19 @@ class Kernel:
             if k:
                 w.line(f"{axis.name}blocks = ({axis.name}numel + {axis.block} - 1) // {axis.block}")
                 at = f"(pid % {axis.name}blocks)"
-            w.line(f"{axis.name}base = {at} * {axis.block} + {self._lanes(axis)}")
+            first = f"{at} * {axis.block}"
+            if self._draws and not self._is_narrowest(axis):
+                w.line(f"{axis.name}first = {first}")
+                first = w.starts[axis] = f"{axis.name}first"
+            w.line(f"{axis.name}base = {first} + {self._lanes(axis)}")
             if k:
                 w.line(f"pid = pid // {axis.name}blocks")
             self._enter(axis, f"{axis.name}base")
         for axis in self.shape.inner:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             w.line(f"{axis.name}base = {self._lanes(axis)}")
+            if self._draws and not self._is_narrowest(axis):
+                w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
             if self.shape.persistent:
                 self._enter(axis, f"{axis.name}base")
 

@@ -175,10 +175,24 @@ def _polynomial(name: str) -> Callable[..., str]:
     return _call(f"tri_special.{name}")
 
 
-def _random(e: Expr, seed: str, offset: str) -> str:
-    wide = e.dtype == torch.float64 and e.op == "rand"
-    made = torch.float64 if wide else torch.float32
-    return cast(f"tri.{'rand64' if wide else e.op}({seed}, {offset})", made, e.dtype)
+def _random(e: Expr, seed: str, place: str) -> str:
+    made = torch.float64 if drawn(e) == "rand64" else torch.float32
+    return cast(f"tri.{drawn(e)}({seed}, {place})", made, e.dtype)
+
+
+def drawn(e: Expr) -> str:
+    """What draws the numbers of a random operation."""
+    return "rand64" if e.dtype == torch.float64 and e.op == "rand" else e.op
+
+
+def random_block(e: Expr, shape: str, counter: str, seed: str, *bounds: str) -> str:
+    """The same for places that follow each other, all those of each counter at once."""
+    made = {"rand64": torch.float64, "randint": torch.int64}.get(drawn(e), torch.float32)
+    numbers = f"tri.{drawn(e)}_block({', '.join((seed, counter, *bounds))})"
+    return cast(f"tl.reshape({numbers}, {shape})", made, e.dtype)
+
+
+PER_COUNTER = {"rand": 4, "randn": 4, "rand64": 2, "randint": 2}
 
 
 def _unless_bool(template: str) -> Callable[..., str]:

@@ -1,0 +1,70 @@
+"""Random numbers of a card: the CPU's own, every word of a counter used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build, kernels_of
+
+NUMBERS = {
+    "rand": lambda: torch.rand(1000),
+    "randn": lambda: torch.randn(7, 24),
+    "integers": lambda: torch.randint(-4, 9, (50,)),
+    "float64": lambda: torch.rand(33, dtype=torch.float64),
+    "normal float64": lambda: torch.randn(5, 40, dtype=torch.float64),
+    "rows that are folded": lambda: torch.rand(12, 16).sum(1),
+    "rows no multiple of four": lambda: torch.rand(9, 17).sum(1),
+    "turned around": lambda: torch.rand(40, 36).t().contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_both_targets_draw_the_same_numbers(name: str) -> None:
+    fn = NUMBERS[name]
+    torch.manual_seed(3)
+    expected = torch.compile(fn, backend="tilewright")()
+    with as_cuda():
+        ours = torch.compile(fn, backend="tilewright")
+        torch.manual_seed(3)
+        actual = ours()
+        other = ours()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(actual, other)
+
+
+def test_the_mask_of_dropout_is_the_same() -> None:
+    x = torch.randn(16, 64)
+    torch.manual_seed(3)
+    expected = torch.compile(lambda x: F.dropout(x, 0.3), backend="tilewright")(x)
+    with as_cuda():
+        torch.manual_seed(3)
+        actual = torch.compile(lambda x: F.dropout(x, 0.3), backend="tilewright")(x)
+    torch.testing.assert_close(actual, expected)
+
+
+def masked(x: Tensor) -> Tensor:
+    return x * (torch.rand(x.shape) < 0.5)
+
+
+def rows(x: Tensor) -> Tensor:
+    return masked(x).sum(-1)
+
+
+@pytest.mark.parametrize("fn", [masked, rows])
+def test_a_counter_gives_four_numbers(fn: Any) -> None:
+    """Ten rounds of two products per counter."""
+    (kernel,) = kernels_of(fn, torch.empty(4096, 2048, dtype=torch.bfloat16))
+    assert "tri.rand_block(" in kernel.text
+    made = build(kernel)
+    points = 1
+    for size in kernel.config.kwargs.values():
+        points *= size
+    each = points // (32 * kernel.config.num_warps)
+    assert made.ptx.count("mul.hi.u32") <= 20 * max(1, each // 4)
+    assert made.spills == 0
