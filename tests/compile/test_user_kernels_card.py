@@ -3,7 +3,11 @@ run in Triton's interpreter or reach a driver that only remembers."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -55,6 +59,38 @@ def test_launched_like_our_own() -> None:
     assert launch.words[:2] == (x.data_ptr(), y.data_ptr())
     assert launch.words[3] & 0xFFFFFFFF == 33
     assert "add_kernel_0(stream0, 3, 1, 1, arg0, arg1, buf0, 33)" in codes[0]
+
+
+IN_A_PROCESS = """
+import json, torch
+from tests import kernels as user
+from tests.compile.as_cuda import as_cuda
+from tests.compile.test_user_kernels_card import add, compiled
+from tilewright import config, metrics
+
+x, y = torch.arange(33.0), torch.full((33,), 2.0)
+with user.seen(), as_cuda(), config.patch(fx_graph_cache=True):
+    result = compiled(lambda x, y: add(x, y) * y)(x, y)
+assert torch.equal(result, (x + y) * y)
+print(json.dumps([metrics.cache_hits, metrics.kernels_compiled, metrics.kernels_found,
+                  metrics.counters["capture"]["hit"]]))
+"""
+
+
+def test_a_second_process_has_it_from_the_cache(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's kernel and ours beside it: found, launched and right, and nothing is compiled."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+
+    def run() -> list[int]:
+        done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True,
+                              check=False, cwd=root)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    assert run() == [0, 2, 0, 0]
+    assert run() == [1, 0, 2, 1]
 
 
 # UT-7

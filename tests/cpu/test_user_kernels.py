@@ -3,7 +3,11 @@ eager and here. What a card does differently is in `tests/compile/test_user_kern
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -398,6 +402,35 @@ def test_a_kernel_takes_along_what_it_refers_to() -> None:
     torch.testing.assert_close(compiled(simple(uses_globals))(x), x * 3 + 2)
     text = user_kernels.describe(kernel_side_table.add_kernel(uses_globals)).text
     assert "FACTOR = triton.language.constexpr(3.0)" in text and "def _scaled" in text
+
+
+IN_A_PROCESS = """
+import json, torch
+from tests import kernels as user
+from tests.cpu.test_user_kernels import compiled, plus
+from tilewright import metrics
+
+x, y = torch.arange(33.0), torch.full((33,), 2.0)
+with user.seen():
+    result = compiled(lambda x, y: plus(user.add_kernel)(x, y) * y)(x, y)
+assert torch.equal(result, (x + y) * y)
+print(json.dumps([metrics.cache_hits, metrics.cache_misses, metrics.counters["capture"]["hit"]]))
+"""
+
+
+def test_a_second_process_has_it_from_the_cache(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+
+    def run() -> list[int]:
+        done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True,
+                              check=False, cwd=root)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    assert run() == [0, 1, 0]
+    assert run() == [1, 0, 1]
 
 
 def test_a_kernel_that_cannot_leave_its_process() -> None:

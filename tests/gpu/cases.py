@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilewright import metrics
+from tilewright import config, metrics
+from tilewright.runtime import launch
 
 CASES: dict[str, Callable[[], None]] = {}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -255,6 +258,29 @@ def products_of_few_rows_train() -> None:
     weights = [cuda(96, 64, grad=True) for _ in range(3)]
     for tokens in (0, 1, 2, 17):
         check(expert, cuda(tokens, 64, grad=True), *weights, native=False, dynamic=False)
+
+
+@case
+def kernels_that_do_not_fit() -> None:
+    """The driver refuses to load one that asks for too much shared memory, and to launch one with
+    too many threads: smaller ones run in their place."""
+    load = launch.load
+    for wrong in ({"shared": 1 << 20}, {"num_warps": 64}):
+        refused: list[str] = []
+
+        def greedy(source: Any, built: Any, device: int, wrong: Any = wrong,
+                   refused: list[str] = refused) -> Any:  # fmt: skip
+            if source.name in refused:
+                return load(source, built, device)
+            refused.append(source.name)
+            binary = replace(built.binary, key=f"{built.binary.key} {wrong}", **wrong)
+            return load(source, replace(built, binary=binary), device)
+
+        metrics.reset()
+        with mock.patch.object(launch, "load", greedy), config.patch(fx_graph_cache=False):
+            check(lambda x: torch.softmax(x * 2, -1) + x.sum(), cuda(300, 700))
+        assert refused
+        assert metrics.counters["triton"]["kernels made smaller at their launch"] >= 1
 
 
 @case

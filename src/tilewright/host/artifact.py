@@ -22,6 +22,7 @@ from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
 from tilewright.host import cudagraphs
 from tilewright.host.program import HostProgram, Kernel
+from tilewright.host.refit import Refit
 from tilewright.host.spare import Spare
 from tilewright.runtime import cxx, launch, native, store
 from tilewright.runtime.cxx import CxxSource, Loaded, Submitted
@@ -112,16 +113,31 @@ class Artifact:
             functions[name] = functions[f"{name}_wide"] = self._replacement(name, error)
             grids[name] = "1"
             return
-        functions[name] = launch.load(source, chosen, source.device)
         grids[name] = source.programs(chosen.config)
+        known = self.spares.get(name)
+        refit = Refit(name, source, chosen.config, *known) if known is not None else None
+        try:
+            functions[name] = launch.load(source, chosen, source.device)
+            launch.keep_running(functions[name], refit)
+        except RuntimeError as error:  # the driver's, which knows the card best
+            if refit is None or isinstance(error, BuildError):
+                raise
+            log.warning("%s cannot be loaded: %s", name, error)
+            functions[name] = refit
         if source.wide is not None:
-            wide = replace(source.wide, configs=(chosen.config,))
-            functions[f"{name}_wide"] = launch.later(wide, source.device)
+            wide = launch.later(replace(source.wide, configs=(chosen.config,), shrinks=False),
+                                source.device)  # fmt: skip
+            functions[f"{name}_wide"] = wide
+            wide.spare = self._spare(name) if known is not None else None
 
     def _replacement(self, name: str, error: BuildError) -> Kernel:
         """What runs where Triton did not compile a kernel, called as the kernel would be."""
         metrics.counters["triton"]["kernels that did not compile"] += 1
         log.warning("%s is replaced by torch's own operations: %s", name, error)
+        return self._spare(name)
+
+    def _spare(self, name: str) -> Kernel:
+        """Torch's own operations, called as the kernel would be."""
         spare, order = self.spares[name]
         return lambda stream, x, y, z, *args: spare(*(args[k] for k in order))
 

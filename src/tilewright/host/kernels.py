@@ -81,6 +81,7 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
         sample=(*sample, *([(torch.int64, 1)] if kernel.checked else [])),
         sizes=tuple(sorted((s.arg.name, ix.likely(s)) for s in syms(*extents))),
         device=device,
+        shrinks=True,
     )
 
 

@@ -220,9 +220,18 @@ def function(fn: Callable[..., Any]) -> Any:
     return interpreter.InterpretedFunction(fn)
 
 
+@functools.cache
+def _import_all() -> None:
+    """Triton imports a part of itself when it first looks at an argument, and that part does not
+    take the language of the interpreter for its own."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon")
+
+
 @contextlib.contextmanager
 def interpreting() -> Generator[None]:
     """While a user's kernel runs in the interpreter, so does the language it is written in."""
+    _import_all()
     for owner, name, _, called in _standard():
         setattr(owner, name, called)
     try:

@@ -3,7 +3,7 @@
 // `Kernel(name, otherwise, function, context, kinds, warps, shared, flags, clusters, launch,
 // launch_ex, set_context)` launches through the driver: `kernel(stream, x, y, z, *arguments)`. An
 // argument whose kind is a capital letter must be a multiple of 16; if it is not, `otherwise` is
-// called instead.
+// called instead. A launch that does not fit the card goes to `spare`, where there is one.
 // `Function(name, address, count)` is a function of the host's, of tensors, addresses and integers.
 // `Entry(program)` is called with arguments, and gives them to the program as a list.
 // `Replay(...)` starts a recorded CUDA graph, if nothing has changed since it was recorded.
@@ -36,13 +36,15 @@ using LaunchEx = Result (*)(const Config*, void*, void**, void**);
 using SetContext = Result (*)(void*);
 
 constexpr int COOPERATIVE = 1, DEPENDENT = 2, HIDDEN = 4;
-constexpr Result INVALID_CONTEXT = 201;
+constexpr Result INVALID_VALUE = 1, INVALID_CONTEXT = 201, OUT_OF_RESOURCES = 701;
+constexpr unsigned long long MOST_PROGRAMS[3] = {2147483647, 65535, 65535};
 
 struct Kernel {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject* name;
     PyObject* otherwise;
+    PyObject* spare;
     void* function;
     void* context;
     char* kinds;
@@ -130,7 +132,12 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flags, PyObject* na
     void* params[k->count + HIDDEN];
     void* const stream = PyLong_AsVoidPtr(args[0]);
     unsigned grid[3];
-    for (int d = 0; d < 3; ++d) grid[d] = (unsigned)PyLong_AsUnsignedLongLong(args[1 + d]);
+    bool fits = true;
+    for (int d = 0; d < 3; ++d) {
+        const unsigned long long programs = PyLong_AsUnsignedLongLong(args[1 + d]);
+        fits &= programs <= MOST_PROGRAMS[d];
+        grid[d] = static_cast<unsigned>(programs);
+    }
     for (Py_ssize_t i = 0; i < k->count; ++i) {
         if (!convert(k->kinds[i], args[4 + i], &values[i])) return nullptr;
         if (k->kinds[i] < 'a' && values[i] & 15)
@@ -141,13 +148,15 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flags, PyObject* na
     // What Triton appends for itself (scratch memory); unused, so null.
     values[k->count] = 0;
     for (int i = 0; i < HIDDEN; ++i) params[k->count + i] = &values[k->count];
-    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) Py_RETURN_NONE;
+    if (fits && (grid[0] == 0 || grid[1] == 0 || grid[2] == 0)) Py_RETURN_NONE;
     Result result;
     Py_BEGIN_ALLOW_THREADS
-    result = start(k, grid, stream, params);
+    result = fits ? start(k, grid, stream, params) : INVALID_VALUE;
     if (result == INVALID_CONTEXT && k->set_context(k->context) == 0)  // a thread new to CUDA
         result = start(k, grid, stream, params);
     Py_END_ALLOW_THREADS
+    if ((result == INVALID_VALUE || result == OUT_OF_RESOURCES) && k->spare && k->spare != Py_None)
+        return PyObject_Vectorcall(k->spare, args, given, nullptr);
     if (result != 0)
         return PyErr_Format(PyExc_RuntimeError, "CUDA error %d when launching %U", result, k->name);
     Py_RETURN_NONE;
@@ -183,7 +192,7 @@ void drop(PyObject* self) {
     Kernel* k = reinterpret_cast<Kernel*>(self);
     PyTypeObject* type = Py_TYPE(self);
     PyMem_Free(k->kinds);
-    Py_XDECREF(k->name), Py_XDECREF(k->otherwise);
+    Py_XDECREF(k->name), Py_XDECREF(k->otherwise), Py_XDECREF(k->spare);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -191,6 +200,8 @@ void drop(PyObject* self) {
 PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Kernel, call), READONLY, nullptr},
     {"name", T_OBJECT, offsetof(Kernel, name), READONLY, nullptr},
+    {"otherwise", T_OBJECT, offsetof(Kernel, otherwise), READONLY, nullptr},
+    {"spare", T_OBJECT, offsetof(Kernel, spare), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
                        {Py_tp_dealloc, reinterpret_cast<void*>(drop)},

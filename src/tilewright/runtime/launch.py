@@ -23,6 +23,8 @@ from tilewright.runtime.triton_build import Built, TritonSource
 
 Launcher = Callable[..., None]
 
+INVALID_VALUE, TOO_MUCH = 1, 701  # what the driver says of a launch that does not fit
+MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 HIDDEN = 4  # room for the parameters Triton appends; a kernel reads as many as it has
 
 # How a parameter of each Triton type is passed: p address, i 32 bits, l 64 bits, f and d floats.
@@ -62,16 +64,43 @@ _loaded: dict[tuple[str, str, int], Launcher] = {}
 caches.register(_loaded.clear)
 
 
-def later(source: TritonSource, device: int) -> Launcher:
-    """A kernel that is built when it is first called."""
-    made: list[Launcher] = []
+class Later:
+    """A kernel that is built when it is first called; `spare` is called where that fails."""
 
-    def call(*args: Any) -> None:
-        if not made:
-            made.append(load(source, triton_build.build(source), device))
-        made[0](*args)
+    def __init__(self, source: TritonSource, device: int) -> None:
+        self._source = source
+        self._device = device
+        self._made: Launcher | None = None
+        self.spare: Launcher | None = None
 
-    return call
+    def __call__(self, *args: Any) -> None:
+        if self._made is None:
+            try:
+                self._made = load(self._source, triton_build.build(self._source), self._device)
+            except RuntimeError:
+                if self.spare is None:
+                    raise
+                self._made = self.spare
+            else:
+                keep_running(self._made, self.spare)
+        self._made(*args)
+
+
+def later(source: TritonSource, device: int) -> Later:
+    return Later(source, device)
+
+
+def keep_running(kernel: Any, spare: Launcher | None) -> None:
+    """What is called in place of the kernel for a launch that does not fit the card."""
+    if getattr(kernel, "spare", spare) is None:
+        kernel.spare = spare
+    if isinstance(other := getattr(kernel, "otherwise", None), Later) and other.spare is None:
+        other.spare = spare
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """Whether the driver refused a kernel that does not fit: a smaller one may."""
+    return any(f"CUDA error {code} when" in str(error) for code in (INVALID_VALUE, TOO_MUCH))
 
 
 def _otherwise(source: TritonSource, built: Built, device: int) -> Launcher | None:
@@ -80,7 +109,7 @@ def _otherwise(source: TritonSource, built: Built, device: int) -> Launcher | No
         return None
     if source.unaligned is not None:
         return later(source.unaligned, device)
-    general = replace(source, aligned=frozenset(), configs=(built.config,))
+    general = replace(source, aligned=frozenset(), configs=(built.config,), shrinks=False)
     return later(general, device)
 
 
@@ -143,7 +172,8 @@ class _Slow:
         if flags or clusters != 1:
             raise RuntimeError(f"{name} needs a launch that only the extension module can do")
         self.name = name
-        self._otherwise = otherwise
+        self.otherwise = otherwise
+        self.spare: Launcher | None = None
         self._types = [_CTYPES[k.lower()] for k in kinds]
         self._aligned = [i for i, k in enumerate(kinds) if k.isupper()]
         self._array = ctypes.c_void_p * (len(kinds) + HIDDEN)
@@ -161,17 +191,21 @@ class _Slow:
         if len(args) != len(self._types):
             raise TypeError(f"{self.name} takes {len(self._types)} arguments")
         values = [t(_plain(a)) for t, a in zip(self._types, args, strict=True)]
-        if self._otherwise is not None and any(values[i].value & 15 for i in self._aligned):
-            self._otherwise(stream, x, y, z, *args)
+        if self.otherwise is not None and any(values[i].value & 15 for i in self._aligned):
+            self.otherwise(stream, x, y, z, *args)
             return
         params = self._array(*map(ctypes.addressof, values), *self._hidden)
         if not (x and y and z):
             return
-        code = self._launch(self._function, x, y, z, *self._fixed, stream, params, None)
+        code = INVALID_VALUE
+        if all(n <= most for n, most in zip((x, y, z), MOST_PROGRAMS, strict=True)):
+            code = self._launch(self._function, x, y, z, *self._fixed, stream, params, None)
         if code == 201:  # a thread new to CUDA
             self._set_context(self._context)
             code = self._launch(self._function, x, y, z, *self._fixed, stream, params, None)
-        if code:
+        if code in (INVALID_VALUE, TOO_MUCH) and self.spare is not None:
+            self.spare(stream, x, y, z, *args)
+        elif code:
             raise RuntimeError(f"CUDA error {code} when launching {self.name}")
 
 

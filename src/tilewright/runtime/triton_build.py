@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ class TritonSource:
     indices, for calls with sizes that need them. `sample` are likely values of the parameters: a
     number, or the dtype and elements of a buffer. A `scratched` kernel is called with one address
     more: memory for Triton's own use. `unaligned` takes calls with arguments that are no multiples
-    of 16, where the same text would not do.
+    of 16, where the same text would not do. One that `shrinks` may be built with smaller blocks
+    than any of its configurations has, if none of them fits.
     """
 
     text: str
@@ -83,6 +84,7 @@ class TritonSource:
     unaligned: TritonSource | None = None
     options: tuple[tuple[str, Any], ...] = (("enable_fp_fusion", False),)
     order_of: tuple[str, ...] = ()  # all its parameters, if constants are not the last of them
+    shrinks: bool = False
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -213,34 +215,49 @@ class _Workshop:
 
     def kernel(self, source: TritonSource) -> Future[Built]:
         result: Future[Built] = Future()
-        self._attempt(source, 0, [], result)
+        self._attempt(source, list(source.configs), [], result)
         return result
 
-    def _attempt(self, source: TritonSource, k: int, seen: list[Built],
+    def _attempt(self, source: TritonSource, left: list[TritonConfig], seen: list[Built],
                  result: Future[Built]) -> None:  # fmt: skip
-        """Take configuration `k` if it fits, else go on; `seen` run, but spill."""
+        """Take the first configuration left if it fits, else go on; `seen` run, but spill."""
+        chosen = left.pop(0)
 
         def done(wait: Future[Binary]) -> None:
             error = wait.exception()
             if error is None:
                 binary = wait.result()
                 if binary.shared <= source.shared_memory:
-                    seen.append(Built(binary, source.configs[k]))
+                    seen.append(Built(binary, chosen))
                     if binary.stack <= SPILLED:
                         result.set_result(seen[-1])
                         return
-            if k + 1 < len(source.configs):
-                self._attempt(source, k + 1, seen, result)
+            if not left and not seen and (less := smaller(source, chosen)) is not None:
+                left.append(less)
+            if left:
+                self._attempt(source, left, seen, result)
             elif seen:
                 result.set_result(min(seen, key=lambda b: b.binary.stack))
             else:
                 result.set_exception(error or too_big(source))
 
-        self.binary(source, source.configs[k]).add_done_callback(done)
+        self.binary(source, chosen).add_done_callback(done)
 
     def clear(self) -> None:
         with self._lock:
             self._binaries = {k: f for k, f in self._binaries.items() if not f.done()}
+
+
+def smaller(source: TritonSource, chosen: TritonConfig) -> TritonConfig | None:
+    """The configuration with its largest block half as large; None where there is none. The grid
+    grows by it; blocks that are not of the grid stay, for a row may have to be whole."""
+    names = {block for _, block in source.grid}
+    sizes = {n: v for n, v in chosen.constants if n in names and type(v) is int and v > 1}
+    if not source.shrinks or not sizes:
+        return None
+    largest = max(sizes, key=lambda n: sizes[n])
+    constants = tuple((n, v // 2 if n == largest else v) for n, v in chosen.constants)
+    return replace(chosen, constants=constants)
 
 
 def too_big(source: TritonSource) -> BuildError:
