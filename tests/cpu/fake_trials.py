@@ -40,6 +40,10 @@ class Fake:
     def is_library(self) -> bool:
         return self.provider == "ATEN"
 
+    @property
+    def compiles(self) -> bool:
+        return not self.is_library
+
     def did(self, what: str) -> int:
         return self.log.count((what, self.name))
 

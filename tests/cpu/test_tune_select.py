@@ -244,8 +244,9 @@ def test_ma_l1_builds_are_under_way_before_the_first_is_waited_for():
         trials = [aten(100.0), *(Fake(f"t{k}", 50.0 + k) for k in range(9))]
         choose(*trials)
     events = trials[0].log
-    first = events.index(("finish", "mm"))
-    assert {name for what, name in events[:first] if what == "start"} == {t.name for t in trials}
+    first = next(k for k, (what, name) in enumerate(events) if what == "finish" and name != "mm")
+    started = {name for what, name in events[:first] if what == "start"}
+    assert started == {t.name for t in trials[1:]}
 
 
 def test_ma_l4_equal_kernels_are_built_once_and_failures_are_counted():
@@ -258,6 +259,35 @@ def test_ma_l4_equal_kernels_are_built_once_and_failures_are_counted():
     assert counted["select_algorithm_precompile"] == 1
     assert counted["select_algorithm_num_precompiles"] == 3
     assert counted["select_algorithm_num_precompilation_exceptions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("library", "expected", "built"),
+    [
+        (100.0, 100.0, {"fast", "equal", "near"}),  # the model may be wrong about others
+        (80.0, 100.0, {"fast"}),  # it is too high for the library: so it is for others
+    ],
+)
+def test_what_a_library_outdoes_is_not_compiled(library, expected, built):
+    mm = Fake("mm", library, provider="ATEN", estimate=expected)
+    others = [Fake("fast", 60.0, estimate=70.0), Fake("equal", 90.0, estimate=100.0),
+              Fake("near", 110.0, estimate=120.0), Fake("far", 130.0, estimate=130.0)]  # fmt: skip
+    verdict = choose(mm, *others)
+    assert verdict.winner.name == "fast"
+    assert {t.name for t in others if t.did("start")} == built
+    assert "when mm takes" in verdict.rejected["far"]
+
+
+def test_all_that_may_win_is_built_while_the_first_question_is_answered():
+    questions = [[aten(100.0), *(Fake(f"t{k}", 50.0 + k) for k in range(3)), Fake("slow", 300.0)]
+                 for _ in range(2)]  # fmt: skip
+    for k, trials in enumerate(questions):
+        select.prepare(subject(f"question {k}"), trials)
+    for trials in questions:
+        assert [t.did("start") for t in trials[1:]] == [1, 1, 1, 0]
+        assert not any(t.did("finish") for t in trials[1:])
+    for k, trials in enumerate(questions):
+        assert choose(*trials, key=f"question {k}").winner.name == "t0"
 
 
 def test_ma_l4_nothing_is_precompiled_when_all_times_are_known():

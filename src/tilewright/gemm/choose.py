@@ -7,6 +7,7 @@ with). Where nothing can be measured the library computes the product, as in eag
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,8 @@ def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -
         return found
     names = [g.call.name for g in found.groups if g.call is not None and fuse.is_product(g)]
     with select.budget(len(names)):
+        if len(names) > 1:
+            _prepare(program, found.groups, names, loop_kernel)
         for name in names:
             found = _chosen(program, found, name, loop_kernel)
     return found
@@ -82,15 +85,32 @@ class Chosen:
     complete: bool = True
 
 
+def _prepare(program: Program, groups: list[Group], names: Sequence[str],
+             loop_kernel: LoopKernel) -> None:  # fmt: skip
+    """Let the candidates of all products be built at once: those of later ones while the earlier
+    are measured. A product that changes with the choice for another is prepared in vain."""
+    found = (_chooser(program, groups, name, loop_kernel) for name in names)
+    each = {c.key: c for c in found if c is not None}  # equal products are chosen for once
+    begun = [c for c in each.values() if c.begin()]
+    for chooser in begun:
+        chooser.prepare()
+
+
 def _chosen(program: Program, so_far: Chosen, name: str, loop_kernel: LoopKernel) -> Chosen:
-    groups = so_far.groups
+    chooser = _chooser(program, so_far.groups, name, loop_kernel)
+    if chooser is None:
+        return so_far
+    return Chosen(chooser.chosen(), so_far.complete and chooser.complete)
+
+
+def _chooser(program: Program, groups: list[Group], name: str,
+             loop_kernel: LoopKernel) -> _Chooser | None:  # fmt: skip
     position = _position(groups, name)
     site = "it is part of another" if position is None else fuse.site(program, groups, position)
     if isinstance(site, str):
         log.debug("%s is not chosen for: %s", name, site)
-        return so_far
-    chooser = _Chooser(program, groups, site, loop_kernel)
-    return Chosen(chooser.chosen(), so_far.complete and chooser.complete)
+        return None
+    return _Chooser(program, groups, site, loop_kernel)
 
 
 def _position(groups: Sequence[Group], name: str) -> int | None:
@@ -120,36 +140,37 @@ class _Chooser:
             return self.groups  # it is called already
         return self._replaced(winner, why)
 
+    def begin(self) -> bool:
+        """Begin to build the loops that plans have in common; whether there is more to prepare.
+        On a CPU there is not: compilers would disturb what is measured."""
+        if self.device.type == "cpu" or not self._measurable() or self.key in _memo:
+            return False
+        for plan in self.plans:
+            if not plan.compiles:
+                plan.start()
+        return bool(self.plans)
+
+    def prepare(self) -> None:
+        select.prepare(self._subject(self.plans), self.plans)
+        del self.plans  # and the memory they were timed on
+
     # ---- deciding
 
     def _winner(self) -> tuple[_Winner, str]:
-        known = _memo.get(self._key())
+        known = _memo.get(self.key)
         if known is not None:
             for fusion, candidate in self._candidates():
                 if (fusion.problem.key, candidate.name) == known[:2]:
                     return _Winner(fusion, candidate), known[2]
-        plans = self._plans()
-        if not plans:
+        if not self.plans:
             raise _nobody(self.site, self.rejected)
-        plan, why = self._selected(plans)
+        plan, why = self._selected(self.plans)
         if self.complete:
-            _memo[self._key()] = plan.fusion.problem.key, plan.candidate.name, why
+            _memo[self.key] = plan.fusion.problem.key, plan.candidate.name, why
         return _Winner(plan.fusion, plan.candidate), why
 
     def _selected(self, plans: Sequence[Plan]) -> tuple[Plan, str]:
-        problem = self.site.bare.problem
-        subject = select.Subject(
-            key=self._key(),
-            title=str(plans[0].fusion.problem if len(plans) == 1 else self._title()),
-            device=self.device,
-            sets=plans[0].bench.memory.count,
-            facts={
-                "op": problem.op,
-                "sizes": problem.hints,
-                "dtype": str(problem.dtype),
-                "inputs": [_operand(o) for o in problem.operands],
-            },
-        )
+        subject = self._subject(plans)
         if not self._measurable():
             first = select.unmeasured(subject, plans)
             return next(p for p in plans if p is first), "not measured: there is no card"
@@ -160,11 +181,27 @@ class _Chooser:
         times = ", ".join(f"{name} {t.median_us:.1f} us" for name, t in best)
         return winner, f"{verdict.source}: {times}" if times else verdict.source
 
+    def _subject(self, plans: Sequence[Plan]) -> select.Subject:
+        problem = self.site.bare.problem
+        return select.Subject(
+            key=self.key,
+            title=str(plans[0].fusion.problem if len(plans) == 1 else self._title()),
+            device=self.device,
+            sets=plans[0].bench.memory.count,
+            facts={
+                "op": problem.op,
+                "sizes": problem.hints,
+                "dtype": str(problem.dtype),
+                "inputs": [_operand(o) for o in problem.operands],
+            },
+        )
+
     def _title(self) -> str:
         most = self.site.fusions[0] if self.site.fusions else self.site.bare
         return str(most.problem)
 
-    def _key(self) -> str:
+    @functools.cached_property
+    def key(self) -> str:
         problems = [f.problem.key for f in (self.site.bare, *self.site.fusions)]
         return store.key("site", *problems, repr(config.code_key()),
                          str(takes_tf32()))  # fmt: skip
@@ -192,7 +229,8 @@ class _Chooser:
             others = others[:MOST_UNFUSED]
         return [*library, *fused, *others]
 
-    def _plans(self) -> list[Plan]:
+    @functools.cached_property
+    def plans(self) -> list[Plan]:
         found = self._candidates()
         if not found:
             return []

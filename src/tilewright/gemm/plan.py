@@ -184,6 +184,11 @@ class Plan:
         return self.provider == "ATEN"
 
     @property
+    def compiles(self) -> bool:
+        own = (part.source for part in self.parts if part.kernel is not None)
+        return any(isinstance(source, TritonSource | CxxSource) for source in own)
+
+    @property
     def key(self) -> str:
         return store.key(self.candidate.key, *(_identity(p.source) for p in self.parts
                                                if p.kernel is None))  # fmt: skip

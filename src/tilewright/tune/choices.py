@@ -16,7 +16,7 @@ from typing import Literal
 
 from tilewright import config
 from tilewright.tune.clock import Bench
-from tilewright.tune.results import Subject, Timing, Trial, timing
+from tilewright.tune.results import ADVANTAGE, Subject, Timing, Trial, timing
 
 Effort = Literal["none", "quick", "default", "max"]
 # For each effort: how far beyond the best estimate is still tried, and how many at most.
@@ -26,6 +26,8 @@ _REACH: dict[Effort, tuple[float, int]] = {
     "default": (2.0, 40),
     "max": (math.inf, 1 << 30),
 }
+SURPASSED = 0.95  # of its estimate: what takes less is better than the model thought
+DOUBT = 1.25  # times what was measured: estimates below it may be too high
 
 
 @dataclass(eq=False)
@@ -185,6 +187,25 @@ def out_of_reach(choices: Sequence[ChoiceCaller], effort: Effort) -> dict[Choice
                 f"estimate is {limit:.3g} us {effort_text}"
             )
     return found
+
+
+def outdone(choices: Sequence[ChoiceCaller], best: ChoiceCaller, effort: Effort
+            ) -> dict[ChoiceCaller, str]:  # fmt: skip
+    """Those not to compile, and why, once the best of those that need no compiler was timed.
+
+    Estimates are of what a card sustains. Where one that was timed does clearly better, this shows
+    by how much they are too high, for others as well; where not, they are open to doubt.
+    """
+    took, expected = best.time.median_us, _estimate(best)
+    if effort == "max" or expected <= 0:
+        return {}
+    scale = min(1.0, took / expected)
+    limit = (1 - ADVANTAGE) * took if scale < SURPASSED else DOUBT * took
+    return {
+        c: f"estimated at {scale * _estimate(c):.3g} us, when {best.name} takes {took:.3g} us"
+        for c in choices
+        if scale * _estimate(c) > limit
+    }
 
 
 # ---- feedback

@@ -142,6 +142,7 @@ class _Configured:
 
     provider = "LOOP"
     is_library = False
+    compiles = True
     estimate = 0.0
 
     def __init__(self, bench: _Bench, chosen: TritonConfig) -> None:

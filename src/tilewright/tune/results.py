@@ -41,6 +41,10 @@ class Trial(Protocol):
 
     @property
     def is_library(self) -> bool: ...
+    @property
+    def compiles(self) -> bool:
+        """Whether a compiler has to run for it, beside what all trials have in common."""
+        ...
 
     def start(self) -> None:
         """Begin building in worker processes; returns at once."""

@@ -41,6 +41,12 @@ def choose(subject: Subject, trials: Sequence[Trial]) -> Verdict:
     return get_algorithm_selector_cache()(subject, trials)
 
 
+def prepare(subject: Subject, trials: Sequence[Trial]) -> None:
+    """Time the libraries, and begin to build what may be faster: for several subjects in a row,
+    before `choose` is asked about the first, so that compilers never wait."""
+    _Tuning(get_algorithm_selector_cache(), subject, [caller(t) for t in trials]).prepare()
+
+
 class AlgorithmSelectorCache:
     """Chooses, and remembers what was chosen. There is one of it per process; its methods are the
     places where a test, or a user, may put others in."""
@@ -119,6 +125,22 @@ class _Tuning:
         if len(order) == 1:
             return self._first_good(order, "only")
         return self._measured(order)
+
+    def prepare(self) -> None:
+        order = trying.ordered(trying.preprocessed(self.choices, self.selector.preprocessing_fns))
+        if config.deterministic or self.effort == "none" or len(order) < 2:
+            return
+        self._offered = store.key(self.effort, *sorted(c.hash_key() for c in order))
+        self.recall(order)
+        if self.known_choice(order) is not None:
+            return
+        alive = [c for c in order if not c.reason]
+        beyond = trying.out_of_reach(alive, self.effort)
+        try:
+            for choice in self._hopeful([c for c in self.missing(alive) if c not in beyond]):
+                self._guarded(choice, choice.trial.start)
+        finally:
+            self.keep()
 
     def _by_model(self, order: list[ChoiceCaller]) -> Verdict:
         """Without measuring: by earlier measurements, or else by the model."""
@@ -261,12 +283,10 @@ class _Tuning:
         """Build, look, halve, verify, and let the last few take turns."""
         self.shown.started(len(order))
         clock = self.clock
+        self._count_builds(order)
         try:
-            best = math.inf
-            for choice in self._built(order, all_first=not clock.is_quiet):
-                race.look(choice, best, self._take)
-                best = min(best, choice.time.median_us) if not choice.reason else best
-                self.shown.tried(choice)
+            hopeful = self._hopeful(order) if clock.is_quiet else order
+            self._look(self._built(hopeful, all_first=not clock.is_quiet))
             tried = [c for c in order if c.samples and not c.reason]
             fastest = race.halved(tried, self._take, self._late)
             if not self._late():
@@ -280,14 +300,34 @@ class _Tuning:
             self.shown.stopped()
         return {c: _milliseconds(c) for c in order}
 
+    def _hopeful(self, order: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+        """Look at those that need no compiler; then the others, but for what these outdo."""
+        ready = [c for c in order if not c.trial.compiles]
+        self._look(c for c in ready if self._finish(c))
+        others = [c for c in order if c.trial.compiles]
+        timed = [c for c in self.choices if c.time.samples and not c.reason]
+        best = min((c for c in timed if not c.trial.compiles), key=lambda c: c.time.median_us,
+                   default=None)  # fmt: skip
+        if best is not None:
+            for choice, why in trying.outdone(others, best, self.effort).items():
+                choice.reject(why, lasting=False)
+        return [c for c in others if not c.reason]
+
+    def _look(self, choices: Iterable[ChoiceCaller]) -> None:
+        times = [c.time.median_us for c in self.choices if c.time.samples and not c.reason]
+        best = min(times, default=math.inf)
+        for choice in choices:
+            race.look(choice, best, self._take)
+            best = min(best, choice.time.median_us) if not choice.reason else best
+            self.shown.tried(choice)
+
     def _built(self, order: Sequence[ChoiceCaller], all_first: bool) -> Iterable[ChoiceCaller]:
         """Each choice once it is built, the next ones being built meanwhile; or, where building
         would disturb the timing, all of them at the end."""
-        self._count_builds(order)
         ahead = 2 * (config.compile_threads or len(os.sched_getaffinity(0)))
         ready: list[ChoiceCaller] = []
         for k, choice in enumerate(order):
-            if self._late() and (ready or k > 0):
+            if self._late() and (ready or any(c.samples for c in self.choices)):
                 self.complete = False
                 break
             for later in order[k : k + ahead]:

@@ -150,6 +150,7 @@ class _Setting:
     launch: Callable[[int], None]
     provider: str = "USER"
     is_library: bool = False
+    compiles: bool = True
     estimate: float = 0.0
 
     @property
