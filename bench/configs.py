@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from tilewright.schedule.plan import Schedule
 from tilewright.tune import clock
 
 LEAST_BYTES = 32 << 20  # of its buffers: smaller kernels are not bound by memory
+DEVICE = torch.device("cuda", 0)
 MOST = 28  # configurations of one text
 PER_THREAD = (4, 8, 16, 32, 64)
 
@@ -203,7 +205,8 @@ def _measured(source: TritonSource, configs: list[TritonConfig], samples: list[A
             continue
         if time.perf_counter() > end:
             continue
-        us = clock.microseconds(_run(source, built, samples), 1, 0)
+        bench = clock.of(DEVICE).bench(_run(source, built, samples), 1)
+        us = statistics.median(bench.sample() for _ in range(5))
         found.append((us, c, f"{c} {built.binary.registers}r {built.binary.stack}s"))
     return sorted(found, key=lambda t: t[0])
 
@@ -219,7 +222,7 @@ def _argument(sample: Any) -> Any:
         return sample
     if sample[0] == torch.int64:  # positions in the shortest of the programs' tables
         return torch.randint(0, 32000, (sample[1],), device="cuda")
-    return clock.filled(*sample, 0)
+    return clock.filled(*sample, DEVICE)
 
 
 def report(found: Found, times: Times, bandwidth: float) -> list[str]:

@@ -36,6 +36,7 @@ LEAST = 1000.0  # microseconds a graph lasts
 MOST_CALLS = 50
 CACHE = 240 << 20  # bytes of which nothing is left in a card's cache when they are read again
 ROUNDS = 9
+AHEAD = 60.0  # seconds for compiling ahead; what is left is compiled when it is measured
 Args = tuple[Any, ...]
 
 
@@ -209,8 +210,12 @@ def compile_ahead(programs: Sequence[GpuProgram], backends: Sequence[str], jobs:
                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for k in range(min(jobs, len(programs)))
     ]  # fmt: skip
+    end = time.perf_counter() + AHEAD
     for wait in waits:
-        wait.wait()
+        try:
+            wait.wait(max(0.0, end - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            wait.kill()
 
 
 def _ahead(programs: Sequence[GpuProgram], backends: Sequence[str]) -> None:

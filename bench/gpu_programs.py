@@ -247,7 +247,7 @@ PROGRAMS = [
     GpuProgram("transpose 8191x8191", transposed, lambda: (randn(8191, 8191),)),
     GpuProgram("transpose 8192x8192 f32", transposed, lambda: (randn(8192, 8192, dtype=F32),)),
     GpuProgram("permute 512x400x640 backwards", reversed_axes, lambda: (randn(512, 400, 640),)),
-    GpuProgram("cumsum 65536x1000", cumulative, lambda: (randn(65536, 1000),)),
+    GpuProgram("cumsum 65536x1000 f32", cumulative, lambda: (randn(65536, 1000, dtype=F32),)),
     GpuProgram("embedding training", embedding,
                lambda: (integers(32000, 32768), randn(32000, 2048, grad=True)), backward=True),
 ]  # fmt: skip

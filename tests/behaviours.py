@@ -47,8 +47,6 @@ DOES_NOT_APPLY: dict[str, str] = {
     "CK-8": "not built: launches are shared on the CPU alone, where there are no blocks to tune",
     "GB-4": "products of different shapes stay apart: each is tuned with what is fused to it, and "
     "a grouped kernel would share that among all; gates of one shape are batched (GB-1, GB-3)",
-    "RD-9": "not built: one huge row is cut into chunks, which a second kernel finishes",
-    "RD-10": "not built: no kernel waits for its own grid, there are no barriers to count",
     "RD-11": "not built: whether a row is held or walked is decided from its length; candidates "
     "differ in blocks and warps",
 }

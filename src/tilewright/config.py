@@ -317,6 +317,16 @@ class Triton(Group):
     cudagraphs: bool = option(
         False, "Record the launches of a program in a CUDA graph and replay it.", affects_code=True
     )
+    cooperative_reductions: bool = option(
+        False,
+        "Fold a few huge rows in one launch whose programs wait for each other.",
+        affects_code=True,
+    )
+    enable_pdl: bool = option(
+        False,
+        "Start a kernel while the one before it still runs; it waits before it reads (sm_90 on).",
+        affects_code=True,
+    )
 
 
 class Cuda(Group):

@@ -84,7 +84,8 @@ def runner(kernel: TritonKernel, which: int = 0) -> Callable[..., None]:
     run = Interpreted(kernel.text, kernel.name, types, config.kwargs)
     names = [p.name for p in kernel.params]
 
-    def call(*args: int | float) -> None:
+    def call(*given: torch.Tensor | int | float) -> None:
+        args = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given]
         sizes = {n: a for n, a, p in zip(names, args, kernel.params, strict=False)
                  if p.kind == "int"}  # fmt: skip
         try:

@@ -300,3 +300,43 @@ def test_coarse_functions_differ_in_no_visible_bit(fn: Callable[..., Any]) -> No
                                atol=1e-37 if fn in (torch.erf, torch.tanh) else 1e-6)  # fmt: skip
     text = backend.kernels[0].text
     assert "tri.fast_" in text or "tri.erf_beside_one" in text
+
+
+# ---- parts that have their operands in common
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, low * sin + high * cos), -1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+@pytest.mark.parametrize(("fn", "width"), [(_rotated, 8), (_turned, 16)])
+def test_halves_of_a_rotary_embedding_read_each_element_once(fn: Callable[..., Any],
+                                                             width: int) -> None:  # fmt: skip
+    """A concatenation whose parts read the same: one kernel over one part, with a store for each
+    and no masks."""
+    (kernel,) = check(fn, _normal(2, 3, 12, 16), _normal(12, width), _normal(12, width))
+    assert kernel.text.count("tl.store") == 2
+    assert kernel.text.count(" >= (8)") == kernel.text.count(" < (8)") == 0
+
+
+def test_the_gradient_at_labels_is_not_summed_over_all_classes() -> None:
+    x, t = _normal(40, 301), torch.randint(0, 301, (40,))
+    t[3] = -100
+    made: list[Any] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = x.to(dtype).requires_grad_()
+        torch._dynamo.reset()
+        backend = Interpreter()
+        loss = torch.compile(lambda x, t: F.cross_entropy(x, t), backend=backend)(leaf, t)
+        (found,) = torch.autograd.grad(loss, leaf)
+        wide = x.to(dtype).double().requires_grad_()
+        (expected,) = torch.autograd.grad(F.cross_entropy(wide, t), wide)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-4)
+        made.append(backend.kernels[-1].text)
+    assert not any("tl.reduce" in text for text in made)

@@ -124,6 +124,26 @@ def reductions() -> None:
 
 
 @case
+def programs_share_a_huge_row() -> None:
+    """RD-9, RD-10: in one launch, again and again, recorded too."""
+    options = {"triton.cooperative_reductions": True}
+    for dtype in (*FLOATS, torch.float64):
+        x = cuda(3 * 10**6 + 1, dtype=dtype)
+        metrics.reset()
+        check(lambda x: torch.softmax(x.float(), 0), x, calls=3, options=options)
+        assert metrics.generated_kernel_count == 1
+        fn = torch.compile(lambda x: (x.float().var(), x.argmax(), x.amin(), (x > 3).any()),
+                           backend="tilewright", options=options)  # fmt: skip
+        for _ in range(3):
+            found = fn(x)
+            assert bool(found[1] == x.argmax()) and bool(found[2] == x.amin())
+            torch.testing.assert_close(found[0], x.float().var(), rtol=1e-4, atol=1e-4)
+            assert bool(found[3] == (x > 3).any())
+    check(lambda x: torch.softmax(x, 1), cuda(4, 1 << 21), calls=3,
+          options={**options, "triton.cudagraphs": True})  # fmt: skip
+
+
+@case
 def softmaxes_and_norms_train() -> None:
     def f(x: Tensor, w: Tensor, b: Tensor) -> Any:
         return torch.softmax(F.layer_norm(x, x.shape[-1:], w, b), -1).square().sum(0)

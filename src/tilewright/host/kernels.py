@@ -18,7 +18,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import syms
 from tilewright.ir.program import Buffer, Program
 from tilewright.runtime.cxx import ArgKind, CxxSource
-from tilewright.runtime.triton_build import TritonConfig, TritonSource
+from tilewright.runtime.triton_build import FLOATS, TritonConfig, TritonSource
 from tilewright.schedule.group import Group
 from tilewright.target import Target
 
@@ -43,7 +43,9 @@ def triton(program: Program, kernel: TritonKernel, wide: TritonKernel | None, na
     source = _source(program, kernel, Target.of(device), index)
     if wide is not None:
         source = replace(source, wide=_source(program, wide, Target.of(device), index))
-    return KernelCall(name, args, kernel.checked, index, kernel.assume), source
+    return KernelCall(name, args, kernel.checked, index, kernel.assume,
+                      workspace=ix.as_index(kernel.workspace),
+                      counters=ix.as_index(kernel.counters)), source  # fmt: skip
 
 
 def chosen(program: Program, made: Implementation, number: int) -> tuple[KernelCall, Source]:
@@ -67,7 +69,9 @@ def spare(program: Program, group: Group, name: str) -> tuple[KernelCall, Spare]
 
 def _source(program: Program, kernel: TritonKernel, target: Target, device: int) -> TritonSource:
     major, minor = target.capability
-    sample = [_sample(program, p) for p in kernel.params]
+    own = {"workspace": (torch.float32, kernel.workspace),
+           "counters": (torch.int32, kernel.counters)}  # fmt: skip
+    sample = [own[p.name] if p.name in own else _sample(program, p) for p in kernel.params]
     extents = [extent for extent, _ in kernel.grid]
     return TritonSource(
         kernel.text,
@@ -81,7 +85,12 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
         sample=(*sample, *([(torch.int64, 1)] if kernel.checked else [])),
         sizes=tuple(sorted((s.arg.name, ix.likely(s)) for s in syms(*extents))),
         device=device,
-        shrinks=True,
+        shrinks=not kernel.counters,
+        options=(
+            *FLOATS,
+            *((("launch_pdl", True),) if kernel.early else ()),
+            *((("launch_cooperative_grid", True),) if kernel.counters else ()),
+        ),
     )
 
 

@@ -6,13 +6,14 @@ once, where it is stored.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const
+from tilewright.ir.expr import Expr, const, free_vars
 from tilewright.lower.context import Fill, Lowering
 from tilewright.lower.promote import compute_type
 from tilewright.lower.tensor import Size, Tensor, cost, is_stored, placeholders, pointwise
@@ -91,6 +92,40 @@ def fold(ctx: Lowering, kind: str, t: Tensor, dims: Sequence[int], keepdim: bool
 
 def total(ctx: Lowering, t: Tensor, dims: Sequence[int], keepdim: bool = True) -> Tensor:
     return fold(ctx, "sum", t, dims, keepdim)
+
+
+def one_place(t: Tensor, dims: Sequence[int]) -> Tensor | None:
+    """The sum over a dimension, which is kept, of what is zero but at one place of it, as the
+    gradient of a loss at its labels: the value there."""
+    if len(dims) != 1 or t.size[dims[0]] is ix.ONE:
+        return None
+    (dim,) = dims
+    along = placeholders(t.size)[dim]
+    body, casts = t.body, list[torch.dtype]()
+    while body.op == "cast":
+        casts.insert(0, body.dtype)
+        body = body.src[0]
+    if body.op != "where" or not body.src[2].is_const or body.src[2].arg != 0:
+        return None
+    hits = [e for e in _conjuncts(body.src[0]) if e.op == "eq" and along in e.src]
+    if len(hits) != 1:
+        return None
+    place = next(e for e in hits[0].src if e is not along)
+    rest = [e for e in _conjuncts(body.src[0]) if e is not hits[0]]
+    if any(along in free_vars(e) for e in (place, body.src[1], *rest)):
+        return None
+    inside = [build.op("ge", place, const(0, place.dtype)), build.op("lt", place, t.size[dim])]
+    value = build.where(functools.reduce(build.both, (*rest, *inside)), *body.src[1:])
+    for dtype in casts:
+        value = build.cast(value, dtype)
+    size = tuple(ix.ONE if d == dim else n for d, n in enumerate(t.size))
+    return Tensor(size, t.dtype, t.device, value)
+
+
+def _conjuncts(e: Expr) -> list[Expr]:
+    if e.op == "bit_and" and e.dtype == torch.bool:
+        return [*_conjuncts(e.src[0]), *_conjuncts(e.src[1])]
+    return [e]
 
 
 def moments(ctx: Lowering, t: Tensor, dims: Sequence[int], keepdim: bool,

@@ -22,6 +22,7 @@ from tilewright.lower.fold import (
     fold,
     keep,
     mul,
+    one_place,
     sub,
     total,
 )
@@ -90,8 +91,11 @@ def _softmax_backward(ctx: Lowering, grad: Tensor, output: Tensor, dim: int,
 def _log_softmax_backward(ctx: Lowering, grad: Tensor, output: Tensor, dim: int,
                           input_dtype: torch.dtype) -> Tensor:  # fmt: skip
     """The output is used once, so it may be computed where it is used."""
-    grad = keep(ctx, grad)
-    folded = total(ctx, apply(lambda g: g, grad), dims_of(output, dim))
+    dims = dims_of(output, dim)
+    folded = one_place(apply(lambda g: g, grad), dims)
+    if folded is None:
+        grad = keep(ctx, grad)
+        folded = total(ctx, apply(lambda g: g, grad), dims)
 
     def gradient(g: Expr, out: Expr, s: Expr) -> Expr:
         return sub(g, mul(build.op("exp", out), s))

@@ -12,10 +12,12 @@ products of bfloat16, of which it multiplies the bits.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
 import linecache
+import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,71 @@ from triton.runtime.jit import JITFunction
 def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
     """In place of `triton.jit`: the function itself."""
     return fn
+
+
+def nothing() -> None:
+    """In place of what only matters to a card."""
+
+
+class _Turns:
+    """Programs that wait for each other: each runs in a thread, one of them at a time."""
+
+    def __init__(self, programs: int, run: Callable[[int], None]) -> None:
+        self._run = run
+        self._turn = 0
+        self._live = list(range(programs))
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def all(self) -> None:
+        threads = [threading.Thread(target=self._one, args=(k,)) for k in self._live]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if self._error is not None:
+            raise self._error
+
+    def _one(self, k: int) -> None:
+        _here.turns = self
+        _here.program = k
+        try:
+            self._wait(k)
+            self._run(k)
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._live.remove(k)
+                self._next(k)
+
+    def _next(self, k: int) -> None:
+        self._turn = next((j for j in self._live if j > k), min(self._live, default=-1))
+        self._changed.notify_all()
+
+    def _wait(self, k: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == k)
+        if self._error is not None:
+            raise RuntimeError("another program failed")
+        interpreter.interpreter_builder.set_grid_idx(k, 0, 0)
+
+    def give(self, k: int) -> None:
+        """Let the others run, and go on when it is this one's turn again."""
+        with self._changed:
+            self._next(k)
+        self._wait(k)
+
+
+_here = threading.local()
+
+
+def meet(counter: Any, until: int) -> None:
+    """In place of a wait for other programs: they run."""
+    cell = ctypes.c_int32.from_address(int(counter.handle.data.item()))
+    cell.value += 1
+    while cell.value < int(until):
+        _here.turns.give(_here.program)
 
 
 class _Maths:
@@ -256,6 +323,7 @@ class Interpreted:
         exec(compile(text, file, "exec"), namespace)
         kernel = namespace[name]
         self._fn = interpreter.FunctionRewriter(getattr(kernel, "fn", kernel)).rewrite_ast()
+        self._waits = "tri.meet(" in text
         self._types = [tl.str_to_ty(t, None) for t in types]
         self._blocks = {name: tl.constexpr(size) for name, size in blocks.items()}
         for module in ("tri", "tri_special"):
@@ -273,6 +341,9 @@ class Interpreted:
             scope.set_attr(tl.core.tensor, "__bool__", _truth)
             try:
                 builder.set_grid_dim(programs, 1, 1)
+                if self._waits:
+                    _Turns(programs, lambda _: self._fn(*given, **self._blocks)).all()
+                    return
                 for k in range(programs):
                     builder.set_grid_idx(k, 0, 0)
                     self._fn(*given, **self._blocks)
@@ -300,6 +371,8 @@ __all__ = [
     "helpers",
     "interpreting",
     "libdevice",
+    "meet",
+    "nothing",
     "plain",
     "repaired",
     "users",

@@ -19,12 +19,23 @@ import triton.language as tl
 INTERPRETED = __name__.endswith("interpreted")
 
 if INTERPRETED:
-    from tilewright.runtime.interpret import libdevice
+    from tilewright.runtime.interpret import libdevice, nothing
     from tilewright.runtime.interpret import plain as jit
+
+    gdc_wait = gdc_launch_dependents = nothing
 else:
     from triton.language.extra import libdevice
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     jit = triton.jit
+
+
+@jit
+def begin():
+    """First in a kernel that is started while the one before it still runs: wait for that, then let
+    the next one be started. What starting costs is hidden so, a few microseconds of a kernel."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 # ---- folds: how two partial results combine
@@ -74,6 +85,19 @@ def argmax(a, i, b, j):
 
 
 @jit
+def first_argmax(a, i, b, j):
+    """The same where `j` is later than `i`."""
+    first = (b <= a) | (a != a)
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@jit
+def first_argmin(a, i, b, j):
+    first = (b >= a) | (a != a)
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@jit
 def argmin(a, i, b, j):
     same = (a == b) | ((a != a) & (b != b))
     first = (a < b) | ((a != a) & (b == b)) | (same & (i < j))
@@ -87,6 +111,14 @@ def welford(mean, m2, n, mean_b, m2_b, n_b):
     share = tl.where(total == 0, 0.0, n_b / total)
     apart = mean_b - mean
     return mean + apart * share, m2 + m2_b + apart * apart * n * share, total
+
+
+@jit
+def one_more(mean, m2, value, n):
+    """The same with one value more, which makes `n` of them."""
+    apart = value - mean
+    mean = mean + apart * (1.0 / n)
+    return mean, m2 + apart * (value - mean)
 
 
 @jit
@@ -109,6 +141,46 @@ def online(m, s, v, axis: tl.constexpr):
     away = tl.broadcast_to(tl.expand_dims(-base, axis), v.shape)
     p = libdevice.exp2(tl.fma(v, tl.full(v.shape, log2e, v.dtype), away))
     return top, s * libdevice.exp2(m * log2e - base) + tl.reduce(p, axis, add)
+
+
+# ---- rows that several programs share
+
+
+if INTERPRETED:
+    from tilewright.runtime.interpret import meet
+else:
+
+    @jit
+    def meet(counter, until):
+        """Wait until the programs of a row have come here so often, all together."""
+        tl.debug_barrier()
+        tl.atomic_add(counter, 1, sem="acq_rel")
+        while tl.atomic_add(counter, 0, sem="acquire") < until:
+            pass
+        tl.debug_barrier()
+
+
+@jit
+def part(counter, until):
+    """The last to go leaves zero."""
+    if tl.atomic_add(counter, 1, sem="acq_rel") == until - 1:
+        tl.atomic_xchg(counter, 0, sem="relaxed")
+
+
+@jit
+def leave(workspace, cell, value):
+    """One number of this program's, in eight bytes that no other writes."""
+    place = (workspace + 2 * cell).to(tl.pointer_type(value.dtype), bitcast=True)
+    tl.store(place + tl.full(value.shape, 0, tl.int32), value)
+
+
+@jit
+def gather(workspace, cell, kind: tl.constexpr, none, count: tl.constexpr, lanes: tl.constexpr):
+    """What `count` programs have left from a cell on, past the caches of one processor."""
+    lane = tl.arange(0, lanes)
+    place = (workspace + 2 * cell).to(tl.pointer_type(kind), bitcast=True)
+    step: tl.constexpr = 64 // kind.primitive_bitwidth
+    return tl.load(place + lane * step, lane < count, other=none, cache_modifier=".cg")
 
 
 # ---- running folds

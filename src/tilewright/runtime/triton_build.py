@@ -30,6 +30,7 @@ from tilewright.runtime.cubin import facts
 
 WORKER = Path(__file__).parent / "triton_worker.py"
 SPILLED = 64  # bytes of stack per thread that cost less than a smaller configuration would
+FLOATS = (("enable_fp_fusion", False),)  # a product and a sum round one after the other
 _TIMEOUT = 300.0  # seconds for one kernel; a hanging compiler costs only that kernel
 
 
@@ -82,7 +83,7 @@ class TritonSource:
     device: int = 0  # where it will run; not part of what is built
     scratched: bool = False
     unaligned: TritonSource | None = None
-    options: tuple[tuple[str, Any], ...] = (("enable_fp_fusion", False),)
+    options: tuple[tuple[str, Any], ...] = FLOATS
     order_of: tuple[str, ...] = ()  # all its parameters, if constants are not the last of them
     shrinks: bool = False
 

@@ -40,7 +40,8 @@ class Group:
     `outer` are the loops all members share; `local` the buffers that never leave the kernel.
     `parts`, instead of members, are groups that need nothing of each other and share a launch.
     `serial` are loops all members share too, run one after the other inside `outer`: a member
-    that folds over a serial loop stores after its last iteration.
+    that folds over a serial loop stores after its last iteration. `shared` is the number of
+    programs that walk each row together, on a card, and wait for each other's folds.
     """
 
     members: tuple[Nest, ...] = ()
@@ -48,6 +49,7 @@ class Group:
     serial: tuple[Expr, ...] = ()
     call: Opaque | None = None
     parts: tuple[Group, ...] = ()
+    shared: int = 0
     local: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
 

@@ -1,7 +1,8 @@
 """Rewrites of the program that grouping alone cannot make, each taken only if it saves bytes.
 
 - A nest that reads different buffers in different parts of its loops (a concatenation, padding) is
-  cut there, so that each part can join what makes its operand.
+  cut there, so that each part can join what makes its operand; or what has an operand in common
+  with it, as the halves of a rotary embedding have.
 - A sum of a library product and something else becomes the product's own accumulating form.
 - A copy of a product's result goes: the product writes where the copy would.
 
@@ -157,6 +158,9 @@ class _State:
         if max(len(p) for p in points) >= MOST_CHOICES:
             self._swap([nest], [_part(nest, points, box) for box in grid])
             return
+        if _overlap([_part(nest, points, box) for box in grid]):
+            self._swap([nest], [_part(nest, points, box) for box in grid])
+            return
         if not any(self._only_for(b, nest) for b in nest.reads):
             return
         parts = {_part(nest, points, box).name: box for box in grid}
@@ -274,6 +278,16 @@ def _part(nest: Nest, points: Sequence[Sequence[Expr]], box: Box) -> Nest:
     where = "_".join(str(k) for k in (*box.first, *box.last))
     part = drop_masks(substitute_nest(nest, mapping, loops, nest.reduce))
     return replace(part, name=f"{nest.name}_{where}")
+
+
+def _overlap(parts: Sequence[Nest]) -> bool:
+    """Whether parts have the same loops, and each reads at every point what another does: one
+    kernel runs them together and reads it once."""
+    if any(p.loops != parts[0].loops or p.reduce for p in parts):
+        return False
+    read = [{n for n in loads(*p.exprs) if set(p.loops) <= free_vars(n.src[0])} for p in parts]
+    return all(any(mine & other for k, other in enumerate(read) if k != j)
+               for j, mine in enumerate(read))  # fmt: skip
 
 
 def _joined(boxes: Sequence[Box], rank: int) -> list[Box]:

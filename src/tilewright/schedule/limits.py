@@ -7,6 +7,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.program import Nest
 from tilewright.schedule.access import all_loops
 from tilewright.schedule.legality import Fit
+from tilewright.schedule.mixed import shared
 from tilewright.schedule.sizes import hint_product, work
 from tilewright.target import Target
 
@@ -18,7 +19,8 @@ SHORT = 64  # iterations a GPU thread may run one after the other beside its row
 def unsuited(group: Fit, target: Target) -> str:
     """Why the target should not run these nests as one kernel, or an empty string."""
     lanes = hint_product(v.src[0] for v in group.outer)
-    if lanes < FEWEST_LANES and any(_is_long(m) for m in group.members):
+    long = lanes < FEWEST_LANES and any(_is_long(m) for m in group.members)
+    if long and shared(group, target) < 2:
         return "too few shared iterations to run in parallel"
     if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
         return "the loops left to the members are too long to keep their values near"

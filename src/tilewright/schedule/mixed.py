@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tilewright import config
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.ops import REDUCTIONS
@@ -28,6 +29,7 @@ LARGE = 1 << 17  # iterations that should keep more than a few processors busy
 LONGEST_KEPT = 1 << 14  # elements of a row that a program of a card keeps
 TILE = 64  # neighbouring columns that one program of a card takes
 CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
+SHARE = 1 << 13  # elements of a row worth a program beside others
 
 
 def fit_in_order(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
@@ -179,6 +181,33 @@ def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
         if all(v not in fit.outer for v in serial) and not _problem(left, fit.outer, serial):
             return serial
     return ()
+
+
+def shared(fit: Fit, target: Target) -> int:
+    """How many programs of a card should walk each row together; none: each row has its own.
+
+    All of them have to be at work at once, for they wait for each other's folds."""
+    rows = ix.value_of(ix.product(v.src[0] for v in fit.outer))
+    if not config.triton.cooperative_reductions or not target.is_gpu:
+        return 0
+    if not rows or 2 * rows > target.sms:
+        return 0
+    if any(is_alone(m) or not _plain(m, fit) for m in fit.members):
+        return 0
+    longest = max(work(m) for m in fit.members) // rows
+    if not any(m.reduce for m in fit.members) or longest < LARGE:
+        return 0
+    if _contiguous(fit.members) in fit.outer:
+        return 0
+    return min(target.sms // rows, longest // SHARE)
+
+
+def _plain(nest: Nest, fit: Fit) -> bool:
+    """Whether a nest folds its row or goes along it, and stores where nothing else does."""
+    inside = [v for v in nest.loops if v not in fit.outer]
+    scans = any(n.op == "scan" for n in walk(*nest.exprs))
+    return not (inside and nest.reduce) and not scans and all(
+        s.mode == "set" and s.mask is None for s in nest.stores)  # fmt: skip
 
 
 def dependents(members: Sequence[Nest]) -> tuple[Nest, ...]:

@@ -26,6 +26,7 @@ from tilewright.schedule.mixed import (
     chunks,
     dependents,
     folds_over,
+    shared,
     starved,
     stays_apart,
 )
@@ -71,13 +72,30 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
 def _fed(group: Group, target: Target) -> list[Group]:
     """The group with serial loops to cut, if it would leave the target idle; what needs its folds
     comes after it."""
-    loops = starved(Fit(group.members, group.outer), target)
+    fit = Fit(group.members, group.outer)
+    count = shared(fit, target)
+    if count > 1:
+        return [replace(group, shared=count)]
+    loops = starved(fit, target)
     if not loops:
         return [group]
     later = dependents(group.members)
     first = tuple(m for m in group.members if m not in later)
-    rest = [replace(group, members=later)] if later else []
+    rest = [_widened(replace(group, members=later))] if later else []
     return [replace(group, members=first, serial=loops), *rest]
+
+
+def _widened(group: Group) -> Group:
+    """The group over all loops its members share, where nothing is left that folds: what it shared
+    with a fold may be too little to run in parallel."""
+    first, *others = group.members
+    outer = tuple(v for v in first.loops if all(v in m.loops for m in others))
+    if any(m.reduce or is_alone(m) for m in group.members) or any(
+        conflict(m, later, outer)
+        for k, later in enumerate(group.members) for m in group.members[:k]
+    ):  # fmt: skip
+        return group
+    return replace(group, outer=outer)
 
 
 class _Order:

@@ -70,12 +70,14 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
             found = _row_pieces(shape, vector, target)
         else:
             found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
+    elif shape.shared:
+        found = _shared_rows(shape, vector)
     elif not shape.persistent:
         found = _long_columns(shape, vector, target) if shape.across else _long_rows(shape, target)
     elif shape.serial:
         found = _rows_in_order(shape)
     else:
-        found = _columns(shape) if shape.across else _rows(shape, target)
+        found = _columns(shape) if shape.across else _rows(shape, vector, target)
     chosen = dict.fromkeys(found)
     if heavy:  # one element per thread where threads suffice
         chosen = dict.fromkeys(
@@ -124,15 +126,15 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (64 * vector), 16))
 
 
-def _rows(shape: Shape, target: Target) -> Iterable[Config]:
+def _rows(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """Whole rows, several of them where they are short; 16 elements per thread (H200: softmax of
     1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
-    for tile, share in ((1024, 16), (4096, 32), (2048, 16), (8192, 32), (2048, 8)):
-        block = min(clamp(1, tile // longest, power(enough)), power(x.likely))
+    for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
+        block = min(clamp(1, tile * vector // longest, power(enough)), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
 
@@ -170,6 +172,14 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     for bx, br, warps in choices:
         rows = tuple((a.block, clamp(8, power(a.likely), br)) for a in shape.inner)
         yield Config(((x.block, min(bx, power(x.likely))), *rows), warps)
+
+
+def _shared_rows(shape: Shape, vector: int) -> Iterable[Config]:
+    """One program on each processor: it alone has to keep memory busy."""
+    x = shape.parallel[0]
+    for size, warps in ((4096 * vector, 32), (2048 * vector, 16), (1024 * vector, 16),
+                        (512 * vector, 16)):  # fmt: skip
+        yield Config(((x.block, 1), *((a.block, size) for a in shape.inner)), warps)
 
 
 def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:

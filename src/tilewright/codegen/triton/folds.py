@@ -9,6 +9,7 @@ import torch
 from tilewright.codegen.triton.emit import NOWHERE, Writer
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import COMBINE, RUNNING, TYPE, cast, neutral
+from tilewright.ir import index as ix
 from tilewright.ir.build import part
 from tilewright.ir.expr import INDEX, Expr, walk
 from tilewright.ir.program import Nest
@@ -74,8 +75,36 @@ class Fold:
     def end(self) -> None:
         if self.axis is None:
             self._finish(self.name)
-            return
-        self._finish(self.w.let(f"tl.reduce({self.name}, 1, {self.combine}, keep_dims=True)"))
+        else:
+            self.taken(self.left())
+
+    # what a program leaves of a row that it shares with others
+
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        """Types and neutral values of what is left."""
+        return [(TYPE[self.dtype], self.start)]
+
+    def left(self) -> list[str]:
+        """All lanes as one."""
+        return [self.w.let(f"tl.reduce({self.name}, 1, {self.combine}, keep_dims=True)")]
+
+    def again(self, tiles: Sequence[str], axis: int = 1, keep: str = ", keep_dims=True"
+              ) -> list[str]:  # fmt: skip
+        names = [self.w.fresh() for _ in tiles]
+        source = f"({', '.join(tiles)})" if len(tiles) > 1 else tiles[0]
+        self.w.line(f"{', '.join(names)} = tl.reduce({source}, {axis}, {self.combine}{keep})")
+        return names
+
+    def gathered(self, tiles: Sequence[str]) -> list[str]:
+        """What all programs left, one in each lane, as one. Numbers are spread from scalars: a tile
+        of one is laid out for another tile than it will meet, and brought there by the thousand."""
+        found = self.again(tiles, 0, "")
+        return [self.w.let(f"tl.broadcast_to({name}, [1, 1])") for name in found]
+
+    def taken(self, names: Sequence[str]) -> None:
+        """The fold is done: this is what became of it."""
+        self._finish(names[0])
 
 
 class ArgFold(Fold):
@@ -89,14 +118,24 @@ class ArgFold(Fold):
             text = f"tl.where({self._inside}, {text}, {_NO_PLACE[w.index_type]})"
         return text
 
-    def _located(self, value: str, place: str) -> None:
-        w = self.w
-        found = w.fresh()
-        w.line(f"_, {found} = tl.reduce(({value}, {place}), 1, {self.combine}, keep_dims=True)")
-        w.know(self.node, w.let(f"{found}.to(tl.int64)"))
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        index = self.w.index_type
+        return [(TYPE[self.dtype], self.start), (index, _NO_PLACE[index])]
+
+    def left(self) -> list[str]:
+        return self.again([self.name, f"{self.name}_at"])
+
+    def taken(self, names: Sequence[str]) -> None:
+        self.w.know(self.node, self.w.let(f"{names[1]}.to(tl.int64)"))
 
     def whole(self) -> None:
-        self._located(self.w.let(self._tile()), self.w.let(self._places()))
+        self.taken(self.again([self.w.let(self._tile()), self.w.let(self._places())]))
+
+    def _in_order(self) -> bool:
+        """Whether later rounds of the loop have later places: the first of equals is kept then."""
+        slope = None if self.axis is None else ix.coefficient(self.node.src[1], self.axis.var)
+        return slope is not None and ix.bounds(slope)[0] > 0
 
     def begin(self) -> None:
         super().begin()
@@ -106,14 +145,15 @@ class ArgFold(Fold):
 
     def step(self) -> None:
         at = f"{self.name}_at"
-        self.w.line(f"{self.name}, {at} = {self.combine}({self.name}, {at}, {self._tile()}, "
+        combine = self.combine.replace("tri.", "tri.first_") if self._in_order() else self.combine
+        self.w.line(f"{self.name}, {at} = {combine}({self.name}, {at}, {self._tile()}, "
                     f"{self._places()})")  # fmt: skip
 
     def end(self) -> None:
         if self.axis is None:
-            self.w.know(self.node, self.w.let(f"{self.name}_at.to(tl.int64)"))
-            return
-        self._located(self.name, f"{self.name}_at")
+            self.taken([self.name, f"{self.name}_at"])
+        else:
+            self.taken(self.left())
 
 
 class WelfordFold(Fold):
@@ -149,24 +189,61 @@ class WelfordFold(Fold):
 
     def begin(self) -> None:
         w = self.w
-        for suffix in ("", "_m2", "_n"):
-            w.line(f"{self.name}{suffix} = tl.full({w.shape(self.support)}, 0.0, "
-                   f"{TYPE[self.dtype]})")  # fmt: skip
+        for name in self._names[: 2 if self._counted else 3]:
+            w.line(f"{name} = tl.full({w.shape(self.support)}, 0.0, {TYPE[self.dtype]})")
+        if self._counted:
+            w.line(f"{self.name}_k = tl.full({w.shape(NOWHERE)}, 0.0, {TYPE[self.dtype]})")
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.name, f"{self.name}_m2", f"{self.name}_n"]
+
+    @property
+    def _counted(self) -> bool:
+        """Whether all lanes inside the row have as many values, those of the rounds so far: one
+        reciprocal does for all of them, where divisions would take longer than memory."""
+        return self.axis is not None and self.axis not in self.w.ends
 
     def step(self) -> None:
-        names = f"{self.name}, {self.name}_m2, {self.name}_n"
-        one = f"{self._inside}.to({TYPE[self.dtype]})" if self.masked else "1.0"
-        self.w.line(f"{names} = tri.welford({names}, {self._tile()}, 0.0, {one})")
+        w = self.w
+        names = ", ".join(self._names)
+        if not self._counted:
+            one = f"{self._inside}.to({TYPE[self.dtype]})" if self.masked else "1.0"
+            w.line(f"{names} = tri.welford({names}, {self._tile()}, 0.0, {one})")
+            return
+        mean, m2, _ = self._names
+        w.line(f"{self.name}_k += 1.0")
+        made = f"tri.one_more({mean}, {m2}, {self._tile()}, {self.name}_k)"
+        if not self.masked:
+            w.line(f"{mean}, {m2} = {made}")
+            return
+        new = [w.fresh(), w.fresh()]
+        w.line(f"{', '.join(new)} = {made}")
+        for name, value in zip((mean, m2), new, strict=True):
+            w.line(f"{name} = tl.where({self._inside}, {value}, {name})")
 
     def end(self) -> None:
-        w = self.w
         if self.axis is None:
-            self._give(self.name, f"{self.name}_m2")
-            return
-        mean, m2, n = w.fresh(), w.fresh(), w.fresh()
-        names = f"{self.name}, {self.name}_m2, {self.name}_n"
-        w.line(f"{mean}, {m2}, {n} = tl.reduce(({names}), 1, tri.welford, keep_dims=True)")
-        self._give(mean, m2)
+            self.taken(self._names)
+        else:
+            self.taken(self.left())
+
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        return [(TYPE[self.dtype], "0.0")] * 3
+
+    def left(self) -> list[str]:
+        """How many rounds a lane was inside for is known after them."""
+        if self._counted:
+            assert self.axis is not None
+            w, a = self.w, self.axis
+            rounds = f"({a.name}last - {a.name}first - {a.name}base + {a.block} - 1) // {a.block}"
+            lanes = f"tl.maximum({rounds}, 0).to({TYPE[self.dtype]})"
+            w.line(f"{self._names[2]} = tl.broadcast_to({lanes}, {w.shape(self.support)})")
+        return self.again(self._names)
+
+    def taken(self, names: Sequence[str]) -> None:
+        self._give(names[0], names[1])
 
 
 class Scanning:

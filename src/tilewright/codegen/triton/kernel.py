@@ -12,10 +12,11 @@ from typing import Literal
 
 import torch
 
-from tilewright.codegen.triton.configs import Config, configs
+from tilewright import config
+from tilewright.codegen.triton.configs import Config, configs, power
 from tilewright.codegen.triton.emit import RANDOM, Support, Writer, is_index
 from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
-from tilewright.codegen.triton.online import OnlineFold, Pair, joined
+from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters, shape_of
 from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SIGNATURE, STEPS, cast
@@ -29,6 +30,8 @@ from tilewright.schedule.segments import Segment
 from tilewright.target import Target
 
 BAD_INDEX = 1
+IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
+WORKSPACE, COUNTERS = "workspace", "counters"
 LARGEST = 2**31 - 1
 
 
@@ -62,11 +65,15 @@ class TritonKernel:
     configs: tuple[Config, ...]
     checked: bool
     assume: tuple[Expr, ...] = ()
+    early: bool = False  # may be started before the kernel before it has ended
+    workspace: int = 0  # float32 elements
+    counters: int = 0  # int32 elements, zero before and after; its programs wait for each other
 
     def programs(self, sizes: dict[str, int], config: Config | None = None) -> int:
         """How many programs run, with these values of the symbols."""
         blocks = (config or self.config).kwargs
-        return math.prod(-(-ix.evaluate(extent, sizes) // blocks[b]) for extent, b in self.grid)
+        return math.prod(-(-ix.evaluate(extent, sizes) // int(blocks.get(b, b)))
+                         for extent, b in self.grid)  # fmt: skip
 
     @property
     def arguments(self) -> tuple[tuple[str, str], ...]:
@@ -98,6 +105,8 @@ class Kernel:
         self.configs = configs(program, shape, target)
         self.shape = shape = shape.flat()
         self.target = target
+        early = config.triton.enable_pdl and target.capability >= (9, 0)
+        self.early = early and not shape.shared
         self.pointers: dict[str, str] = {}
         self.numbers: dict[Expr, str] = {}
         self.checked = False
@@ -119,6 +128,9 @@ class Kernel:
         self.online: dict[Expr, OnlineFold] = {}
         self._joined = {} if shape.persistent else joined(shape, self.local)
         self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
+        self.cells = 0  # of each program of a shared row
+        self.meetings = 0  # of the programs that share a row
+        self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
 
     # ---- facts
 
@@ -171,16 +183,23 @@ class Kernel:
             self._serial()
         else:
             self._segments()
+        if self.meetings:
+            w.line(f"tri.part({COUNTERS} + spot, {self.shape.shared * (self.meetings + 1)})")
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
         params = self._params()
-        names = [*self.pointers.values(), *self.numbers.values()]
+        names = [p.argument for p in params]
         head = [*names, *(["err"] if self.checked else []),
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
         text = "\n".join([*imports(w.lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *w.lines]) + "\n"  # fmt: skip
-        grid = tuple((a.extent, a.block) for a in self.shape.parallel)
-        return TritonKernel(text, full, params, grid, self.configs[0], self.configs, self.checked,
-                            tuple(self.assume or ()))  # fmt: skip
+        grid = [(a.extent, a.block) for a in self.shape.parallel]
+        if self.shape.shared:
+            grid.append((ix.as_index(self.shape.shared), "1"))
+        rows = self.shape.parallel[0].size or 0
+        return TritonKernel(text, full, params, tuple(grid), self.configs[0], self.configs,
+                            self.checked, tuple(self.assume or ()), self.early,
+                            2 * self.cells * rows * self.shape.shared,
+                            rows if self.meetings else 0)  # fmt: skip
 
     def _params(self) -> tuple[Param, ...]:
         found: list[Param] = []
@@ -194,13 +213,22 @@ class Kernel:
             narrow = self.w.index_type == "tl.int32" and e not in self.w.valued
             kind = "i32" if narrow else "i64"
             found.append(Param("int", e.arg.name, kind, name, _multiple(e), e.arg.hint))
+        if self.meetings:
+            found += [Param("ptr", WORKSPACE, "*fp32", WORKSPACE, 16),
+                      Param("ptr", COUNTERS, "*i32", COUNTERS, 16)]  # fmt: skip
         return tuple(found)
 
     def _programs(self) -> None:
         """Which block of each axis is this program's: the last parallel axis runs fastest."""
         w = self.w
+        if self.early:
+            w.line("tri.begin()")
         wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
         w.line(f"pid = tl.program_id(0){wide}")
+        if self.shape.shared:
+            w.line(f"part = pid % {self.shape.shared}")
+            w.line(f"pid = pid // {self.shape.shared}")
+            w.line("spot = pid")
         for k, axis in reversed(list(enumerate(self.shape.parallel))):
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             at = "pid"
@@ -222,6 +250,18 @@ class Kernel:
                 w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
             if self.shape.persistent:
                 self._enter(axis, f"{axis.name}base")
+            else:
+                self._span(axis)
+
+    def _span(self, axis: Axis) -> None:
+        """From where to where this program walks a row: all of it, or whole blocks."""
+        w, a, count = self.w, axis.name, self.shape.shared
+        if not count:
+            w.line(f"{a}first, {a}last = 0, {a}numel")
+            return
+        blocks = f"({a}numel + {count} * {axis.block} - 1) // ({count} * {axis.block})"
+        w.line(f"{a}first = part * ({blocks} * {axis.block})")
+        w.line(f"{a}last = tl.minimum({a}first + {blocks} * {axis.block}, {a}numel)")
 
     def _lanes(self, axis: Axis) -> str:
         where = ", ".join(":" if d == axis.dim else "None" for d in range(self.shape.rank))
@@ -307,15 +347,18 @@ class Kernel:
         w = self.w
         folds = folds_of(segment.members, axis, w)
         for pair in pairs:
-            fold = OnlineFold(pair, folds[pair.largest], w, self.shape.across)
+            fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair))
             folds[pair.largest] = self.online[pair.total] = fold
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
             item.begin()
         self._hoist(segment, axis)
-        rounds = self._range(f"0, {axis.name}numel, {axis.block}")
+        place = self._round(segment, axis)
+        if axis in w.starts:
+            w.starts[axis] = place
+        rounds = self._range(f"{axis.name}first, {axis.name}last, {axis.block}")
         with w.block(f"for {axis.name}offset in {rounds}"):
-            w.line(f"{axis.name}index = {axis.name}offset + {axis.name}base")
+            w.line(f"{axis.name}index = {place} + {axis.name}base")
             self._enter(axis, f"{axis.name}index")
             waiting = dict(folds)
             for m in segment.members:
@@ -327,9 +370,59 @@ class Kernel:
                         scan.step(carried=True)
                 if not m.reduce:
                     self.stores([m])
-        for fold in folds.values():
-            fold.end()
+        if self.shape.shared and folds:
+            self._meet(list(folds.values()))
+        else:
+            for fold in folds.values():
+                fold.end()
         self.stores([m for m in segment.members if m.reduce])
+
+    def _apart(self, pair: Pair) -> int:
+        """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
+        of a row that begins anywhere it has every so many-th element."""
+        if self.shape.across:
+            return ROWS
+        x = self.shape.parallel[0]
+        if not x.loops:
+            return 0
+        for n in loads(pair.largest):
+            step = ix.coefficient(n.src[0], x.var)
+            if step is None or ix.mod(ix.mul(step, n.dtype.itemsize), 16) is not ix.ZERO:
+                return SIDE
+        return 0
+
+    def _round(self, segment: Segment, axis: Axis) -> str:
+        """Where a block of a loop begins. Every other loop over a row runs back, where the order
+        does not matter: what the one before it read last is still in cache."""
+        forwards = self._forwards.get(axis, False)
+        a = axis.name
+        ordered = any(n.op == "scan" or (n.op == "reduce" and n.arg.kind in IN_ORDER)
+                      for m in segment.members for n in walk(*m.exprs))  # fmt: skip
+        self._forwards[axis] = not forwards or ordered
+        if self._forwards[axis]:
+            return f"{a}offset"
+        blocks = f"({a}last - {a}first + {axis.block} - 1) // {axis.block}"
+        self.w.line(f"{a}end = {a}first + ({blocks} - 1) * {axis.block}")
+        return f"({a}first + {a}end - {a}offset)"
+
+    def _meet(self, folds: Sequence[Fold]) -> None:
+        """Folds of a row that programs share: each leaves its part, and all take all parts."""
+        w, count = self.w, self.shape.shared
+        cells: list[tuple[Fold, list[tuple[str, str]]]] = []
+        for fold in folds:
+            made: list[tuple[str, str]] = []
+            for name, (kind, none) in zip(fold.left(), fold.cells, strict=True):
+                cell = w.let(f"({self.cells} * xnumel + spot) * {count}")
+                self.cells += 1
+                w.line(f"tri.leave({WORKSPACE}, {cell} + part, {name})")
+                made.append((cell, f"{kind}, {none}"))
+            cells.append((fold, made))
+        self.meetings += 1
+        w.line(f"tri.meet({COUNTERS} + spot, {count * self.meetings})")
+        for fold, made in cells:
+            tiles = [w.let(f"tri.gather({WORKSPACE}, {cell}, {facts}, {count}, {power(count)})")
+                     for cell, facts in made]  # fmt: skip
+            fold.taken(fold.gathered(tiles))
 
     def _range(self, bounds: str) -> str:
         return f"tl.range({bounds}, num_stages=STAGES)" if self.shape.ahead else f"range({bounds})"
@@ -358,8 +451,21 @@ class Kernel:
         place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
         conditions = [w.operand(s) for s in node.src[1:]]
         mask = w.mask(support, *conditions)
+        policy = self._policy(node)
+        if self._one_per_row(support):
+            block = next((a.block for a in support), "1")
+            masked = f", tl.reshape({mask}, [{block}]), other=0" if mask else ""
+            place = f"tl.reshape({place}, [{block}])" if support else (
+                f"(tl.full([1], 0, {w.index_type}) + {w.index(node.src[0])})")  # fmt: skip
+            return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
         masked = f", {mask}, other=0" if mask else ""
-        return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{self._policy(node)})"
+        return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{policy})"
+
+    def _one_per_row(self, support: Support) -> bool:
+        """Whether a load has one value for each row of a tile. As a column beside wide rows every
+        thread would load it for each of its elements (Triton 3.6); a load of its own does not. In
+        loops that run ahead a column is fetched ahead."""
+        return self.shape.rank == 2 and not self.shape.ahead and all(a.dim == 0 for a in support)
 
     def _policy(self, node: Expr) -> str:
         """Rows read again by a later loop are asked to stay in cache."""

@@ -18,8 +18,8 @@ from tilewright.codegen.triton.shape import Shape
 from tilewright.ir.expr import Expr, walk
 from tilewright.ir.program import Nest
 
-SIDE = 8  # values a thread takes together: neighbours of a row, rows apart of a column
-ROWS = 4  # the same where memory runs across
+SIDE = 8  # values a thread takes together: neighbours of a row
+ROWS = 4  # the same where memory runs across: rows apart of a column
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,13 @@ def _pair(shape: Shape, node: Expr, first: int) -> Pair | None:
 class OnlineFold(Fold):
     """The accumulators of a pair; it takes the place of the fold of the largest value."""
 
-    def __init__(self, pair: Pair, fold: Fold, w: Writer, across: bool) -> None:
+    def __init__(self, pair: Pair, fold: Fold, w: Writer, apart: int) -> None:
+        """`apart`: how many values of a thread are taken together, if they are not neighbours."""
         super().__init__(pair.largest, fold.axis, w)
         self.pair = pair
-        self.across = across
-        self.side = ROWS if across else SIDE
+        self.apart = bool(apart)
+        self.side = apart or SIDE
+        self.combine = "tri.softmax"
         self._top = self._total = ""
         self._extents = w.shape(self.support).strip("[]").split(", ")
 
@@ -104,17 +106,21 @@ class OnlineFold(Fold):
         x, r = self._extents
         names = f"{self.name}, {self.name}_s"
         lengths = [f"{r} // {self.side}", str(self.side)]
-        if self.across:  # a thread has rows that are far apart
+        if self.apart:
             lengths.reverse()
         tile = self.w.let(f"tl.reshape({self._tile()}, [{x}, {', '.join(lengths)}])")
-        self.w.line(f"{names} = tri.online({names}, {tile}, {1 if self.across else 2})")
+        self.w.line(f"{names} = tri.online({names}, {tile}, {1 if self.apart else 2})")
 
-    def end(self) -> None:
-        w = self.w
-        self._top, self._total = w.fresh(), w.fresh()
-        w.line(f"{self._top}, {self._total} = tl.reduce(({self.name}, {self.name}_s), 1, "
-               f"tri.softmax, keep_dims=True)")  # fmt: skip
-        w.know(self.node, self._top)
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        return [("tl.float32", self.start), ("tl.float32", "0.0")]
+
+    def left(self) -> list[str]:
+        return self.again([self.name, f"{self.name}_s"])
+
+    def taken(self, names: Sequence[str]) -> None:
+        self._top, self._total = names
+        self.w.know(self.node, self._top)
 
     def finish(self) -> None:
         """The sum, relative to what the program has it relative to."""

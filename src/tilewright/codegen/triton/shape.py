@@ -80,6 +80,7 @@ class Shape:
     across: bool = False  # memory runs along the parallel axis, not along the rows
     ahead: bool = False  # loads of later rounds of its loops may be under way
     looked_up: bool = False  # of the axes of a tile, the outer ones say which rows are read
+    shared: int = 0  # programs that walk each row together
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
@@ -140,7 +141,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     if not any(axis for _, axis in placed) and not group.serial:
         parallel, looked_up = _tiles(program, members, outer), False
         if len(parallel) == 1:
-            parallel = _rows_looked_up(members, outer) or parallel
+            parallel = _rows_looked_up(members, outer) or _rows_of_one(members, outer) or parallel
             looked_up = len(parallel) > 1
         shape = Shape(parallel, placed, max(1, len(parallel)), looked_up=looked_up, ragged=ragged,
                       members=members)  # fmt: skip
@@ -150,11 +151,25 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
                   ragged=ragged, members=members)  # fmt: skip
     shape.across = _runs_across(program, shape)
-    shape.persistent = _fits(shape)
+    shape.shared = group.shared
+    shape.persistent = not group.shared and _fits(shape)
     shape.ahead = _may_run_ahead(group, shape)
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
-    return _cannot_hand_over(group, shape) or shape
+    return _cannot_hand_over(group, shape) or _cannot_share(shape) or shape
+
+
+def _cannot_share(shape: Shape) -> str:
+    """What a program reads of a shared row that another may write."""
+    if not shape.shared:
+        return ""
+    flat = shape.flat()
+    made = {(s.buffer, s.index) for m in flat.members for s in m.stores}
+    stored = {buffer for buffer, _ in made}
+    for n in (n for m in flat.members for n in loads(*m.exprs)):
+        if n.arg in stored and (n.arg, n.src[0]) not in made:
+            return f"{n.arg} is read of another program's part of the row"
+    return ""
 
 
 def _inside(nest: Nest, serial: tuple[Expr, ...]) -> Nest:
@@ -423,6 +438,21 @@ def _rows_looked_up(members: Sequence[Nest], outer: tuple[Expr, ...]) -> tuple[A
     if not used or not rows or hint_product(v.src[0] for v in columns) < SHORTEST_ROW:
         return ()
     return Axis("y", rows, 0), Axis("x", columns, 1)
+
+
+def _rows_of_one(members: Sequence[Nest], outer: tuple[Expr, ...]) -> tuple[Axis, ...]:
+    """Rows and columns, where something is the same all along a row, as a channel's scale or the
+    largest value of a softmax: it is loaded once for the row, not once for each element of it."""
+    if len(outer) < 2 or hint(outer[-1].src[0]) < SHORTEST_ROW:
+        return ()
+    *rows, column = outer
+    indices = [s.index for m in members for s in m.stores]
+    if not all(ix.coefficient(i, column) is ix.ONE for i in indices):
+        return ()
+    read = [free_vars(n.src[0]) for m in members for n in loads(*m.exprs)]
+    if not any(used and column not in used for used in read):
+        return ()
+    return Axis("y", tuple(rows), 0), Axis("x", (column,), 1)
 
 
 def scatters(nest: Nest) -> bool:

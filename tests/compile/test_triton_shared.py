@@ -1,0 +1,110 @@
+"""Rows that several programs of a card walk together: each leaves what its part folds to, and waits
+for the others. In the interpreter they take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compile.as_cuda import as_cuda
+from tilewright import config, metrics
+from tilewright.testing import run_and_get_code
+
+LONG = (1 << 17) + 77  # elements: enough for many programs, and no power of two
+
+FOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(),
+    "prod": lambda x: torch.where(x > 4, 2.0, torch.where(x > 0, 1.0, -1.0)).prod(),
+    "max": lambda x: x.amax(),
+    "min": lambda x: x.amin(),
+    "argmax": lambda x: x.argmax(),
+    "argmin": lambda x: x.argmin(),
+    "any": lambda x: (x > 4).any(),
+    "all": lambda x: (x < 9).all(),
+    "var": lambda x: x.var(),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "softmax": lambda x: x.softmax(0),
+}
+
+
+def compiled(fn: Callable[..., Any], *args: Tensor) -> tuple[Any, str]:
+    """The results, and the text of all kernels."""
+    metrics.reset()
+    with as_cuda(), config.patch({"triton.cooperative_reductions": True}):
+        found, code = run_and_get_code(torch.compile(fn, backend="tilewright"), *args)
+    return found, "\n".join(code)
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_one_launch_folds_one_row(name: str) -> None:
+    """RD-9: any fold of a huge row is one launch; the length is no power of two."""
+    x = torch.randn(LONG)
+    found, text = compiled(FOLDS[name], x)
+    assert metrics.generated_kernel_count == 1
+    assert text.count("tri.meet(") == 1
+    wide = FOLDS[name](x.double())
+    torch.testing.assert_close(found.double(), wide.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_types(dtype: torch.dtype) -> None:
+    """RD-9: what is left has the type it is folded in."""
+    x = torch.randn(2, LONG).to(dtype)
+
+    def f(x: Tensor) -> Any:
+        return x.double().sum(1), x.amax(1), x.argmin(1), x.float().var(1), x.float().softmax(1)
+
+    found, text = compiled(f, x)
+    assert "tri.meet(" in text
+    torch.testing.assert_close(found, f(x), rtol=1e-4, atol=1e-4)
+
+
+def test_few_rows_share_the_card() -> None:
+    """RD-9: with several rows each has as many programs as there are processors for it."""
+    x = torch.randn(5, LONG)
+    found, text = compiled(lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), x)
+    assert "part = pid % 26" in text
+    wide = x.double()
+    expected = (wide - wide.mean(1, keepdim=True)) / wide.std(1, keepdim=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_programs_wait_only_where_a_fold_is_needed() -> None:
+    """RD-10: eight softmaxes one after the other wait eight times."""
+    x = torch.randn(LONG)
+
+    def f(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = torch.softmax(x, 0) * 1000
+        return x
+
+    found, text = compiled(f, x)
+    assert metrics.generated_kernel_count == 1
+    assert text.count("tri.meet(") == 8
+    torch.testing.assert_close(found.double(), f(x.double()), rtol=1e-3, atol=1e-5)
+
+
+def test_folds_that_need_nothing_of_each_other_wait_once() -> None:
+    """RD-10: six of them, in one loop."""
+    x = torch.randn(LONG)
+
+    def f(x: Tensor) -> Any:
+        return ((x > 3).any(), (x < 3).all(), (x > 9).any(), (x < 9).all(), (x == 0).any(),
+                (x != 0).all())  # fmt: skip
+
+    found, text = compiled(f, x)
+    assert metrics.generated_kernel_count == 1
+    assert text.count("tri.meet(") == 1
+    assert found == f(x)
+
+
+def test_rows_are_cut_unless_asked() -> None:
+    metrics.reset()
+    with as_cuda():
+        torch.compile(lambda x: x.sum(), backend="tilewright")(torch.randn(LONG))
+    assert metrics.generated_kernel_count == 2
