@@ -98,8 +98,9 @@ def _huber_slope(x: Expr, y: Expr, delta: Expr) -> Expr:
     return _clipped(difference, difference, delta, delta)
 
 
-def _soft_margin_slope(x: Expr, y: Expr) -> Expr:
-    z = build.op("exp", mul(build.op("neg", y), x))
+def _soft_margin_slope(x: Expr, y: Expr, stored: torch.dtype) -> Expr:
+    """Eager stores the exponential: where it overflows there, so does the quotient."""
+    z = build.cast(build.cast(build.op("exp", mul(build.op("neg", y), x)), stored), x.dtype)
     return div(mul(build.op("neg", y), z), add(z, _c(1.0, z)))
 
 
@@ -123,7 +124,8 @@ def _loss_backward(slope: Callable[..., Expr]) -> Callable[..., Tensor]:
                  *numbers: float) -> Tensor:  # fmt: skip
         result = dtype_of(ctx)
         grad, x, target = _in(ctx, grad, x, target)
-        given = [number(v, x.dtype) for v in numbers]
+        given = [number(v, x.dtype) for v in numbers] if slope is not _soft_margin_slope else [
+            result]  # fmt: skip
         slopes = pointwise(lambda a, b: slope(a, b, *given), x, target)
         return pointwise(mul, slopes, _spread(slopes, grad, reduction)).to(result)
 

@@ -10,6 +10,7 @@ Functions take tensors of one shape (or shapes that broadcast) and any rank.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOptionalOperand=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportUnusedImport=false
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import triton.language as tl
 INTERPRETED = __name__.endswith("interpreted")
 
 if INTERPRETED:
-    from tilewright.runtime.interpret import libdevice, nothing
+    from tilewright.runtime.interpret import libdevice, meet, nothing
     from tilewright.runtime.interpret import plain as jit
 
     gdc_wait = gdc_launch_dependents = nothing
@@ -28,6 +29,15 @@ else:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     jit = triton.jit
+
+    @jit
+    def meet(counter, until):
+        """Wait until the programs of a row have come here so often, all together."""
+        tl.debug_barrier()
+        tl.atomic_add(counter, 1, sem="acq_rel")
+        while tl.atomic_add(counter, 0, sem="acquire") < until:
+            pass
+        tl.debug_barrier()
 
 
 @jit
@@ -144,20 +154,6 @@ def online(m, s, v, axis: tl.constexpr):
 
 
 # ---- rows that several programs share
-
-
-if INTERPRETED:
-    from tilewright.runtime.interpret import meet
-else:
-
-    @jit
-    def meet(counter, until):
-        """Wait until the programs of a row have come here so often, all together."""
-        tl.debug_barrier()
-        tl.atomic_add(counter, 1, sem="acq_rel")
-        while tl.atomic_add(counter, 0, sem="acquire") < until:
-            pass
-        tl.debug_barrier()
 
 
 @jit
