@@ -241,13 +241,17 @@ autotune_remote_cache: bool | None = option(
     affects_code=False,
 )
 autotune_in_subproc: bool = option(
-    False, "No effect yet. Time candidates in a process of their own.", affects_code=False
+    False,
+    "Time candidates for products in a process of its own: a crash or a hang costs the candidate.",
+    affects_code=False,
 )
 autotune_multi_device: bool = option(
-    False, "No effect yet. Time candidates on all cards at once.", affects_code=False
+    False,
+    "Accepted and ignored: candidates are timed on the card they are for.",
+    affects_code=False,
 )
 max_autotune_subproc_result_timeout_seconds: float = option(
-    60.0, "No effect yet. Seconds a candidate may take in its own process.", affects_code=False
+    60.0, "Seconds one candidate may take there.", affects_code=False
 )
 precompilation_timeout_seconds: int = option(
     300,
@@ -268,12 +272,12 @@ prologue_fusion: bool = option(
 )
 benchmark_epilogue_fusion: bool = option(
     True,
-    "Accepted and ignored: fused and separate kernels always compete on total time.",
+    "Time products with their epilogue; off: it is decided by bytes, registers and occupancy.",
     affects_code=True,
 )
 max_epilogue_benchmarked_choices: int = option(
     1,
-    "Accepted and ignored: every candidate competes with what is fused to it.",
+    "Fastest products whose epilogue is looked at when `benchmark_epilogue_fusion` is off.",
     affects_code=True,
 )
 benchmark_fusion: bool = option(
@@ -287,7 +291,7 @@ inductor_default_autotune_rep: int = option(
     100, "Accepted and ignored: measuring ends when the noise is small.", affects_code=False
 )
 enable_caching_generated_triton_templates: bool = option(
-    True, "Accepted and ignored: equal problems are rendered once.", affects_code=False
+    True, "Render the text of equal requests once.", affects_code=False
 )
 shape_padding: bool = option(
     True,

@@ -83,6 +83,7 @@ class FakeCuda:
         self.recording: list[float] | None = None
         self.graphs: list[list[float]] = []
         self.can_record = True
+        self.current = 0
         for name in ("Stream", "Event", "CUDAGraph", "device", "stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         for name in ("current_stream", "synchronize"):
@@ -122,8 +123,11 @@ class FakeCuda:
         return SimpleNamespace(capture_begin=begin, capture_end=end,
                                replay=lambda: self._advance(sum(launches) + 3.0))  # fmt: skip
 
-    def device(self, index: object):
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def device(self, device: torch.device):
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
 
     def stream(self, stream: object):
         return contextlib.nullcontext()
@@ -150,6 +154,19 @@ def test_a_graph_of_many_launches_is_timed(monkeypatch, microseconds, sets):
     assert len(launches) % sets == 0 and len(launches) <= clock.MOST_LAUNCHES
     assert sum(launches) >= 300.0
     assert set(seen) == set(range(sets))
+
+
+def test_ma_b12_everything_happens_on_the_device_of_the_product(monkeypatch):
+    """Which is not the current one."""
+    card = FakeCuda(monkeypatch)
+
+    def run(stream: int, which: int) -> None:
+        assert card.current == 1
+        card.launch(50.0)
+
+    found = clock.of(torch.device("cuda", 1)).bench(run, 2)
+    assert found.sample() == pytest.approx(50.0, rel=0.02)
+    assert card.current == 0
 
 
 def test_what_cannot_be_recorded_is_launched_one_by_one(monkeypatch):

@@ -31,7 +31,7 @@ from tilewright.runtime import cublaslt as lt
 
 LT = CublasLt()
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-LAUNCHES, REPLAYS, SETS = 20, 7, 4
+LAUNCHES, REPLAYS, SETS = 20, 9, 4
 failures: list[str] = []
 
 
@@ -115,6 +115,7 @@ def microseconds(runs: list[Callable[[], Any]]) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for k in range(LAUNCHES):
                 runs[k % len(runs)]()
+        graph.replay()
         times: list[float] = []
         for _ in range(REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -7,9 +7,9 @@ graph over buffers that exceed the card's cache; torch's own product is timed th
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests.gpu import gemm_cublaslt
 from tests.products import Made, arguments, problem, programs
 from tilewright import config
 from tilewright.gemm.provider import Kernel
@@ -25,8 +26,6 @@ from tilewright.gemm.triton import TritonCandidate, TritonProvider
 from tilewright.runtime import launch, triton_build
 from tilewright.runtime.triton_build import TritonSource
 from tilewright.target import Target
-
-LAUNCHES, REPLAYS = 20, 9
 
 
 @dataclass(frozen=True)
@@ -78,29 +77,11 @@ def sets_of(case: Case) -> int:
     lead = max(1, case.batch)
     size = case.dtype.itemsize * lead * (case.m * case.k + case.k * case.n + case.m * case.n)
     cache = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(1, min(LAUNCHES, 2 * cache // size + 1))
+    return max(1, min(gemm_cublaslt.LAUNCHES, 2 * cache // size + 1))
 
 
 def microseconds(run: Callable[[int], None], sets: int) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for k in range(sets):
-            run(k)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for k in range(LAUNCHES):
-                run(k % sets)
-        graph.replay()
-        times: list[float] = []
-        for _ in range(REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times) / LAUNCHES
+    return gemm_cublaslt.microseconds([functools.partial(run, k) for k in range(sets)])
 
 
 def _wrong(case: Case, made: Made, operands: tuple[torch.Tensor, torch.Tensor]) -> str:

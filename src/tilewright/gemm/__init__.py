@@ -4,6 +4,7 @@
 - `fuse.py`      what can be fused to a product call, as pure questions
 - `provider.py`  what a provider and a candidate are; `providers.py` the list of them
 - `plan.py`      plans: kernels that compute the whole of a site, ready to be checked and timed
+- `analysis.py`  whether an epilogue is worth fusing, without timing: bytes, registers, occupancy
 - `choose.py`    the stage: every product's fastest plan in its place
 - `aten.py`      the library's own products, also of padded operands
 - `cublaslt.py`  the cuBLASLt provider: problems in the library's terms, its epilogues

@@ -10,16 +10,26 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from tilewright import caches, config, metrics
-from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import aten, fuse
+from tilewright.errors import BuildError, NoValidChoicesError
+from tilewright.gemm import analysis, aten, fuse
+from tilewright.gemm.analysis import Times
 from tilewright.gemm.fuse import Fusion, Site
-from tilewright.gemm.plan import Bench, Memory, Part, Plan, tolerance
+from tilewright.gemm.plan import (
+    Assembly,
+    Bench,
+    Described,
+    Memory,
+    Part,
+    Plan,
+    extent,
+    tolerance,
+)
 from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
 from tilewright.gemm.provider import PROVIDERS, Argument, Candidate, Kernel, Source, unknown
 from tilewright.gemm.providers import enabled
@@ -127,6 +137,7 @@ class _Chooser:
         self.loop_kernel = loop_kernel
         self.device = program.buffers[site.bare.names[site.bare.problem.result.buffer]].device
         self.rejected: dict[str, str] = {}
+        self.loop_times: dict[int, float] = {}
         self.complete = True
 
     def chosen(self) -> list[Group]:
@@ -174,9 +185,18 @@ class _Chooser:
         if not self._measurable():
             first = select.unmeasured(subject, plans)
             return next(p for p in plans if p is first), "not measured: there is no card"
-        verdict = select.choose(subject, plans)
+        timed = [p for p in plans if config.benchmark_epilogue_fusion or p.fusion.after is None]
+        verdict = select.choose(subject, timed or plans)
         self.complete = verdict.complete
         winner = next(p for p in plans if p is verdict.winner)
+        for fused, why in self._by_analysis(verdict, timed, plans):
+            alone = replace(subject, key=store.key(subject.key, fused.key))
+            try:
+                select.choose(alone, [fused])
+            except NoValidChoicesError as error:
+                self.rejected[fused.name] = str(error)
+            else:
+                return fused, f"analysed: {why}"
         best = sorted(verdict.times.items(), key=lambda item: item[1].median_us)[:3]
         times = ", ".join(f"{name} {t.median_us:.1f} us" for name, t in best)
         return winner, f"{verdict.source}: {times}" if times else verdict.source
@@ -187,7 +207,7 @@ class _Chooser:
             key=self.key,
             title=str(plans[0].fusion.problem if len(plans) == 1 else self._title()),
             device=self.device,
-            sets=plans[0].bench.memory.count,
+            sets=plans[0].work.bench.memory.count,
             facts={
                 "op": problem.op,
                 "sizes": problem.hints,
@@ -195,6 +215,29 @@ class _Chooser:
                 "inputs": [_operand(o) for o in problem.operands],
             },
         )
+
+    def _by_analysis(self, verdict: select.Verdict, timed: Sequence[Plan], plans: Sequence[Plan]
+                     ) -> Iterator[tuple[Plan, str]]:  # fmt: skip
+        """Plans with an epilogue that were not timed, and are to be taken by what is known of the
+        same kernels without: only the fastest few are looked at."""
+        times = {p: verdict.times[p.name].median_us for p in timed if p.name in verdict.times}
+        twins = {_kind(p): p for p in times}
+        pairs = [(fused, twins[_kind(fused)]) for fused in plans
+                 if fused not in timed and _kind(fused) in twins]  # fmt: skip
+        pairs.sort(key=lambda pair: times[pair[1]])
+        for fused, twin in pairs[: config.max_epilogue_benchmarked_choices]:
+            assert fused.fusion.after is not None
+            epilogue = self.loop_times[fused.fusion.after]
+            apart = Times(min(times.values()) - epilogue, times[twin] - epilogue, epilogue)
+            extra = analysis.extra_reads(fused.fusion.problem)
+            reason = analysis.not_worth_building(apart, extra) or _not_worth_running(
+                twin, fused, apart
+            )
+            if reason:
+                self.rejected[fused.name] = reason
+                log.debug("%s is not fused: %s", fused.name, reason)
+            else:
+                yield fused, f"{twin.name} {times[twin]:.1f} us with its epilogue apart"
 
     def _title(self) -> str:
         most = self.site.fusions[0] if self.site.fusions else self.site.bare
@@ -237,12 +280,13 @@ class _Chooser:
         around = self._around()
         bench = Bench(self._memory(around), tolerance(self.site.bare.problem.dtype))
         loops = {k: self._loop(self.groups[k]) for k in around}
+        self.loop_times = {k: time for k, (_, time) in loops.items()}
         plans = [self._plan(fusion, candidate, bench, loops) for fusion, candidate in found]
         if plans[0].is_library:
-            bench.library = plans[0]
+            bench.library = plans[0].work
         else:
-            bench.library = self._plan(self.site.bare, aten.AtenCandidate(self.site.bare.problem),
-                                       bench, loops)  # fmt: skip
+            library = aten.AtenCandidate(self.site.bare.problem)
+            bench.library = self._plan(self.site.bare, library, bench, loops).work
         return plans
 
     def _plan(self, fusion: Fusion, candidate: Candidate, bench: Bench,
@@ -259,7 +303,7 @@ class _Chooser:
             *(p for p, _ in after),
         )
         estimate = candidate.estimate + sum(t for _, t in (*before, *after))
-        return Plan(candidate, fusion, parts, bench, estimate)
+        return Plan(candidate, fusion, Assembly(parts, bench), estimate)
 
     def _around(self) -> list[int]:
         """The groups that some fusion takes in; plans that do not fuse them run them too."""
@@ -296,7 +340,11 @@ class _Chooser:
             n in {f.names[b] for b in f.problem.writes} or n in self._outside(f)
             for f in self.site.fusions)]  # fmt: skip
         symbols = {s.arg.name: ix.likely(s) for s in self.program.symbols.values()}
-        return Memory({n: self.program.buffers[n] for n in sorted(names)}, symbols, compared)
+        views = [a for a in (*call.args, call.out) if isinstance(a, View)]
+        extents = [(v.buffer, extent(v.size, v.stride, v.offset)) for v in views]
+        buffers = tuple(self.program.buffers[n] for n in sorted(names))
+        return Memory(Described(buffers, tuple(symbols.items()), tuple(compared),
+                                tuple(sorted(extents))))  # fmt: skip
 
     def _outside(self, fusion: Fusion) -> set[str]:
         """What the groups that a fusion leaves out write."""
@@ -336,6 +384,21 @@ class _Chooser:
         result = list(self.groups)
         result[place] = Group(call=made, refused=dict(self.site.refused))
         return [g for k, g in enumerate(result) if k == place or k not in gone]
+
+
+def _kind(plan: Plan) -> tuple[str, str, tuple[int, ...]]:
+    """What a plan has in common with the same kernel without its epilogue."""
+    return plan.provider, plan.description, plan.fusion.before
+
+
+def _not_worth_running(twin: Plan, fused: Plan, times: Times) -> str:
+    try:
+        alone, together = twin.resources(), fused.resources()
+    except BuildError as error:
+        return f"did not build: {error}"
+    if alone is None or together is None:  # no Triton kernels: nothing is known
+        return ""
+    return analysis.not_worth_running(alone, together, times)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 
+from tilewright import config
+from tilewright.gemm import analysis
+from tilewright.gemm.analysis import Resources
 from tilewright.gemm.fuse import Fusion
 from tilewright.gemm.problem import takes_tf32
 from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
 from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer
 from tilewright.runtime import cxx, launch, store, triton_build
 from tilewright.runtime.cxx import CxxSource
@@ -90,26 +94,39 @@ def _triton(source: TritonSource, built: Built, sets: Sequence[Sequence[Any]],
     return lambda stream, which: kernel(stream, programs, 1, 1, *sets[which])
 
 
+@dataclass(frozen=True)
+class Described:
+    """The buffers of a site: what they are, how far they are read, values of symbols, and which of
+    them are compared."""
+
+    buffers: tuple[Buffer, ...]
+    sizes: tuple[tuple[str, int], ...]
+    written: tuple[str, ...]
+    extents: tuple[tuple[str, int], ...] = ()  # elements that are read beyond a buffer's own
+
+
 class Memory:
     """Buffers with plausible contents, in several sets that together exceed the cache."""
 
-    def __init__(self, buffers: Mapping[str, Buffer], sizes: Mapping[str, int],
-                 written: Sequence[str]) -> None:  # fmt: skip
-        self.buffers = buffers
-        self.sizes = sizes
-        self.written = written
-        self.device = next(iter(buffers.values())).device
-        size = sum(_elements(b) * b.dtype.itemsize for b in buffers.values())
-        self.size = size
-        self.count = max(1, min(LARGEST_SETS, MOST_BYTES // max(1, size),
-                                clock.sets_beyond_cache(size, self.device)))  # fmt: skip
+    def __init__(self, described: Described) -> None:
+        self.described = described
+        self.sizes = dict(described.sizes)
+        self.written = described.written
+        extents = dict(described.extents)
+        self._counts = {b.name: max(_elements(b), extents.get(b.name, 0))
+                        for b in described.buffers}  # fmt: skip
+        self.device = described.buffers[0].device
+        self.size = sum(self._counts[b.name] * b.dtype.itemsize for b in described.buffers)
+        self.count = max(1, min(LARGEST_SETS, MOST_BYTES // max(1, self.size),
+                                clock.sets_beyond_cache(self.size, self.device)))  # fmt: skip
         self._sets: list[dict[str, torch.Tensor]] = []
 
     @property
     def sets(self) -> list[dict[str, torch.Tensor]]:
         if not self._sets:
             generator = torch.Generator(self.device).manual_seed(0)
-            self._sets = [{name: _filled(b, generator) for name, b in self.buffers.items()}
+            self._sets = [{b.name: _filled(b, self._counts[b.name], generator)
+                           for b in self.described.buffers}
                           for _ in range(self.count)]  # fmt: skip
         return self._sets
 
@@ -124,8 +141,11 @@ class Memory:
         kept = {name: first[name].clone() for name in self.written}
         for name in self.written:
             _poison(first[name])
-        stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
-        run(stream, 0)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):  # which need not be the current one
+                run(torch.cuda.current_stream(self.device).cuda_stream, 0)
+        else:
+            run(0, 0)
         found = {name: first[name].clone() for name in self.written}
         for name, before in kept.items():
             first[name].copy_(before)
@@ -133,16 +153,19 @@ class Memory:
 
 
 def _elements(buffer: Buffer) -> int:
-    """Likely elements from the first to the last in memory."""
-    last = [(ix.likely(n) - 1) * ix.likely(s) for n, s in zip(buffer.size, buffer.stride,
-                                                               strict=True)]  # fmt: skip
-    return max(1, 1 + sum(last))
+    return max(1, extent(buffer.size, buffer.stride))
 
 
-def _filled(buffer: Buffer, generator: torch.Generator) -> torch.Tensor:
+def extent(size: Sequence[Expr], stride: Sequence[Expr], offset: Expr = ix.ZERO) -> int:
+    """Likely elements up to the last of a window."""
+    last = [(ix.likely(n) - 1) * ix.likely(s) for n, s in zip(size, stride, strict=True)]
+    return ix.likely(offset) + 1 + sum(last)
+
+
+def _filled(buffer: Buffer, count: int, generator: torch.Generator) -> torch.Tensor:
     """Normal numbers, which tell a wrong element from a right one; integers that are safe as
     indices. The user's random state is left alone."""
-    count, device = _elements(buffer), buffer.device
+    device = buffer.device
     if not buffer.dtype.is_floating_point:
         return torch.zeros(count, dtype=buffer.dtype, device=device)
     return torch.randn(count, generator=generator, device=device).to(buffer.dtype)
@@ -154,16 +177,45 @@ def _poison(memory: torch.Tensor) -> None:
 
 
 @dataclass
+class Assembly:
+    """Kernels that run one after the other on the memory of a site."""
+
+    parts: tuple[Part, ...]
+    bench: Bench
+    _waiting: list[Future[Any] | None] = field(default_factory=list["Future[Any] | None"])
+    _runs: list[Run] = field(default_factory=list["Run"])
+
+    def start(self) -> None:
+        if not self._waiting:
+            self._waiting = [part.started() for part in self.parts]
+
+    def wait(self) -> list[Any]:
+        """What was built of each part."""
+        self.start()
+        return [None if w is None else w.result() for w in self._waiting]
+
+    def finish(self) -> None:
+        if not self._runs:
+            self._runs = [part.bound(built, self.bench.memory)
+                          for part, built in zip(self.parts, self.wait(), strict=True)]  # fmt: skip
+
+    def run(self, stream: int, which: int) -> None:
+        for run in self._runs:
+            run(stream, which)
+
+    def check(self) -> str:
+        self.finish()
+        return self.bench.compare(self.run)
+
+
+@dataclass(eq=False)
 class Plan:
     """One way to compute a site. It is a `tune.Trial`."""
 
     candidate: Candidate
     fusion: Fusion
-    parts: tuple[Part, ...]
-    bench: Bench
+    work: Assembly
     estimate: float
-    _waiting: list[Future[Any] | None] = field(default_factory=list["Future[Any] | None"])
-    _runs: list[Run] = field(default_factory=list["Run"])
 
     @property
     def name(self) -> str:
@@ -185,33 +237,71 @@ class Plan:
 
     @property
     def compiles(self) -> bool:
-        own = (part.source for part in self.parts if part.kernel is not None)
+        own = (part.source for part in self.work.parts if part.kernel is not None)
         return any(isinstance(source, TritonSource | CxxSource) for source in own)
 
     @property
     def key(self) -> str:
-        return store.key(self.candidate.key, *(_identity(p.source) for p in self.parts
+        return store.key(self.candidate.key, *(_identity(p.source) for p in self.work.parts
                                                if p.kernel is None))  # fmt: skip
 
     def start(self) -> None:
-        if not self._waiting:
-            self._waiting = [part.started() for part in self.parts]
+        self.work.start()
 
     def finish(self) -> None:
-        if self._runs:
-            return
-        self.start()
-        built = [None if w is None else w.result() for w in self._waiting]
-        self._runs = [part.bound(b, self.bench.memory)
-                      for part, b in zip(self.parts, built, strict=True)]  # fmt: skip
+        made = self.resources()
+        if made is not None and self.fusion.after is not None:
+            reason = analysis.spilled(made)
+            if reason:
+                raise RuntimeError(reason)
+        if not config.autotune_in_subproc:
+            self.work.finish()
+
+    def resources(self) -> Resources | None:
+        """Of the product's own kernel, once it is built; a Triton kernel's alone are known."""
+        made = zip(self.work.parts, self.work.wait(), strict=True)
+        found = [b for part, b in made if part.kernel is not None and isinstance(b, Built)]
+        return analysis.resources(found[0]) if found else None
 
     def run(self, stream: int, which: int) -> None:
-        for run in self._runs:
-            run(stream, which)
+        self.work.run(stream, which)
 
     def check(self) -> str:
-        self.finish()
-        return self.bench.compare(self.run)
+        return self.work.check()
+
+    def remote(self) -> RemotePlan:
+        bench = self.work.bench
+        memory = bench.memory
+        library = (self.work if bench.library is None else bench.library).parts
+        site = store.key(repr(memory.described), *(_identity(p.source) for p in library))
+        return RemotePlan(self.key, site, memory.device, memory.count, self.work.parts, library,
+                          memory.described, bench.tolerance)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RemotePlan:
+    """A plan as it is sent to the process that times it: memory is made there."""
+
+    key: str
+    site: str
+    device: torch.device
+    sets: int
+    parts: tuple[Part, ...]
+    library: tuple[Part, ...]
+    memory: Described
+    tolerance: float
+
+    def open(self) -> Assembly:
+        if _here.get("site") != self.site:
+            bench = Bench(Memory(self.memory), self.tolerance)
+            bench.library = Assembly(self.library, bench)
+            _here.update(site=self.site, bench=bench)
+        made = Assembly(self.parts, _here["bench"])
+        made.finish()
+        return made
+
+
+_here: dict[str, Any] = {}  # in the process that times: the site's memory, which plans share
 
 
 def _identity(source: Source) -> str:
@@ -231,7 +321,7 @@ class Bench:
         self.memory = memory
         self.tolerance = tolerance
         self._expected: dict[str, torch.Tensor] | None = None
-        self.library: Plan | None = None
+        self.library: Assembly | None = None
 
     def compare(self, run: Run) -> str:
         """Why the results differ from the library's, or an empty string."""

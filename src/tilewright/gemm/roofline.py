@@ -30,7 +30,7 @@ _CPU_BANDWIDTH = 1e4
 def roofline(problem: GemmProblem) -> float:
     """Microseconds for the whole problem, each buffer moved once."""
     names = dict.fromkeys((*problem.reads, *problem.writes))
-    bytes_ = sum(_bytes(problem.memory[b]) for b in names)
+    bytes_ = sum(buffer_bytes(problem.memory[b]) for b in names)
     return max(problem.flops / flops(problem.target, problem.operands[0].dtype),
                bytes_ / bandwidth(problem.target)) + LAUNCH  # fmt: skip
 
@@ -52,10 +52,10 @@ def bandwidth(target: Target) -> float:
 
 def loop_time(buffers: list[Buffer], target: Target) -> float:
     """Microseconds of a loop kernel over these buffers."""
-    return sum(map(_bytes, buffers)) / bandwidth(target) + LAUNCH
+    return sum(map(buffer_bytes, buffers)) / bandwidth(target) + LAUNCH
 
 
-def _bytes(buffer: Buffer) -> int:
+def buffer_bytes(buffer: Buffer) -> int:
     """What a buffer holds: repeated elements are there once."""
     used = [n for n, s in zip(buffer.size, buffer.stride, strict=True) if s is not ix.ZERO]
     return math.prod(max(1, ix.likely(n)) for n in used) * buffer.dtype.itemsize

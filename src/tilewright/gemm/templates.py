@@ -29,8 +29,10 @@ import jinja2
 import torch
 
 from tilewright import caches, metrics
+from tilewright import config as options
 from tilewright.codegen.triton.kernel import imports
 from tilewright.codegen.triton.text import TYPE
+from tilewright.errors import TilewrightError
 from tilewright.gemm.heuristics import GemmConfig
 from tilewright.gemm.hooks import (
     COUNTERS,
@@ -74,6 +76,7 @@ class TritonTemplate:
     operands are fetched by the card through tensor descriptors."""
 
     all_templates: ClassVar[dict[str, TritonTemplate]] = {}
+    test_cache: ClassVar[bool] = False  # for tests: render again what is found, and compare
 
     def __init__(self, name: str, source: str, ops: Sequence[Op] = ("mm", "addmm"),
                  persistent: bool = False, split: bool = False, rows: bool = False,
@@ -92,7 +95,8 @@ class TritonTemplate:
 
     @functools.cached_property
     def digest(self) -> str:
-        return store.key("template", self.name, self.source)
+        kind = f"{self.persistent} {self.split} {self.rows} {self.tma}"
+        return store.key("template", self.name, self.source, kind)
 
     def limits(self, problem: GemmProblem) -> str:
         """Why it cannot compute a problem, or an empty string."""
@@ -130,14 +134,24 @@ class TritonTemplate:
     def render(self, problem: GemmProblem, config: GemmConfig, name: str, wide: bool = False
                ) -> Rendered:  # fmt: skip
         """The kernel; the same request is rendered once in a process."""
-        key = store.key(self.digest, problem.key, repr(config), name, str(wide),
-                        str(allow_tf32(problem)))  # fmt: skip
-        found = _generated.get(key)
+        key = self.key(problem, config, name, wide)
+        found = _generated.get(key) if options.enable_caching_generated_triton_templates else None
         counter = metrics.counters["inductor"]
         counter[f"generated_module_cache_{'miss' if found is None else 'hit'}"] += 1
         if found is None:
             found = _generated[key] = self._render(problem, config, name, wide)
+        elif self.test_cache and found != self._render(problem, config, name, wide):
+            raise TilewrightError(
+                f"Generated code cache results in wrong output: {self.name} for {problem}",
+                stage="choose",
+                hint="two requests that render differently have one key (TritonTemplate.key)",
+            )
         return found
+
+    def key(self, problem: GemmProblem, config: GemmConfig, name: str, wide: bool = False) -> str:
+        """Of all that a rendering depends on."""
+        return store.key(self.digest, problem.key, repr(config), name, str(wide),
+                         str(allow_tf32(problem)), repr(options.code_key()))  # fmt: skip
 
     def _render(self, problem: GemmProblem, config: GemmConfig, name: str, wide: bool
                 ) -> Rendered:  # fmt: skip

@@ -15,6 +15,10 @@ _DRIVER = {
 }
 
 
+class Crashed(RuntimeError):
+    """A candidate brought down the process that timed it, or would not end."""
+
+
 def is_a_rejection(error: Exception) -> bool:
     """Whether an error speaks of the candidate; any other is a fault of ours and goes on."""
     from_triton = type(error).__module__.split(".")[0] == "triton"
@@ -28,6 +32,8 @@ def explained(error: Exception) -> tuple[str, bool]:
     if isinstance(error, BuildError):
         # a compiler that was killed, or is not installed, has not said anything of this source
         return f"did not build: {text}", bool(error.stderr) and "ended" not in text
+    if isinstance(error, Crashed):
+        return text, True
     if "out of memory" in lower or isinstance(error, MemoryError):
         return f"out of memory: {text}", False
     for part, meaning in _DRIVER.items():

@@ -21,7 +21,9 @@ MOST_NOISE = 0.10  # beyond it a measurement says too little to be believed in e
 
 
 class Trial(Protocol):
-    """One plan under trial."""
+    """One plan under trial. One that can be timed in another process (`tune/child.py`) has a
+    method `remote` as well, which gives what is sent there; then `finish` only waits for builds,
+    and neither `run` nor `check` is called here."""
 
     @property
     def name(self) -> str: ...

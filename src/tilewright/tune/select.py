@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from tilewright import caches, config, metrics
 from tilewright.errors import BuildError, NoValidChoicesError, TilewrightError
 from tilewright.runtime import store
+from tilewright.tune import child, clock, display, race, records
 from tilewright.tune import choices as trying
-from tilewright.tune import clock, display, race, records
 from tilewright.tune.choices import ChoiceCaller, Effort, Preprocessing, Saver, caller
 from tilewright.tune.clock import Clock
 from tilewright.tune.failures import explained, is_a_rejection
@@ -50,6 +50,8 @@ def prepare(subject: Subject, trials: Sequence[Trial]) -> None:
 class AlgorithmSelectorCache:
     """Chooses, and remembers what was chosen. There is one of it per process; its methods are the
     places where a test, or a user, may put others in."""
+
+    patience = race.QUIET  # seconds that may be spent on telling the last few apart
 
     def __init__(self) -> None:
         self.preprocessing_fns: list[Preprocessing] = list(trying.FILTERS)
@@ -292,7 +294,7 @@ class _Tuning:
             if not self._late():
                 finalists = self._verified(fastest)
                 race.finals([c for c in order if c in finalists], self._take, self._late,
-                            race.QUIET if clock.is_quiet else race.NOISY)  # fmt: skip
+                            self.selector.patience if clock.is_quiet else race.NOISY)  # fmt: skip
         finally:
             self.keep()
             for choice in order:
@@ -360,7 +362,9 @@ class _Tuning:
             return False
         if not choice.checked:
             wrong: list[str] = []
-            if not self._guarded(choice, lambda: wrong.append(choice.trial.check())):
+            remote = _remote(choice)
+            check = choice.trial.check if remote is None else lambda: child.checked(remote)
+            if not self._guarded(choice, lambda: wrong.append(check())):
                 return False
             if wrong[0]:
                 choice.reject(f"its result is wrong: {wrong[0]}", lasting=True)
@@ -401,7 +405,9 @@ class _Tuning:
         if choice.bench is None:
             kind = "gpu" if self.subject.device.type == "cuda" else "cpu"
             self.selector.count(f"benchmarking.Benchmarker.benchmark_{kind}")
-            choice.bench = self.clock.bench(choice.trial.run, self.subject.sets)
+            remote = _remote(choice)
+            choice.bench = (self.clock.bench(choice.trial.run, self.subject.sets)
+                            if remote is None else child.Sampler(remote))  # fmt: skip
         return choice.bench.sample()
 
     def _late(self) -> bool:
@@ -453,6 +459,12 @@ class _Tuning:
         return NoValidChoicesError(
             f"no choices to select for {self.subject.title}: {offered}", reasons=reasons, hint=hint
         )
+
+
+def _remote(choice: ChoiceCaller) -> child.Remote | None:
+    """The choice as it is sent to the process that times, where that is wanted and it can be."""
+    made = getattr(choice.trial, "remote", None)
+    return made() if made is not None and config.autotune_in_subproc else None
 
 
 _waited_for: set[str] = set()
@@ -517,7 +529,9 @@ def budget(subjects: int) -> Generator[None, None, None]:
 
 class _Internal(AlgorithmSelectorCache):
     """For configurations of one kernel: without the filters and the user's functions, which are
-    for products, and counted apart from them."""
+    for products, and counted apart from them. There are many kernels, and less to gain of each."""
+
+    patience = race.NOISY
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,304 @@
+"""Timing in a process of its own (`config.autotune_in_subproc`).
+
+A candidate that crashes, hangs or leaves the card unusable then costs itself and not the user's
+program. The process is started when it is first needed and again after each death. What it is asked
+for arrives as a pickled function; it makes its own inputs, so nothing but descriptions is sent. It
+ends with its parent, and leaves interrupts at the keyboard to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import pickle
+import select as polling
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tilewright import caches, config
+from tilewright.tune.failures import Crashed
+
+if TYPE_CHECKING:  # the process starts in a tenth of a second; torch comes with the first candidate
+    import torch
+
+    from tilewright.tune.clock import Bench, Clock
+
+START = 120.0  # seconds: a Python process that imports torch on a busy machine
+DEFAULT_TIMEOUT = 120.0
+_HARMFUL = ("illegal memory access", "launch failure", "misaligned address")
+_PRECISION = ("fp32_precision", "allow_fp16_reduced_precision_reduction",
+              "allow_bf16_reduced_precision_reduction")  # fmt: skip
+_PR_SET_PDEATHSIG = 1
+
+Job = Callable[[], Any]
+
+
+class TuningProcess:
+    """`put` a picklable function, `get` what it returns or raises. `device` is the only card it is
+    to see; none: all of them."""
+
+    def __init__(self, device: int | None = None) -> None:
+        self._device = device
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = os.getpid()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return (self._process is not None and self._process.poll() is None
+                and self._pid == os.getpid())  # fmt: skip
+
+    def put(self, job: Job) -> None:
+        """Give it something to do; it is started if it is not there."""
+        if not self.is_alive:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        data = pickle.dumps((job, Settings.now()))
+        with contextlib.suppress(BrokenPipeError):  # it has died: `get` tells
+            self._process.stdin.write(len(data).to_bytes(8, "little") + data)
+            self._process.stdin.flush()
+
+    def get(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """The result. Raises what the job raised, `EOFError` if the process died, or, having
+        killed it, `TimeoutError`."""
+        assert self._process is not None and self._process.stdout is not None, "nothing was put"
+        end = time.monotonic() + timeout
+        try:
+            size = int.from_bytes(self._read(8, end), "little")
+            done, value = pickle.loads(self._read(size, end))
+        except TimeoutError:
+            self.kill()
+            raise
+        except EOFError:
+            code = self._process.wait()
+            self.kill()
+            why = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise EOFError(f"the process ended with {why}") from None
+        if not done:
+            raise value
+        return value
+
+    def kill(self) -> None:
+        """End it at once; the next `put` starts another."""
+        process, self._process = self._process, None
+        if process is None or self._pid != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _start(self) -> None:
+        if self._pid != os.getpid():  # a fork has its own
+            self._process, self._pid = None, os.getpid()
+        self.kill()
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if self._device is not None:
+            env["CUDA_VISIBLE_DEVICES"] = str(self._device)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main({os.getpid()})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            start_new_session=True,  # an interrupt at the keyboard is ours to handle
+        )
+        self._read(8, time.monotonic() + START)  # it is there
+
+    def _read(self, count: int, end: float) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        fd, found = self._process.stdout.fileno(), b""
+        while len(found) < count:
+            ready, _, _ = polling.select([fd], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError("no answer in time")
+            data = os.read(fd, count - len(found))
+            if not data:
+                raise EOFError
+            found += data
+        return found
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What results and times depend on beside the job."""
+
+    options: tuple[tuple[str, Any], ...]
+    precision: tuple[tuple[str, Any], ...]
+    threads: int
+
+    @classmethod
+    def now(cls) -> Settings:
+        import torch
+
+        flags = [(name, getattr(torch.backends.cuda.matmul, name)) for name in _PRECISION]
+        return cls(tuple(config.snapshot().items()), tuple(flags), torch.get_num_threads())
+
+    def take(self) -> None:
+        """For what was unpickled with them: without torch there is nothing to set."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
+        for name, value in self.precision:
+            setattr(torch.backends.cuda.matmul, name, value)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+
+# ---- in the process
+
+
+def main(parent: int) -> None:
+    """Serve until there is nobody to serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while a job hangs
+    if os.getppid() != parent:
+        return
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a job prints is not an answer
+    answers.write(bytes(8))
+    answers.flush()
+    while True:
+        size = asked.read(8)
+        if len(size) < 8:
+            return
+        data = _answer(asked.read(int.from_bytes(size, "little")))
+        answers.write(len(data).to_bytes(8, "little") + data)
+        answers.flush()
+
+
+def _answer(asked: bytes) -> bytes:
+    try:
+        job, settings = pickle.loads(asked)
+        settings.take()
+        with config.patch(dict(settings.options)):
+            return pickle.dumps((True, job()))
+    except Exception as error:
+        try:
+            return pickle.dumps((False, error))
+        except Exception:
+            return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+# ---- candidates
+
+
+class Opened(Protocol):
+    """A candidate ready to run in the process that times it."""
+
+    def run(self, stream: int, which: int) -> None: ...
+    def check(self) -> str: ...
+
+
+class Remote(Protocol):
+    """A candidate as it is sent: it pickles."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def site(self) -> str:
+        """Candidates of one site share their memory; another site's is given up for it."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def sets(self) -> int: ...
+    def open(self) -> Opened: ...
+
+
+class _Table:
+    """The candidates of the site that is tuned, in the process that times."""
+
+    def __init__(self) -> None:
+        self.site = ""
+        self.opened: dict[str, Opened] = {}
+        self.benches: dict[str, Bench] = {}
+        self.clock: Clock | None = None
+
+    def open(self, remote: Remote) -> Opened:
+        if remote.site != self.site:
+            self.site, self.opened, self.benches = remote.site, {}, {}
+            self.clock = _clock(remote.device)
+        if remote.key not in self.opened:
+            self.opened[remote.key] = remote.open()
+        return self.opened[remote.key]
+
+    def bench(self, remote: Remote) -> Bench:
+        run = self.open(remote).run
+        if remote.key not in self.benches:
+            assert self.clock is not None
+            self.benches[remote.key] = self.clock.bench(run, remote.sets)
+        return self.benches[remote.key]
+
+
+def _clock(device: torch.device) -> Clock:
+    from tilewright.tune import clock
+
+    return clock.of(device)
+
+
+_table = _Table()
+
+
+def sample(remote: Remote) -> float:
+    return _table.bench(remote).sample()
+
+
+def check(remote: Remote) -> str:
+    return _table.open(remote).check()
+
+
+# ---- for who tunes
+
+
+class Sampler:
+    """A `Bench` whose samples are taken in the other process."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def sample(self) -> float:
+        return asked(functools.partial(sample, self._remote))
+
+
+def checked(remote: Remote) -> str:
+    return asked(functools.partial(check, remote))
+
+
+def asked(job: Job) -> Any:
+    """What a job gives in the process that times. Raises `Crashed` where it took the process with
+    it, or had to be ended."""
+    seconds = config.max_autotune_subproc_result_timeout_seconds
+    try:
+        if not _process.is_alive:  # what a job imports is not its own time
+            _process.put(functools.partial(callable, job))
+            _process.get(START)
+        _process.put(job)
+        return _process.get(seconds)
+    except TimeoutError:
+        raise Crashed(f"it took more than {seconds:g} s in its own process") from None
+    except EOFError as error:
+        raise Crashed(f"it brought its own process down: {error}") from None
+    except RuntimeError as error:
+        if any(words in str(error).lower() for words in _HARMFUL):
+            _process.kill()
+        raise
+
+
+_process = TuningProcess()
+caches.register(_process.kill)
+atexit.register(_process.kill)

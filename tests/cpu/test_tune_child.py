@@ -1,0 +1,169 @@
+"""Candidates that crash or hang in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cpu import tuning_jobs
+from tests.cpu.test_gemm_choose import (
+    ToyCandidate,
+    ToyProvider,
+    check,
+    inputs,
+    layer,
+    register,
+    toy,
+)
+from tests.cpu.tuning_jobs import crash, sleep
+from tilewright import config
+from tilewright.gemm import choose
+from tilewright.gemm.provider import Kernel
+from tilewright.tune import child
+from tilewright.tune.child import TuningProcess
+from tilewright.tune.failures import Crashed
+
+__all__ = ["register"]
+
+
+@pytest.fixture(scope="module")
+def process() -> Generator[TuningProcess]:
+    made = TuningProcess()
+    yield made
+    made.kill()
+
+
+def test_ma_m5_m6_m7_m8_it_survives_what_it_is_given(process: TuningProcess) -> None:
+    """A job that hangs, raises or crashes; and being killed before there is any."""
+    process.kill()
+    process.put(tuning_jobs.number)
+    assert process.get() == 3.14
+    first = process.pid
+    process.put(tuning_jobs.fail)
+    with pytest.raises(RuntimeError, match="it went wrong"):
+        process.get()
+    assert process.pid == first, "an exception is no reason to start again"
+    process.put(tuning_jobs.sleep)
+    with pytest.raises(TimeoutError):
+        process.get(timeout=0.2)
+    assert first is not None and not os.path.exists(f"/proc/{first}")
+    process.put(tuning_jobs.crash)
+    with pytest.raises(EOFError, match="signal 11"):
+        process.get()
+    process.put(tuning_jobs.leave)
+    with pytest.raises(EOFError, match="exit code 3"):
+        process.get()
+    process.put(tuning_jobs.number)
+    assert process.get() == 3.14
+
+
+def test_ma_m9_m13_options_and_devices(process: TuningProcess) -> None:
+    with config.patch(max_fusion_size=7):
+        process.put(tuning_jobs.option)
+        assert process.get() == 7
+    process.put(tuning_jobs.option)
+    assert process.get() == config.max_fusion_size != 7
+    one = TuningProcess(device=1)
+    one.put(tuning_jobs.visible)
+    assert one.get() == "1"
+    one.kill()
+
+
+def test_ma_m10_m11_a_crash_or_a_hang_is_a_rejection(monkeypatch: Any) -> None:
+    with pytest.raises(Crashed, match="signal 11"):
+        child.asked(tuning_jobs.crash)
+    assert child.asked(tuning_jobs.number) == 3.14
+    before = child.asked(tuning_jobs.process)
+    with (
+        config.patch(max_autotune_subproc_result_timeout_seconds=0.2),
+        pytest.raises(Crashed, match=r"more than 0.2 s"),
+    ):
+        child.asked(tuning_jobs.sleep)
+    after = child.asked(tuning_jobs.process)
+    assert after != before
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        child.asked(tuning_jobs.harm)
+    assert child.asked(tuning_jobs.process) != after, "the card is not usable for it any more"
+
+
+# ---- whole programs
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A product that does something else."""
+
+    how: str
+
+    @property
+    def text(self) -> str:
+        return self.how
+
+    def __call__(self, *args: Any) -> None:
+        {"crash": crash, "hang": sleep}[self.how]()
+
+
+@dataclass(frozen=True)
+class FaultyCandidate(ToyCandidate):
+    how: str = "crash"
+    provider: str = "TOY"
+    estimate: float = 1.0
+
+    def kernel(self) -> Kernel:
+        return replace(super().kernel(), source=Faulty(self.how))
+
+
+SUBPROC = {
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "ATEN,TOY",
+    "autotune_in_subproc": True,
+    "max_autotune_subproc_result_timeout_seconds": 1.0,
+}
+
+
+def faulty(how: str) -> FaultyCandidate:
+    return FaultyCandidate(toy().problem, 0.0, how=how, name=f"toy_{how}")
+
+
+@pytest.mark.parametrize("how", ["crash", "hang"])
+def test_a_faulty_candidate_costs_itself_alone(register: Any, how: str) -> None:
+    """MA-M10, MA-M11: the user's process lives, the library computes the product."""
+    register(ToyProvider(None, faulty(how)))
+    begin = time.monotonic()
+    code = check(layer, inputs(), options=SUBPROC)
+    assert "addmm" in code and "toy" not in code
+    assert time.monotonic() - begin < 60
+
+
+def test_a_good_candidate_wins_there(register: Any) -> None:
+    """MA-M1, MA-M13: its inputs are made there from descriptions, and its result is verified."""
+    register(ToyProvider(toy(), None))
+    options = {**SUBPROC, "max_autotune_gemm_backends": "TOY"}
+    assert "toy_fused" in check(layer, inputs(), options=options)
+    register(ToyProvider(toy(wrong=0.5), toy()))
+    torch._dynamo.reset()
+    code = check(layer, inputs(), options=options)
+    assert "cpp_fused" in code, "the fused one is wrong, so the other must be taken"
+
+
+def two(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    return a @ b + c @ d
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("subproc", [False, True])
+def test_ma_c2_sums_of_two_products_are_tuned_anywhere(subproc: bool, many: bool) -> None:
+    """MA-M3, MA-M4 too: C++ kernels are timed in the other process as well."""
+    args = (torch.randn(33, 8), torch.randn(8, 24), torch.randn(33, 8), torch.randn(8, 24))
+    choose.decisions.clear()
+    options = {"max_autotune": True, "autotune_in_subproc": subproc, "autotune_multi_device": many,
+               "test_configs.max_mm_configs": 1}  # fmt: skip
+    check(two, args, options=options)
+    assert choose.decisions and "measured" in choose.decisions[-1].why
