@@ -6,9 +6,9 @@ import sys
 import time
 import traceback
 
-from tests.gpu import cases, user_kernels
+from tests.gpu import cases, gemm_cases, user_kernels
 
-assert user_kernels  # its cases are registered
+assert gemm_cases and user_kernels  # their cases are registered
 
 
 def main() -> int:

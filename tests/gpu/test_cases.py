@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu import cases, user_kernels
+from tests.gpu import cases, gemm_cases, user_kernels
 
-assert user_kernels  # its cases are registered
+assert gemm_cases and user_kernels  # their cases are registered
 
 pytestmark = [
     pytest.mark.gpu,
