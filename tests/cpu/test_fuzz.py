@@ -107,6 +107,17 @@ _MATRIX = Input((9, 16), torch.float32)
             ),
             id="a changed part keeps the stride of the whole",
         ),
+        pytest.param(
+            _program(
+                (Input((16, 1), torch.int64),),
+                (
+                    ("torch.max({0}, -2)[0]", (0,)),
+                    ("{0}.index_fill(1, {0}.reshape(-1) % 1, 3)", (0,)),
+                ),
+                (1, 2),
+            ),
+            id="a scatter into an argument that has other readers with two results",
+        ),
     ],
 )
 def test_found_before(program: Program) -> None:

@@ -18,10 +18,11 @@ from tests.programs import check, compiled, copy, fresh_compiler, same
 from tilewright import config
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.program import Store
+from tilewright.ir.program import Nest, Store
+from tilewright.schedule.group import Group
 from tilewright.schedule.memory import peak, profile
 from tilewright.schedule.plan import Schedule, schedule
-from tilewright.schedule.reorder import ORDERS, Facts, reordered
+from tilewright.schedule.reorder import ORDERS, Facts, orders
 from tilewright.testing import run_and_get_code
 
 __all__ = ["fresh_compiler"]
@@ -138,13 +139,43 @@ def test_mp_5_the_order_with_the_lowest_peak_is_taken() -> None:
     groups = [step.group for step in plan.steps]
     facts = Facts(plan.program, groups)
     peaks = {name: facts.peak(order(facts)) for name, order in ORDERS.items()}
-    chosen = reordered(plan.program, list(reversed_independent(facts, groups)))
+    chosen, *_ = orders(plan.program, list(reversed_independent(facts, groups)))
     best = Facts(plan.program, chosen)
     assert best.peak(range(len(chosen))) <= min(peaks.values())
     assert peaks["depth first"] < peaks["breadth first"]
     for order in ORDERS.values():
         _respects(facts, order(facts))
     check(wide, *inputs, tolerance={"rtol": 1e-4, "atol": 1e-2})
+
+
+def test_mp_5_groups_are_moved_across_the_peak() -> None:
+    """MP-5: the product that makes less is better made last, as the other lets an operand die."""
+    b = Build()
+    x, y, a, early, late = b.input(8), *(b.buffer((n,)) for n in (2048, 1024, 512, 2048))
+    for result, operands in ((y, [x]), (a, [x]), (early, [y]), (late, [y, a])):
+        b.call(torch.ops.aten.clone.default, tuple(map(b.view, operands)), result)
+    program = b.returns(early, late)
+    groups = [Group(call=node) for node in program.nodes if not isinstance(node, Nest)]
+    facts = Facts(program, groups)
+    assert min(facts.peak(order(facts)) for order in ORDERS.values()) == 4 * 5632
+    chosen, *_ = orders(program, groups)
+    assert [min(g.writes) for g in chosen] == [y, a, late, early]
+    assert Facts(program, chosen).peak(range(4)) == 4 * 5120
+
+
+def test_a_result_overwrites_an_operand_while_rows_are_summed_too() -> None:
+    """Rows run one after the other: each is read, overwritten, and added to the sums of columns."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        z = y - y.mean(1, keepdim=True)
+        return z, z.sum(0)
+
+    inputs = torch.randn(64, 48), torch.randn(48, 4096)
+    plan = plan_of(function, *inputs)
+    assert any(step.group.serial for step in plan.steps)
+    assert any(step.group.serial and step.reuse for step in plan.steps)
+    check(function, *inputs, tolerance={"rtol": 1e-3, "atol": 1e-2})
 
 
 def reversed_independent(facts: Facts, groups: list[Any]) -> list[Any]:

@@ -111,8 +111,8 @@ def _is_spent(ctx: Lowering, buffer: str) -> bool:
     """An argument whose present contents are nobody's: donated, or overwritten in the end."""
     if buffer in ctx.program.donated:
         return True
-    return any(n.op == "placeholder" and _written_later(ctx, n) for n in ctx.env.readers(buffer)
-               if as_view(ctx.env[n]) is not None)  # fmt: skip
+    return any(n.op == "placeholder" and as_view(ctx.env[n]) is not None and _written_later(ctx, n)
+               for n in ctx.env.readers(buffer))  # fmt: skip
 
 
 def _written_later(ctx: Lowering, argument: Node) -> bool:

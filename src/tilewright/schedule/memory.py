@@ -138,7 +138,7 @@ class _InPlace:
         if not (config.inplace_buffers and config.allow_buffer_reuse) or not donors:
             return None
         users = self.users.get(buffer, [])
-        if len({p for p, _ in users}) != 1 or self.whole.kernels[users[0][0]].serial:
+        if len({p for p, _ in users}) != 1:
             return None
         mine = self.program.buffers[buffer]
         writer = next(u for u in users if buffer in self._nest(u).writes)
@@ -167,7 +167,8 @@ class _InPlace:
         if not _in_one_place(nests, buffer, donor):
             return False
         nests = [_renamed(m, buffer, donor) for m in nests]
-        if not _still_right(nests, self.whole.kernels[writer[0]].outer, donor):
+        part = self.whole.kernels[writer[0]]
+        if not _still_right(nests, (*part.outer, *part.serial), donor):
             return False
         for (p, k), m in zip(both, nests, strict=True):
             self.nests[p][k] = m

@@ -10,10 +10,10 @@ from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
-from tilewright.schedule.memory import Step, plan
+from tilewright.schedule.memory import Step, peak, plan
 from tilewright.schedule.pool import pooled
 from tilewright.schedule.recompute import recomputed, written_out
-from tilewright.schedule.reorder import reordered
+from tilewright.schedule.reorder import orders
 from tilewright.schedule.split import cut_groups
 from tilewright.schedule.traffic import Traffic, traffic
 
@@ -61,9 +61,10 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
 def planned(grouping: Grouping) -> Schedule:
     """Memory for groups that are final, in the order that needs least of it, and the bytes they
     move."""
-    program, groups = grouping.program, reordered(grouping.program, grouping.groups)
+    program = grouping.program
+    plans = [(groups, plan(program, groups)) for groups in orders(program, grouping.groups)]
+    groups, steps = min(plans, key=lambda p: peak(program, p[1]))
     bytes_ = _count(program, groups)
-    steps = plan(program, groups)
     if config.memory_planning:
         pooled(program, steps)
     return Schedule(program, steps, bytes_, grouping.complete)

@@ -2,13 +2,15 @@
 
 Three orders are tried beside the program's own: the group that adds least to what is alive first,
 breadth first, and depth first. The one with the lowest estimated peak is taken, the program's own
-where none is lower. Every order respects the dependences, and so the order of effects.
+where none is lower. Then single groups are moved across the peak as long as that lowers it. Every
+order respects the dependences, and so the order of effects.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tilewright import config
 from tilewright.ir.program import Program, View
@@ -18,11 +20,16 @@ from tilewright.schedule.sizes import hint_bytes
 
 Order = list[int]
 
+MOST_MOVES = 8  # of groups across the peak
+FARTHEST = 12  # from it
 
-def reordered(program: Program, groups: list[Group]) -> list[Group]:
-    """The groups in the order with the lowest estimated peak."""
+
+def orders(program: Program, groups: list[Group]) -> list[list[Group]]:
+    """The groups in the order with the lowest estimated peak; and, where that is another, in the
+    one that is best if results take the memory of operands that die. Only a plan can tell if they
+    may."""
     if not config.reorder_for_peak_memory or len(groups) < 3:
-        return groups
+        return [groups]
     facts = Facts(program, groups)
     best = list(range(len(groups)))
     least = facts.peak(best)
@@ -31,7 +38,10 @@ def reordered(program: Program, groups: list[Group]) -> list[Group]:
         found = facts.peak(order)
         if found < least:
             best, least = order, found
-    return [groups[k] for k in best]
+    found = _eased(facts, best)
+    facts.in_place = config.inplace_buffers and config.allow_buffer_reuse
+    other = _eased(facts, best)
+    return [[groups[k] for k in order] for order in ([found] if other == found else [found, other])]
 
 
 class Facts:
@@ -39,6 +49,8 @@ class Facts:
 
     def __init__(self, program: Program, groups: Sequence[Group]) -> None:
         self.needs = _group_dependences(groups)
+        self.is_loops = [g.call is None for g in groups]
+        self.in_place = False  # whether results are taken to lie where operands die
         self.feeds: list[list[int]] = [[] for _ in groups]
         for k, needs in enumerate(self.needs):
             for n in sorted(needs):
@@ -57,20 +69,33 @@ class Facts:
 
     def peak(self, order: Sequence[int]) -> int:
         """The most bytes alive at once, each buffer from its first group to its last."""
+        return max(self.profile(order), default=0)
+
+    def profile(self, order: Sequence[int]) -> list[int]:
+        """The bytes alive while each group runs."""
         left = {b: len(users) for b, users in self.users.items()}
         exists = set(self.given)
-        alive = most = sum(self.size[b] for b in exists if b in self.size)
+        alive = sum(self.size[b] for b in exists if b in self.size)
+        found: list[int] = []
         for k in order:
-            for b in self.touches[k]:
-                if b not in exists:
-                    exists.add(b)
-                    alive += self.size[b]
-            most = max(most, alive)
+            made = [b for b in self.touches[k] if b not in exists]
+            exists.update(made)
+            alive += sum(self.size[b] for b in made)
+            found.append(alive - self._taken_over(k, made, left))
             for b in self.touches[k]:
                 left[b] -= 1
                 if not left[b] and b in self.mortal:
                     alive -= self.size[b]
-        return most
+        return found
+
+    def _taken_over(self, k: int, made: Sequence[str], left: Mapping[str, int]) -> int:
+        """Bytes of what a kernel makes that may be where operands are that die in it."""
+        if not self.in_place or not self.is_loops[k]:
+            return 0
+        dying = Counter(self.size[b] for b in self.touches[k]
+                        if left[b] == 1 and b in self.mortal and b not in made)  # fmt: skip
+        both = dying & Counter(self.size[b] for b in made)
+        return sum(size * count for size, count in both.items())
 
 
 def _group_dependences(groups: Sequence[Group]) -> list[set[int]]:
@@ -79,6 +104,33 @@ def _group_dependences(groups: Sequence[Group]) -> list[set[int]]:
     for (_, k), before in zip(nodes, dependences([n for n, _ in nodes]), strict=True):
         found[k] |= {nodes[b][1] for b in before} - {k}
     return found
+
+
+# ---- around the peak
+
+
+def _eased(facts: Facts, order: Order) -> Order:
+    """The order with groups moved across its peak while that makes it lower."""
+    profile = facts.profile(order)
+    for _ in range(MOST_MOVES):
+        top = max(profile)
+        moved = next(((new, found) for new in _across(facts, order, profile.index(top))
+                      if max(found := facts.profile(new)) < top), None)  # fmt: skip
+        if moved is None:
+            break
+        order, profile = moved
+    return order
+
+
+def _across(facts: Facts, order: Order, top: int) -> Iterator[Order]:
+    """Orders in which one group more runs after the peak, or one more before it."""
+    place = {k: i for i, k in enumerate(order)}
+    for i in range(top - 1, max(top - FARTHEST, -1), -1):
+        if all(place[f] > top for f in facts.feeds[order[i]]):
+            yield [*order[:i], *order[i + 1 : top + 1], order[i], *order[top + 1 :]]
+    for i in range(top + 1, min(top + FARTHEST, len(order))):
+        if all(place[n] < top for n in facts.needs[order[i]]):
+            yield [*order[:top], order[i], *order[top:i], *order[i + 1 :]]
 
 
 # ---- the orders
