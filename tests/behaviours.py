@@ -47,8 +47,6 @@ DOES_NOT_APPLY: dict[str, str] = {
     "CK-8": "not built: launches are shared on the CPU alone, where there are no blocks to tune",
     "GB-4": "products of different shapes stay apart: each is tuned with what is fused to it, and "
     "a grouped kernel would share that among all; gates of one shape are batched (GB-1, GB-3)",
-    "RD-11": "not built: whether a row is held or walked is decided from its length; candidates "
-    "differ in blocks and warps",
 }
 """Behaviours that no test carries, and why: not built, or not of a structure like ours."""
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build
+from tests.compile.interp import check
 from tilewright import config, metrics
 from tilewright.testing import run_and_get_code
 
@@ -108,3 +110,35 @@ def test_rows_are_cut_unless_asked() -> None:
     with as_cuda():
         torch.compile(lambda x: x.sum(), backend="tilewright")(torch.randn(LONG))
     assert metrics.generated_kernel_count == 2
+
+
+# ---- rows held or walked
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "var": lambda x: x.var(-1),
+    "scaled": lambda x: x * x.sum(-1, True),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_both_forms_of_a_reduction_are_candidates(name: str) -> None:
+    """RD-11: one text holds rows or walks them, as the configuration says; the model's is first."""
+    x = torch.randn(70, 1500)
+    with config.patch(max_autotune_pointwise=True):
+        (kernel,) = check(FORMS[name], x, rtol=1e-4, atol=1e-4)
+        forms = [dict(c.constants)["HELD"] for c in kernel.configs]
+        assert forms[0] == 1
+        check(FORMS[name], x, config=forms.index(0), rtol=1e-4, atol=1e-4)
+    assert build(kernel, config=forms.index(0)).spills == 0
+    (plain,) = check(FORMS[name], x, rtol=1e-4, atol=1e-4)
+    assert "HELD" not in plain.text
+
+
+def test_a_row_that_is_walked_can_be_held() -> None:
+    """RD-11: one too long to be held by default is offered held as well."""
+    with config.patch(max_autotune=True):
+        (kernel,) = check(lambda x: x.sum(-1), torch.randn(70, 12000), rtol=1e-4, atol=1e-2)
+    forms = [dict(c.constants)["HELD"] for c in kernel.configs]
+    assert forms[0] == 0
+    assert 1 in forms

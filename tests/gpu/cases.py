@@ -144,6 +144,15 @@ def programs_share_a_huge_row() -> None:
 
 
 @case
+def rows_are_held_or_walked_as_measured() -> None:
+    """RD-11: both forms of a reduction are measured, and the faster one is kept."""
+    x = cuda(4096, 6000)
+    check(lambda x: torch.softmax(x, 1), x, options={"max_autotune_pointwise": True})
+    known = metrics.counters["tune"]
+    assert known["kernels measured"] + known["choices found"] == 1
+
+
+@case
 def softmaxes_and_norms_train() -> None:
     def f(x: Tensor, w: Tensor, b: Tensor) -> Any:
         return torch.softmax(F.layer_norm(x, x.shape[-1:], w, b), -1).square().sum(0)

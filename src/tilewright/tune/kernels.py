@@ -217,7 +217,10 @@ def _neighbours(source: TritonSource, at: TritonConfig) -> Iterator[TritonConfig
     written for may not divide an axis that it does not mask; a smaller one of a loop inside the
     kernel may not cover a row that is held as a whole."""
     parallel = {block for _, block in source.grid}
+    either = "HELD" in dict(at.constants)  # rows held or walked: blocks of one are not the other's
     for k, (name, value) in enumerate(at.constants):
+        if either and name not in parallel:
+            continue
         known = [dict(c.constants)[name] for c in source.configs]
         least = 1 if name in parallel else min(known)
         for scaled in (value * 2, value // 2):

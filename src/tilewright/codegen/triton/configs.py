@@ -27,10 +27,12 @@ class Config:
     num_warps: int
     num_stages: int = 2
     ahead: int = 0  # rounds of a loop whose loads are under way, where it may run ahead
+    held: int | None = None  # whether rows are held or walked, of a kernel that does either
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
-        return (*self.blocks, ("STAGES", self.ahead)) if self.ahead else self.blocks
+        stages = (("STAGES", self.ahead),) if self.ahead else ()
+        return (*self.blocks, *stages, *(() if self.held is None else (("HELD", self.held),)))
 
     @property
     def kwargs(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -18,7 +18,14 @@ from tilewright.codegen.triton.emit import RANDOM, Support, Writer, is_index
 from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined
 from tilewright.codegen.triton.scatter import write_scatter
-from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters, shape_of
+from tilewright.codegen.triton.shape import (
+    Axis,
+    Shape,
+    accumulates,
+    otherwise,
+    scatters,
+    shape_of,
+)
 from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SIGNATURE, STEPS, cast
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
@@ -94,15 +101,24 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     shape = shape_of(program, group)
     if isinstance(shape, str):
         raise CodegenError(f"no Triton kernel for this group: {shape}")
-    return Kernel(program, group, shape, target, wide).generate(name)
+    measured = config.max_autotune or config.max_autotune_pointwise
+    other = otherwise(group, shape) if measured else None
+    if other is None:
+        return Kernel(program, group, shape, target, wide).generate(name)
+    held, walked = (shape, other) if shape.persistent else (other, shape)
+    found = [replace(c, held=int(form.persistent)) for form in (shape, other)
+             for c in configs(program, form, target)]  # fmt: skip
+    made = [Kernel(program, group, form, target, wide, tuple(found)) for form in (held, walked)]
+    return made[0].either(made[1], name)
 
 
 class Kernel:
     def __init__(self, program: Program, group: Group, shape: Shape, target: Target,
-                 wide: bool) -> None:  # fmt: skip
+                 wide: bool, among: tuple[Config, ...] = ()) -> None:  # fmt: skip
+        """`among` are the configurations it may run in, if there are others than its own."""
         self.buffers = program.buffers
         self.local = group.local
-        self.configs = configs(program, shape, target)
+        self.configs = among or configs(program, shape, target)
         self.shape = shape = shape.flat()
         self.target = target
         early = config.triton.enable_pdl and target.capability >= (9, 0)
@@ -177,6 +193,21 @@ class Kernel:
     # ---- the whole kernel
 
     def generate(self, name: str) -> TritonKernel:
+        self._body()
+        return self._whole(name, self.w.lines)
+
+    def either(self, walked: Kernel, name: str) -> TritonKernel:
+        """This kernel, which holds rows, and one that walks them, as one text: a configuration says
+        which it is."""
+        walked.pointers, walked.numbers = self.pointers, self.numbers
+        self._body()
+        walked._body()
+        self.checked = self.checked or walked.checked
+        lines = ["    if HELD:", *("    " + line for line in self.w.lines),
+                 "    else:", *("    " + line for line in walked.w.lines)]  # fmt: skip
+        return self._whole(name, lines)
+
+    def _body(self) -> None:
         w = self.w
         self._programs()
         if self.shape.serial:
@@ -185,13 +216,15 @@ class Kernel:
             self._segments()
         if self.meetings:
             w.line(f"tri.part({COUNTERS} + spot, {self.shape.shared * (self.meetings + 1)})")
+
+    def _whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
         params = self._params()
         names = [p.argument for p in params]
         head = [*names, *(["err"] if self.checked else []),
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
-        text = "\n".join([*imports(w.lines), "", "", "@triton.jit",
-                          f"def {full}({', '.join(head)}):", *w.lines]) + "\n"  # fmt: skip
+        text = "\n".join([*imports(lines), "", "", "@triton.jit",
+                          f"def {full}({', '.join(head)}):", *lines]) + "\n"  # fmt: skip
         grid = [(a.extent, a.block) for a in self.shape.parallel]
         if self.shape.shared:
             grid.append((ix.as_index(self.shape.shared), "1"))

@@ -24,6 +24,7 @@ MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive 
 LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as fast in a loop
 NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
 SHORTEST_COLUMN = 64  # rows below which columns are folded at once
+SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
 SHORTEST_ROW = 64  # elements worth looking up where they are once
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
@@ -157,6 +158,20 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
     return _cannot_hand_over(group, shape) or _cannot_share(shape) or shape
+
+
+def otherwise(group: Group, shape: Shape) -> Shape | None:
+    """The same kernel with its rows walked instead of held, or held instead of walked, where both
+    are worth measuring."""
+    if len(shape.inner) != 1 or shape.serial or shape.shared or shape.across or shape.ragged:
+        return None
+    size = shape.inner[0].size
+    if size is None or not SHORTEST_WALK <= size <= MOST_KEPT // 2:
+        return None
+    if any(s.scans for s, _ in shape.segments):
+        return None
+    other = replace(shape, persistent=not shape.persistent)
+    return None if _cannot_hand_over(group, other) else other
 
 
 def _cannot_share(shape: Shape) -> str:
