@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -72,7 +74,7 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
-    with config.patch(chosen), decompositions.keep_whole():
+    with config.patch(chosen), decompositions.keep_whole(), _undisturbed():
         name = capture.key(gm, example_inputs) if compile_one is compile_graph else None
         entry = capture.find(name) if name is not None else None
         native.start()  # built beside all that follows, where it is not yet
@@ -91,7 +93,7 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
             recording: capture.Recording | None) -> Callable[..., Any]:  # fmt: skip
     def compiled(graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
         # outside the tracing modes: literals are folded with real tensors
-        with config.patch(chosen), _disable_current_modes():
+        with config.patch(chosen), _disable_current_modes(), _undisturbed():
             user_kernels.rename(graph.graph)
             if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
@@ -124,6 +126,20 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         with capture.watching(recording):
             function = aot(gm, example_inputs)
     return recording.returned(function, example_inputs)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Generator[None]:
+    """Without the search for cyclic garbage: graphs are many objects and little of it, so that it
+    found nothing in 6 to 10 % of the time a GPT of 12 layers took to compile (2 cores, 2026-11-15).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _events: list[bool] = []  # the setting of a frame under compilation that is to come back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,22 @@ def test_a_compiled_frame_has_no_events_for_profilers() -> None:
     with torch.profiler.profile() as seen:
         fn(x)
     assert "Pregraph bytecode" not in {event.name for event in seen.events()}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_as_before(enabled: bool) -> None:
+    seen: list[bool] = []
+    metrics.on_code.append(lambda code: seen.append(gc.isenabled()))
+    if not enabled:
+        gc.disable()
+    try:
+        x = torch.randn(5, 7, requires_grad=True)
+        (compiled()(x) * 3).sum().backward()
+        assert gc.isenabled() == enabled
+    finally:
+        metrics.on_code.pop()
+        gc.enable()
+    assert seen == [False, False]
 
 
 def test_plain_programs_are_called_directly() -> None:
