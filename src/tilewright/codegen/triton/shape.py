@@ -381,14 +381,12 @@ def _cannot_hand_over(group: Group, shape: Shape) -> str:
     """Local buffers have no memory: what reads one takes the value from the statement that makes
     it, and in a looped kernel a later loop computes it again. Why that cannot be."""
     seen: set[str] = set()
-    rewritten: set[str] = set()
-    for m in shape.members:
-        rewritten |= seen & m.writes
-        seen |= m.reads | m.writes
+    rewritten: set[str] = set()  # by the members so far
     flat = shape.flat()
     axis_of = {m.name: axis for s, axis in flat.segments for m in s.members}
     makers = {(s.buffer, s.index): m for m in flat.members for s in m.stores}
     for m in flat.members:
+        own = {s.buffer: s.index for s in m.stores}
         for node in loads(*m.exprs):
             if node.arg not in group.local:
                 continue
@@ -396,9 +394,30 @@ def _cannot_hand_over(group: Group, shape: Shape) -> str:
             if maker is None:
                 return f"{node.arg} is read at other places than it is made"
             again = not shape.persistent and axis_of[maker.name] is not None and not maker.reduce
-            if again and maker is not m and (is_fold(maker, "scan") or maker.reads & rewritten):
+            if not again or maker is m:
+                continue
+            # a result in the place of what it is computed from: read there before it is stored
+            gone = any(n.arg in rewritten or own.get(n.arg, n.src[0]) is not n.src[0]
+                       for n in _behind(maker, makers, group.local))  # fmt: skip
+            if gone or is_fold(maker, "scan"):
                 return f"{node.arg} cannot be computed twice"
+        rewritten |= seen & m.writes
+        seen |= m.reads | m.writes
     return ""
+
+
+def _behind(maker: Nest, makers: dict[tuple[str, Expr], Nest], local: frozenset[str]
+            ) -> list[Expr]:  # fmt: skip
+    """The loads from memory that a value is computed from, through rows that are local."""
+    found: dict[Expr, None] = {}
+    waiting = [maker]
+    while waiting:
+        for n in loads(*waiting.pop().exprs):
+            other = makers.get((n.arg, n.src[0])) if n.arg in local else None
+            if other is not None and not other.reduce and n not in found:
+                waiting.append(other)
+            found[n] = None
+    return list(found)
 
 
 # ---- tiles of pointwise kernels
