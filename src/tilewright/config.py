@@ -124,6 +124,11 @@ batch_fusion_min_size: int = option(
 )
 batch_fusion_max_size: int = option(300, "Most ops of one batch.", affects_code=True)
 
+epilogue_fusion_user_defined_triton_kernel: bool = option(
+    False,
+    "Let a Triton kernel of the user's store what a pointwise op makes of its result.",
+    affects_code=True,
+)
 comprehensive_padding: bool = option(
     False,
     "Let rows of values in between start at multiples of `padding_alignment_bytes`, at the price "

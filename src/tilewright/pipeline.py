@@ -14,6 +14,7 @@ import torch.fx
 from tilewright import config, dump, metrics
 from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import kernel as triton
+from tilewright.codegen.triton.epilogue import with_epilogues
 from tilewright.errors import stage
 from tilewright.gemm import provider
 from tilewright.gemm.choose import Implementation, choose
@@ -132,6 +133,8 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
         pads = config.pad_outputs and boundary.role == "inference"
         program: Program = lower(gm, devices, boundary.donated, pads)
         verify(program)
+        if config.epilogue_fusion_user_defined_triton_kernel:
+            program = with_epilogues(program)
     dump.stage("lowered", program)
 
     with stage("schedule"):

@@ -225,3 +225,19 @@ def test_equal_calls_of_both_passes_are_one() -> None:
 
     assert saved(f, leaf(6, 6)) == [(torch.float32, 36)]
     check(f, leaf(6, 6))
+
+
+def test_places_of_maxima_are_kept_in_two_bytes() -> None:
+    """What a pooling gives are eight; a plane of 12 by 10 elements needs one and a half."""
+
+    def function(x: Tensor) -> Tensor:
+        return F.max_pool2d(x.sin(), 3, 2, 1).exp()
+
+    x = torch.randn(2, 3, 12, 10, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        result = torch.compile(function, backend="tilewright", fullgraph=True)(x)
+    assert torch.int64 not in {t.dtype for t in saved}
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    torch.testing.assert_close(gradient, expected)

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from tilewright import config
 from tilewright.graph import seeded
+from tilewright.graph.sums import Maker
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -206,3 +207,25 @@ RULES: dict[Any, Callable[[_Builder], None]] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm,
 }
+
+
+# ---- places of maxima
+
+
+def narrow_places(graph: torch.fx.Graph) -> None:
+    """Let the backward pass take the places of maxima in as few bytes as a plane needs: eight are
+    what a pooling gives, two are enough for planes of up to 32768 elements."""
+    for node in graph.find_nodes(
+        op="call_function", target=aten.max_pool2d_with_indices_backward.default
+    ):
+        source, places = node.args[1], node.args[-1]
+        if not isinstance(source, torch.fx.Node) or not isinstance(places, torch.fx.Node):
+            continue
+        plane = source.meta["val"].shape[-2:]
+        if any(isinstance(n, torch.SymInt) for n in plane) or plane[0] * plane[1] > 1 << 31:
+            continue
+        dtype = torch.int16 if plane[0] * plane[1] <= 1 << 15 else torch.int32
+        make = Maker(places.next, places)
+        small = make(prims.convert_element_type.default, places, dtype)
+        wide = make(prims.convert_element_type.default, small, torch.int64)
+        node.replace_input_with(places, wide)

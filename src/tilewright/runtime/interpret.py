@@ -266,6 +266,11 @@ def _standard() -> tuple[tuple[Any, str, Any, Any], ...]:
 
 def users(namespace: dict[str, Any]) -> None:
     """Make what a kernel's text has imported by name the interpreter's as well."""
+    for module in ("tri", "tri_special"):
+        if getattr(namespace.get(module), "__name__", "") == f"tilewright.runtime.{module}":
+            namespace[module] = helpers(module)
+    if isinstance(namespace.get("libdevice"), ModuleType):
+        namespace["libdevice"] = libdevice
     for name, value in list(namespace.items()):
         module = importlib.import_module(getattr(value, "__module__", None) or "builtins")
         if isinstance(value, JITFunction):
