@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cpu.test_gemm_fuse import site
-from tilewright.gemm import analysis
+from tests.programs import compiled
+from tilewright.gemm import analysis, choose
 from tilewright.gemm.analysis import Resources, Times
+from tilewright.testing import fresh_cache, run_and_get_code
 
 BF16 = torch.bfloat16
 
@@ -64,3 +67,21 @@ def test_ma_j11_blocks_and_spills() -> None:
     assert not analysis.not_worth_running(plain, Resources(64, 7, 4), times)
     assert "spills 8" in analysis.not_worth_running(plain, Resources(64, 8, 4), times)
     assert not analysis.spilled(Resources(64, 8, 4)) and analysis.spilled(Resources(64, 9, 4))
+
+
+@pytest.mark.parametrize("backends", ["ATEN,CPP", "CPP"])
+def test_ma_j11_a_cpu_has_no_registers_to_count(backends: str) -> None:
+    """Bytes alone decide, and what is taken is verified as ever."""
+    x, w, b = torch.randn(33, 20), torch.randn(24, 20), torch.randn(24)
+    options = {"max_autotune": True, "max_autotune_gemm_backends": backends,
+               "benchmark_epilogue_fusion": False, "test_configs.max_mm_configs": 2}  # fmt: skip
+
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.relu(F.linear(x, w, b)) * 2
+
+    with fresh_cache():
+        found, code = run_and_get_code(compiled(layer, options=options), x, w, b)
+    torch.testing.assert_close(found, layer(x, w, b), rtol=1e-4, atol=1e-4)
+    if backends == "CPP":
+        assert "analysed: " in choose.decisions[-1].why, choose.decisions[-1]
+        assert "extern_" not in code[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from tests.cpu.tuning_jobs import crash, sleep
 from tilewright import config
 from tilewright.gemm import choose
 from tilewright.gemm.provider import Kernel
-from tilewright.tune import child
+from tilewright.tune import child, select
 from tilewright.tune.child import TuningProcess
 from tilewright.tune.failures import Crashed
 
@@ -62,6 +63,19 @@ def test_ma_m5_m6_m7_m8_it_survives_what_it_is_given(process: TuningProcess) -> 
         process.get()
     process.put(tuning_jobs.number)
     assert process.get() == 3.14
+
+
+def test_an_interrupt_leaves_no_answer_to_be_taken_for_another(process: TuningProcess) -> None:
+    process.put(tuning_jobs.number)
+    assert process.get() == 3.14
+    process.put(tuning_jobs.sleep)
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.get()
+    timer.join()
+    process.put(tuning_jobs.process)
+    assert process.get() == process.pid
 
 
 def test_ma_m9_m13_options_and_devices(process: TuningProcess) -> None:
@@ -124,7 +138,6 @@ SUBPROC = {
     "max_autotune": True,
     "max_autotune_gemm_backends": "ATEN,TOY",
     "autotune_in_subproc": True,
-    "max_autotune_subproc_result_timeout_seconds": 1.0,
 }
 
 
@@ -136,10 +149,17 @@ def faulty(how: str) -> FaultyCandidate:
 def test_a_faulty_candidate_costs_itself_alone(register: Any, how: str) -> None:
     """MA-M10, MA-M11: the user's process lives, the library computes the product."""
     register(ToyProvider(None, faulty(how)))
-    begin = time.monotonic()
-    code = check(layer, inputs(), options=SUBPROC)
+    reasons: list[str] = []
+    select.add_feedback_saver(lambda *told: reasons.extend(c.reason for c in told[3]))
+    try:
+        seconds = 10.0 if how == "hang" else 60.0
+        options = {**SUBPROC, "max_autotune_subproc_result_timeout_seconds": seconds}
+        code = check(layer, inputs(), options=options)
+    finally:
+        select.clear_feedback_savers()
     assert "addmm" in code and "toy" not in code
-    assert time.monotonic() - begin < 60
+    expected = {"crash": "signal 11", "hang": "more than 10 s"}[how]
+    assert any(expected in reason for reason in reasons), reasons
 
 
 def test_a_good_candidate_wins_there(register: Any) -> None:

@@ -70,21 +70,21 @@ class TuningProcess:
             self._process.stdin.flush()
 
     def get(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """The result. Raises what the job raised, `EOFError` if the process died, or, having
-        killed it, `TimeoutError`."""
+        """The result. Raises what the job raised, or `EOFError` if the process died; having killed
+        it, `TimeoutError`, or an interrupt that came meanwhile."""
         assert self._process is not None and self._process.stdout is not None, "nothing was put"
         end = time.monotonic() + timeout
         try:
             size = int.from_bytes(self._read(8, end), "little")
             done, value = pickle.loads(self._read(size, end))
-        except TimeoutError:
-            self.kill()
-            raise
         except EOFError:
             code = self._process.wait()
             self.kill()
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise EOFError(f"the process ended with {why}") from None
+        except BaseException:  # an answer that comes later would be taken for another's
+            self.kill()
+            raise
         if not done:
             raise value
         return value
