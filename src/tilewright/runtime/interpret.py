@@ -293,17 +293,18 @@ def function(fn: Callable[..., Any]) -> Any:
 
 
 @functools.cache
-def _import_all() -> None:
+def import_all() -> None:
     """Triton imports a part of itself when it first looks at an argument, and that part does not
-    take the language of the interpreter for its own."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("triton.experimental.gluon")
+    take the language of the interpreter for its own; nor must our own helpers for a card."""
+    for name in ("triton.experimental.gluon", f"{__package__}.tri", f"{__package__}.tri_special"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def interpreting() -> Generator[None]:
     """While a user's kernel runs in the interpreter, so does the language it is written in."""
-    _import_all()
+    import_all()
     for owner, name, _, called in _standard():
         setattr(owner, name, called)
     try:

@@ -91,6 +91,8 @@ def executed(text: str, interpreted: bool = False) -> dict[str, Any]:
     file = f"<kernel {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__name__": "kernel", "__file__": file}
+    if interpreted:
+        _interpreter().import_all()
     with _jit_interprets() if interpreted else contextlib.nullcontext():
         exec(compile(text, file, "exec"), namespace)
     if interpreted:
