@@ -36,6 +36,11 @@ time.sleep(60)
 """
 
 
+def _listen() -> None:
+    """Whoever runs the tests in the background may have interrupts ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """A process, and all that it starts, known by a mark in their environment."""
 
@@ -46,7 +51,7 @@ class Run:
         env = {**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder), "PYTHONPATH": path, name: value}
         self.process = subprocess.Popen([sys.executable, *command], env=env, text=True, cwd=HERE,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        start_new_session=True)  # fmt: skip
+                                        start_new_session=True, preexec_fn=_listen)  # fmt: skip
 
     def until(self, said: str) -> None:
         assert self.process.stdout is not None
