@@ -70,7 +70,7 @@ def test_few_rows_share_the_card() -> None:
     """RD-9: with several rows each has as many programs as there are processors for it."""
     x = torch.randn(5, LONG)
     found, text = compiled(lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), x)
-    assert "part = pid % 26" in text
+    assert "part = pid % " in text
     wide = x.double()
     expected = (wide - wide.mean(1, keepdim=True)) / wide.std(1, keepdim=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
