@@ -29,6 +29,7 @@ from torch import Tensor
 from bench.gpu_programs import PROGRAMS, GpuProgram
 from bench.kernels import copy_bandwidth
 from bench.measure import clone, compile_with, difference, geomean, leaves
+from tilewright.tune.clock import between
 
 BACKENDS = ("eager", "inductor", "tilewright")
 OURS = BACKENDS[-1]
@@ -76,7 +77,7 @@ class Recorded:
             for args in (*sets, sets[0]):
                 call(args)
             stream.synchronize()
-            once = self._between(lambda: [call(args) for args in sets]) / len(sets)
+            once = between(lambda: [call(args) for args in sets]) / len(sets)
             wanted = min(MOST_CALLS, math.ceil(LEAST / once))
             self.calls = -(-wanted // len(sets)) * len(sets)
             self.graph = torch.cuda.CUDAGraph()
@@ -89,15 +90,7 @@ class Recorded:
 
     def sample(self) -> float:
         """Microseconds of a call."""
-        return self._between(self.graph.replay) / self.calls
-
-    def _between(self, work: Callable[[], Any]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1000
+        return between(self.graph.replay) / self.calls
 
 
 def in_turns(recorded: dict[str, Recorded]) -> dict[str, float]:

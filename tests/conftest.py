@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +58,23 @@ def _isolated() -> Iterator[None]:
 def _set(name: str, value: object) -> None:
     group, _, leaf = name.rpartition(".")
     setattr(getattr(config, group) if group else config, leaf, value)
+
+
+@pytest.fixture
+def in_a_process(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Any]:
+    """Runs a script in a process of its own, on a cache of this test's; gives what it prints last,
+    which is JSON."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+
+    def run(script: str) -> Any:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                              check=False, cwd=root)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
 @pytest.fixture

@@ -256,7 +256,7 @@ autotune_multi_device: bool = option(
     affects_code=False,
 )
 max_autotune_subproc_result_timeout_seconds: float = option(
-    60.0, "Seconds one candidate may take there.", affects_code=False
+    60.0, "Seconds one candidate may take there.", affects_code=False, check=at_least(0)
 )
 precompilation_timeout_seconds: int = option(
     300,

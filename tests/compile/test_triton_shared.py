@@ -66,11 +66,13 @@ def test_types(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, f(x), rtol=1e-4, atol=1e-4)
 
 
-def test_few_rows_share_the_card() -> None:
-    """RD-9: with several rows each has as many programs as there are processors for it."""
-    x = torch.randn(5, LONG)
+@pytest.mark.parametrize(("rows", "programs"), [(5, 16), (11, 12)])
+def test_few_rows_share_the_card(rows: int, programs: int) -> None:
+    """RD-9: with several rows each has as many programs as there are processors for it, or fewer
+    where these would have too little to do."""
+    x = torch.randn(rows, LONG)
     found, text = compiled(lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), x)
-    assert "part = pid % " in text
+    assert f"part = pid % {programs}\n" in text
     wide = x.double()
     expected = (wide - wide.mean(1, keepdim=True)) / wide.std(1, keepdim=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -3,11 +3,7 @@ run in Triton's interpreter or reach a driver that only remembers."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -77,20 +73,10 @@ print(json.dumps([metrics.cache_hits, metrics.kernels_compiled, metrics.kernels_
 """
 
 
-def test_a_second_process_has_it_from_the_cache(
-    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_process_has_it_from_the_cache(in_a_process: Callable[[str], Any]) -> None:
     """The user's kernel and ours beside it: found, launched and right, and nothing is compiled."""
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-
-    def run() -> list[int]:
-        done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True,
-                              check=False, cwd=root)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    assert run() == [0, 2, 0, 0]
-    assert run() == [1, 0, 2, 1]
+    assert in_a_process(IN_A_PROCESS) == [0, 2, 0, 0]
+    assert in_a_process(IN_A_PROCESS) == [1, 0, 2, 1]
 
 
 # UT-7

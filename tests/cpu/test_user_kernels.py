@@ -3,11 +3,7 @@ eager and here. What a card does differently is in `tests/compile/test_user_kern
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -418,19 +414,9 @@ print(json.dumps([metrics.cache_hits, metrics.cache_misses, metrics.counters["ca
 """
 
 
-def test_a_second_process_has_it_from_the_cache(
-    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-
-    def run() -> list[int]:
-        done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True,
-                              check=False, cwd=root)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    assert run() == [0, 1, 0]
-    assert run() == [1, 0, 1]
+def test_a_second_process_has_it_from_the_cache(in_a_process: Callable[[str], Any]) -> None:
+    assert in_a_process(IN_A_PROCESS) == [0, 1, 0]
+    assert in_a_process(IN_A_PROCESS) == [1, 0, 1]
 
 
 def test_a_kernel_that_cannot_leave_its_process() -> None:

@@ -72,7 +72,7 @@ class CudaClock:
             stream.wait_stream(torch.cuda.current_stream())  # which may be filling the buffers
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._warm(work, stream)
-            took = _between(work)
+            took = between(work)
         self._last = time.perf_counter()
         return took
 
@@ -93,7 +93,8 @@ class CudaClock:
         return ""
 
 
-def _between(work: Callable[[], None]) -> float:
+def between(work: Callable[[], object]) -> float:
+    """Microseconds of the card from before the work to after it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
@@ -113,7 +114,7 @@ class _Replay:
         with torch.cuda.stream(stream):
             self._once()  # loads what is loaded at the first launch
             stream.synchronize()
-            about = _between(self._once) / sets  # at most: a launch by itself waits for the host
+            about = between(self._once) / sets  # at most: a launch by itself waits for the host
         self._launches = _whole(SAMPLE / max(about, 1.0), sets, MOST_LAUNCHES)
         self._work = self._recorded()
         # Starting a replay costs a few microseconds: candidates that take equally long must share
