@@ -101,6 +101,9 @@ class _FakeBench:
         self.clock.on_sample(self.trial)
         return self.trial.us * (1 + self.trial.noise * self.clock.random.gauss(0, 1))
 
+    def level(self, us: float) -> None:
+        self.trial.log.append(("level", self.trial.name))
+
 
 class FakeTime:
     """A clock on the wall that moves only when told to."""

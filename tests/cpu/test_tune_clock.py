@@ -152,8 +152,29 @@ def test_a_graph_of_many_launches_is_timed(monkeypatch, microseconds, sets):
     assert found.sample() == pytest.approx(microseconds, rel=0.02)
     launches = card.graphs[-1]
     assert len(launches) % sets == 0 and len(launches) <= clock.MOST_LAUNCHES
-    assert sum(launches) >= 300.0
+    assert sum(launches) >= 0.6 * clock.SAMPLE
     assert set(seen) == set(range(sets))
+
+
+def test_a_sample_is_led_by_as_much_work_of_its_own(monkeypatch):
+    """So neither what starting it costs nor who ran before is in it; long runs need no lead."""
+    card = FakeCuda(monkeypatch)
+    for microseconds, replays in ((20.0, 2), (9000.0, 1)):
+        run = lambda stream, which, us=microseconds: card.launch(us)  # noqa: E731
+        found = clock.of(torch.device("cuda", 0)).bench(run, 1)
+        found.sample()  # the card is warm now
+        before = card.now
+        found.sample()
+        of_one = sum(card.graphs[-1]) + 3.0
+        assert card.now - before == pytest.approx(replays * of_one)
+
+
+def test_samples_are_levelled(monkeypatch):
+    card = FakeCuda(monkeypatch)
+    found = clock.of(torch.device("cuda", 0)).bench(lambda stream, which: card.launch(20.0), 2)
+    found.level(10.0)
+    assert len(card.graphs[-1]) == clock._whole(clock.SAMPLE / 10, 2, 200)
+    assert found.sample() == pytest.approx(20.0, rel=0.02)
 
 
 def test_ma_b12_everything_happens_on_the_device_of_the_product(monkeypatch):

@@ -33,7 +33,7 @@ from tilewright.gemm.plan import (
 from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
 from tilewright.gemm.provider import PROVIDERS, Argument, Candidate, Kernel, Source, unknown
 from tilewright.gemm.providers import enabled
-from tilewright.gemm.roofline import loop_time
+from tilewright.gemm.roofline import loop_time, roofline
 from tilewright.ir import index as ix
 from tilewright.ir.program import Opaque, Origin, Program, View
 from tilewright.runtime import store
@@ -162,8 +162,16 @@ class _Chooser:
         return bool(self.plans)
 
     def prepare(self) -> None:
-        select.prepare(self._subject(self.plans), self.plans)
-        del self.plans  # and the memory they were timed on
+        try:
+            select.prepare(self._subject(self.plans), self.plans)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Give up the memory that plans were timed on: the next ones find it where it was."""
+        for plan in self.plans:
+            plan.work.release()
+        del self.plans
 
     # ---- deciding
 
@@ -175,7 +183,10 @@ class _Chooser:
                     return _Winner(fusion, candidate), known[2]
         if not self.plans:
             raise _nobody(self.site, self.rejected)
-        plan, why = self._selected(self.plans)
+        try:
+            plan, why = self._selected(self.plans)
+        finally:
+            self._release()
         if self.complete:
             _memo[self.key] = plan.fusion.problem.key, plan.candidate.name, why
         return _Winner(plan.fusion, plan.candidate), why
@@ -344,7 +355,8 @@ class _Chooser:
         extents = [(v.buffer, extent(v.size, v.stride, v.offset)) for v in views]
         buffers = tuple(self.program.buffers[n] for n in sorted(names))
         return Memory(Described(buffers, tuple(symbols.items()), tuple(compared),
-                                tuple(sorted(extents))))  # fmt: skip
+                                tuple(sorted(extents)), roofline(self.site.bare.problem)
+                                ))  # fmt: skip
 
     def _outside(self, fusion: Fusion) -> set[str]:
         """What the groups that a fusion leaves out write."""

@@ -7,6 +7,7 @@ whole, and each is checked against what the library's plan computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from tilewright.tune import clock
 
 Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
 MOST_BYTES = 16 << 30  # of all sets of buffers together
+MOST_PLACED = 2 << 30  # of those that are only there to lie elsewhere
 LARGEST_SETS = 8
 
 # How far results may be from the library's, relative to the largest and to their own size: a few
@@ -103,10 +105,13 @@ class Described:
     sizes: tuple[tuple[str, int], ...]
     written: tuple[str, ...]
     extents: tuple[tuple[str, int], ...] = ()  # elements that are read beyond a buffer's own
+    estimate: float = math.inf  # microseconds that a run takes at best
 
 
 class Memory:
-    """Buffers with plausible contents, in several sets that together exceed the cache."""
+    """Buffers with plausible contents, in several sets that together exceed the cache. Where memory
+    lies makes a difference of one or two percent to what mostly reads it (H200), another one to
+    each candidate: short runs go over as many sets as a sample has room for."""
 
     def __init__(self, described: Described) -> None:
         self.described = described
@@ -118,8 +123,18 @@ class Memory:
         self.device = described.buffers[0].device
         self.size = sum(self._counts[b.name] * b.dtype.itemsize for b in described.buffers)
         self.count = max(1, min(LARGEST_SETS, MOST_BYTES // max(1, self.size),
-                                clock.sets_beyond_cache(self.size, self.device)))  # fmt: skip
+                                max(clock.sets_beyond_cache(self.size, self.device),
+                                    self._places())))  # fmt: skip
         self._sets: list[dict[str, torch.Tensor]] = []
+
+    def _places(self) -> int:
+        if self.device.type == "cpu":
+            return 1
+        most = MOST_PLACED // max(1, self.size)
+        return int(min(most, clock.SAMPLE / max(self.described.estimate, 1.0)))
+
+    def release(self) -> None:
+        self._sets = []
 
     @property
     def sets(self) -> list[dict[str, torch.Tensor]]:
@@ -206,6 +221,11 @@ class Assembly:
     def check(self) -> str:
         self.finish()
         return self.bench.compare(self.run)
+
+    def release(self) -> None:
+        """Give up what runs refer to; `finish` makes it anew."""
+        self._runs = []
+        self.bench.release()
 
 
 @dataclass(eq=False)
@@ -322,6 +342,12 @@ class Bench:
         self.tolerance = tolerance
         self._expected: dict[str, torch.Tensor] | None = None
         self.library: Assembly | None = None
+
+    def release(self) -> None:
+        self.memory.release()
+        self._expected = None
+        if self.library is not None:
+            self.library._runs = []
 
     def compare(self, run: Run) -> str:
         """Why the results differ from the library's, or an empty string."""

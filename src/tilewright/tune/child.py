@@ -258,6 +258,10 @@ def sample(remote: Remote) -> float:
     return _table.bench(remote).sample()
 
 
+def level(remote: Remote, us: float) -> None:
+    _table.bench(remote).level(us)
+
+
 def check(remote: Remote) -> str:
     return _table.open(remote).check()
 
@@ -273,6 +277,9 @@ class Sampler:
 
     def sample(self) -> float:
         return asked(functools.partial(sample, self._remote))
+
+    def level(self, us: float) -> None:
+        asked(functools.partial(level, self._remote, us))
 
 
 def checked(remote: Remote) -> str:

@@ -43,7 +43,8 @@ class ChoiceCaller:
     ready: bool = False  # built and loaded
     checked: bool = False  # its result was compared, and is right
     final: bool = False  # it was in the finals
-    lost: bool = False  # and is slower for certain than one that is there
+    lost: bool = False  # and another of them is to be taken
+    outdone: bool = False  # it is rejected by its estimate alone
     remembered: bool = False  # its time is of an earlier run
     build_seconds: float = 0.0
 

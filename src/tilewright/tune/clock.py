@@ -8,6 +8,7 @@ over some hundreds of microseconds of runs. Who takes how many samples is not de
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -15,13 +16,16 @@ from typing import Protocol
 
 import torch
 
+from tilewright import caches
 from tilewright.target import Target
 
 Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
 
-SAMPLE = 400.0  # microseconds of runs in a sample: many times what starting a replay costs
+SAMPLE = 250.0  # microseconds of runs in a sample, many times a run's own variation
+LED = 2000.0  # microseconds of runs above which what starting them costs does not show
 MOST_LAUNCHES = 200  # in one graph
-MOST_CALLS = 1000  # in one batch on a CPU
+BATCH = 400.0  # microseconds of calls in a batch on a CPU
+MOST_CALLS = 1000  # in one batch
 IDLE = 0.02  # seconds after which a card may have lowered its clock
 WARM = 0.01  # seconds of work that bring it back
 
@@ -29,6 +33,11 @@ WARM = 0.01  # seconds of work that bring it back
 class Bench(Protocol):
     def sample(self) -> float:
         """Microseconds of one run."""
+        ...
+
+    def level(self, us: float) -> None:
+        """From now on, as many runs in a sample as of one that takes so long: what a sample costs
+        beside its runs is then the same part of all that are compared."""
         ...
 
 
@@ -56,22 +65,23 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
         self._last = -math.inf  # when the card last worked
 
     def bench(self, run: Run, sets: int) -> Bench:
         with torch.cuda.device(self._device):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-            return _Replay(self, run, sets, self._stream)
+            stream = _stream(self._device)
+            stream.wait_stream(torch.cuda.current_stream())
+            return _Replay(self, run, sets, stream)
 
-    def timed(self, work: Callable[[], None], stream: torch.cuda.Stream) -> float:
-        """Microseconds on the card between the start and the end of some work."""
+    def timed(self, work: Callable[[], None], stream: torch.cuda.Stream, led: bool) -> float:
+        """Microseconds on the card between the start and the end of some work; `led` by the same
+        work, behind which the host starts it and the card finds nothing that others left."""
         with torch.cuda.device(self._device):
             stream.wait_stream(torch.cuda.current_stream())  # which may be filling the buffers
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._warm(work, stream)
+            if led:
+                work()
             took = between(work)
         self._last = time.perf_counter()
         return took
@@ -91,6 +101,15 @@ class CudaClock:
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         return ""
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all that is ever timed: libraries keep memory of their own for every stream."""
+    return torch.cuda.Stream()
+
+
+caches.register(_stream.cache_clear)
 
 
 def between(work: Callable[[], object]) -> float:
@@ -114,18 +133,26 @@ class _Replay:
         with torch.cuda.stream(stream):
             self._once()  # loads what is loaded at the first launch
             stream.synchronize()
-            about = between(self._once) / sets  # at most: a launch by itself waits for the host
-        self._launches = _whole(SAMPLE / max(about, 1.0), sets, MOST_LAUNCHES)
+            self._us = between(self._once) / sets  # at most: a launch by itself waits for the host
+        self._launches = _launches(self._us, sets)
         self._work = self._recorded()
-        # Starting a replay costs a few microseconds: candidates that take equally long must share
-        # them among equally many launches, or they would differ by a percent.
-        launches = _whole(SAMPLE / max(self.sample(), 0.1), sets, MOST_LAUNCHES)
-        if abs(launches - self._launches) > 0.03 * launches:
-            self._launches = launches
-            self._work = self._recorded()
+        launches = _launches(self.sample(), sets)
+        if launches > 1.5 * self._launches:
+            self._again(launches)
 
     def sample(self) -> float:
-        return self._clock.timed(self._work, self._stream) / self._launches
+        led = self._launches * self._us < LED
+        self._us = self._clock.timed(self._work, self._stream, led) / self._launches
+        return self._us
+
+    def level(self, us: float) -> None:
+        launches = _launches(us, self._sets)
+        if launches != self._launches:
+            self._again(launches)
+
+    def _again(self, launches: int) -> None:
+        self._launches = launches
+        self._work = self._recorded()
 
     def _once(self) -> None:
         for k in range(self._sets):
@@ -158,6 +185,11 @@ class _Replay:
             self._run(self._stream.cuda_stream, k % self._sets)
 
 
+def _launches(us: float, sets: int) -> int:
+    """In one sample, of what takes so many microseconds."""
+    return _whole(SAMPLE / max(us, 0.1), sets, MOST_LAUNCHES)
+
+
 def _whole(count: float, sets: int, most: int) -> int:
     """About `count` launches, so that every set has equally many; every set at least once."""
     return max(1, round(min(count, most) / sets)) * sets
@@ -185,8 +217,8 @@ class _Batch:
         self._next = 0
         self._calls = sets
         self.sample()
-        self._calls = _whole(SAMPLE / max(self.sample(), 0.1), sets, MOST_CALLS)
-        if sets * self.sample() > SAMPLE:
+        self._calls = _whole(BATCH / max(self.sample(), 0.1), sets, MOST_CALLS)
+        if sets * self.sample() > BATCH:
             self._calls = 1  # the sets take turns between samples
 
     def sample(self) -> float:
@@ -197,6 +229,9 @@ class _Batch:
         took = time.perf_counter_ns() - start
         self._next = (first + self._calls) % sets
         return took / 1000 / self._calls
+
+    def level(self, us: float) -> None:
+        """A batch costs nothing beside its calls."""
 
 
 # ---- buffers

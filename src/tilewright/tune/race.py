@@ -23,8 +23,11 @@ ROUNDS = ((1.5, 2), (1.2, 3))
 # least advantage has to be here every time, or equals would take turns in winning.
 FINAL = 1.05
 FINALISTS = 16
-LEAST_TURNS, MOST_TURNS = 12, 2048  # looked at after the first, then at twice as many
-QUIET, NOISY = 1.2, 0.3  # seconds after which the finals end: more does not settle a noisy machine
+LEAST_TURNS, MOST_TURNS = 12, 1024  # looked at after the first, then at twice as many
+QUIET, NOISY = 0.8, 0.3  # seconds after which the finals end: more does not settle a noisy machine
+# Of the time: where memory lies changes a time by as much (H200), so more turns would not tell what
+# the next tuning will find.
+SETTLED = 0.001
 FEWEST_TURNS = 4  # even then
 SURE = 1.25  # times the noise from the border: there are several looks, each may be mistaken
 
@@ -69,7 +72,7 @@ def _within(fastest: Sequence[ChoiceCaller], factor: float) -> list[ChoiceCaller
 
 def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float) -> None:
     """Turns among choices in order of preference, until it is clear who is to be preferred or so
-    many seconds are over. Sets their `timing`."""
+    many seconds are over. Sets their `timing`, and `lost` of all but the one to take."""
     alive = list(choices)
     turns: list[Turn] = []
     began = time.perf_counter()
@@ -86,9 +89,14 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
         _settle(alive, turns)
         open_ = _open(alive, turns)
         if slow or not open_:
-            return
+            break
         alive = [c for c in alive if c in open_]
     _settle(alive, turns)
+    losses = _losses(alive, turns)
+    taken = next((c for c, (loss, noise) in losses.items()
+                  if loss <= max(ADVANTAGE, min(MOST_NOISE, noise))), None)  # fmt: skip
+    for choice in choices:
+        choice.lost = choice.final and choice is not taken
 
 
 def _settle(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> None:
@@ -98,29 +106,33 @@ def _settle(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> None:
             choice.timing, choice.final = found, True
 
 
-def _open(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> set[ChoiceCaller]:
-    """Those that more turns are needed of; none where it is clear who is preferred. Whoever has
-    lost for certain is told so."""
-    if not alive:
-        return set()
+def _losses(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]
+            ) -> dict[ChoiceCaller, tuple[float, float]]:  # fmt: skip
+    """What part of its time each could save by being the fastest, and how uncertain that is."""
+    if not alive or not turns:
+        return {}
     best = min(alive, key=lambda c: c.time.median_us)
-    losses = {c: (0.0, 0.0) if c is best else _loss(c, best, turns) for c in alive}
+    return {c: (0.0, 0.0) if c is best else _loss(c, best, turns) for c in alive}
+
+
+def _open(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> set[ChoiceCaller]:
+    """Those that more turns are needed of; none where it is clear who is preferred."""
+    losses = _losses(alive, turns)
     open_: set[ChoiceCaller] = set()
     for choice, (loss, noise) in losses.items():
-        if loss <= ADVANTAGE - noise:  # it is taken if nobody before it is
+        margin = noise if noise > SETTLED else 0.0
+        if loss <= ADVANTAGE - margin:  # it is taken if nobody before it is
             last = choice
             break
-        if loss < ADVANTAGE + noise:
+        if loss < ADVANTAGE + margin:
             open_.add(choice)
-        else:
-            choice.lost = True
     else:
         return set()
     if not open_:
         return set()
     # who may be the best after all says what the others lose
     fast = {c for c, (loss, noise) in losses.items() if loss < min(noise, ADVANTAGE)}
-    return open_ | fast | {best, last}
+    return open_ | fast | {c for c, (loss, _) in losses.items() if loss == 0} | {last}
 
 
 def _loss(choice: ChoiceCaller, best: ChoiceCaller, turns: Sequence[Turn]) -> tuple[float, float]:

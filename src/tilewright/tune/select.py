@@ -8,6 +8,7 @@ always something to take: a budget that ends, or an interrupt, loses nothing tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -160,8 +161,8 @@ class _Tuning:
             return self._done(known, "remembered")
         tried: list[ChoiceCaller] = []
         while True:
-            # what is rejected no longer counts as the best estimate, so others come within reach
-            alive = [c for c in order if not c.reason]
+            # what does not run no longer counts as the best estimate: others come within reach
+            alive = [c for c in order if not c.reason or c.outdone]
             beyond = trying.out_of_reach(alive, self.effort)
             fresh = [c for c in alive if c not in beyond and c not in tried]
             if not fresh or (tried and self._late()):
@@ -292,7 +293,7 @@ class _Tuning:
             tried = [c for c in order if c.samples and not c.reason]
             fastest = race.halved(tried, self._take, self._late)
             if not self._late():
-                finalists = self._verified(fastest)
+                finalists = self._levelled(self._verified(fastest))
                 race.finals([c for c in order if c in finalists], self._take, self._late,
                             self.selector.patience if clock.is_quiet else race.NOISY)  # fmt: skip
         finally:
@@ -313,6 +314,7 @@ class _Tuning:
         if best is not None:
             for choice, why in trying.outdone(others, best, self.effort).items():
                 choice.reject(why, lasting=False)
+                choice.outdone = True
         return [c for c in others if not c.reason]
 
     def _look(self, choices: Iterable[ChoiceCaller]) -> None:
@@ -355,6 +357,13 @@ class _Tuning:
     def _verified(self, fastest: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
         """Those whose results are right."""
         return [c for c in fastest if self.is_good(c)]
+
+    def _levelled(self, finalists: list[ChoiceCaller]) -> list[ChoiceCaller]:
+        """Those that go on with as many runs in a sample as all others."""
+        fastest = min((c.time.median_us for c in finalists), default=0.0)
+        return [c for c in finalists
+                if c.bench is None or self._guarded(c, functools.partial(c.bench.level, fastest))
+                ]  # fmt: skip
 
     def is_good(self, choice: ChoiceCaller) -> bool:
         """Whether a choice may win: it is built, and computes what it should."""
