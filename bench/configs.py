@@ -28,7 +28,7 @@ from tilewright import pipeline
 from tilewright.backend import count_schedules
 from tilewright.errors import BuildError
 from tilewright.runtime import launch, triton_build
-from tilewright.runtime.triton_build import Built, TritonConfig, TritonSource
+from tilewright.runtime.triton_build import Built, Sample, TritonConfig, TritonSource
 from tilewright.schedule.plan import Schedule
 from tilewright.tune import clock
 
@@ -220,9 +220,8 @@ def _run(source: TritonSource, built: Built, samples: list[Any]) -> clock.Run:
 def _argument(sample: Any) -> Any:
     if not isinstance(sample, tuple):
         return sample
-    if sample[0] == torch.int64:  # positions in the shortest of the programs' tables
-        return torch.randint(0, 32000, (sample[1],), device="cuda")
-    return clock.filled(*sample, DEVICE)
+    dtype, count, high, _ = Sample(*sample)
+    return clock.filled(dtype, count, DEVICE, high)
 
 
 def report(found: Found, times: Times, bandwidth: float) -> list[str]:

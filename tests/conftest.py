@@ -22,6 +22,7 @@ if "TILEWRIGHT_CACHE_DIR" not in os.environ:
 os.environ.setdefault("TILEWRIGHT_VERIFY_IR", "1")
 
 from tests import sizes  # noqa: E402
+from tests.ours import ours  # noqa: E402
 from tilewright import config, metrics  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,8 @@ def _isolated() -> Iterator[None]:
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()
     before = config.snapshot()
-    yield
+    with ours():
+        yield
     after = config.snapshot()
     changed = {name: value for name, value in after.items() if value != before[name]}
     for name, value in before.items():

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda, as_fake_cuda
+from tests.ours import torch_may_take_over
 from tests.programs import check, compiled, fresh_compiler, leaf  # noqa: F401
 from tilewright import metrics, pipeline, testing
 from tilewright.codegen.triton import kernel as triton
@@ -109,7 +110,7 @@ def test_a_kernel_that_cannot_be_written_is_torch_s() -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CodegenError("as a test wants it")
 
-    with mock.patch.object(triton, "generate", refuse):
+    with mock.patch.object(triton, "generate", refuse), torch_may_take_over():
         check(pointwise, torch.randn(5, 3), torch.randn(3))
         check(lambda x: torch.softmax(x, -1), torch.randn(5, 3), dynamic=True)
     assert any("as a test" in reason for reason in metrics.counters["triton"])
@@ -123,7 +124,8 @@ def test_a_kernel_that_does_not_compile_is_torch_s() -> None:
         made = real(*args, **kwargs)
         return replace(made, text=made.text.replace("tl.load", "tl.lod"))
 
-    with mock.patch.object(triton, "generate", spoil), testing.fresh_cache():
+    with (mock.patch.object(triton, "generate", spoil), testing.fresh_cache(),
+          torch_may_take_over()):  # fmt: skip
         check(pointwise, torch.randn(5, 3), torch.randn(3))
     assert metrics.counters["triton"]["kernels that did not compile"] == 1
 

@@ -15,11 +15,18 @@ from tests.compile.as_cuda import as_cuda, as_fake_cuda
 from tests.compile.fake_driver import fake_driver
 from tests.compile.test_launch import load
 from tests.compile.test_triton_build import ADD, BIG
+from tests.ours import torch_may_take_over
 from tilewright import metrics
 from tilewright.host import kernels
 from tilewright.runtime import launch, triton_build
 from tilewright.runtime.driver import Driver
-from tilewright.runtime.triton_build import TritonConfig, TritonSource, build, smaller
+from tilewright.runtime.triton_build import (
+    TritonConfig,
+    TritonSource,
+    build,
+    lesser,
+    smaller,
+)
 
 TURN = TritonSource(BIG, "turn", (("a", "*fp32"), ("out", "*fp32")),
                     (TritonConfig((("X", 64),)),), capability=90, shared_memory=8 * 1024,
@@ -80,6 +87,16 @@ def test_smaller_ones_halve_the_largest_block_of_the_grid() -> None:
     assert smaller(replace(source, shrinks=False), TritonConfig((("X", 4),))) is None
 
 
+def test_less_of_a_row_that_has_to_be_whole() -> None:
+    """Of the listed ones those that ask for less, then fewer threads."""
+    held, walked = (TritonConfig((("X", 1), ("R", r), ("HELD", h)), w)
+                    for r, h, w in ((4096, 1, 8), (1024, 0, 4)))  # fmt: skip
+    larger = replace(held, num_warps=16)
+    source = replace(TURN, grid=(("n", "X"),), configs=(held, larger, walked))
+    found = list(lesser(source, held))
+    assert found == [walked, *(replace(held, num_warps=w) for w in (4, 2, 1))]
+
+
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
     "softmax": lambda x: torch.softmax(x, -1),
     "norm of columns": lambda x: x / x.square().sum(0).sqrt(),
@@ -96,7 +113,7 @@ def test_programs_on_a_card_with_little_shared_memory(name: str, shared: int) ->
 
     made = kernels._source
     x = torch.randn(70, 300)
-    with mock.patch.object(kernels, "_source", poor), as_cuda():
+    with mock.patch.object(kernels, "_source", poor), as_cuda(), torch_may_take_over():
         actual = torch.compile(PROGRAMS[name], backend="tilewright")(x)
     torch.testing.assert_close(actual, PROGRAMS[name](x), rtol=1e-5, atol=1e-5)
 
@@ -131,10 +148,12 @@ def test_torch_takes_over_where_no_kernel_is_small_enough() -> None:
     with as_fake_cuda() as driver:
         call = torch.compile(scaled, backend="tilewright")
         call(x)
-        with mock.patch.object(triton_build, "smaller", return_value=None):
+        with mock.patch.object(triton_build, "lesser", return_value=iter(())), \
+                torch_may_take_over():  # fmt: skip
             driver.fail_next(701)
             actual = call(x)
     torch.testing.assert_close(actual, scaled(x))
+    assert metrics.counters["triton"]["kernels that fit in no size"] == 1
 
 
 def test_another_error_is_an_error() -> None:
@@ -160,6 +179,19 @@ def test_a_kernel_the_driver_does_not_load() -> None:
         torch.compile(scaled, backend="tilewright")(torch.randn(4096))
         assert len(driver.launches) == 1
     assert metrics.counters["triton"]["kernels made smaller at their launch"] == 1
+
+
+def test_rows_that_have_to_be_whole_run_with_less() -> None:
+    x = torch.randn(300, 700)
+    with as_fake_cuda() as driver:
+        call = torch.compile(lambda x: torch.softmax(x, -1), backend="tilewright")
+        call(x)
+        driver.clear()
+        driver.fail_next(701)
+        call(x)
+        (second,) = driver.launches
+    assert metrics.counters["triton"]["kernels made smaller at their launch"] == 1
+    assert second.grid[0] > 0
 
 
 @pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 65536, 1), (1, 1, 65536), (2**32, 1, 1)])

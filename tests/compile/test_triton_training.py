@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
+from tests import programs
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
@@ -49,3 +55,38 @@ def test_a_softmax_of_any_length_goes_where_its_scores_were() -> None:
         found, code = run_and_get_code(fn, *args)
     torch.testing.assert_close(found, attention(*args), rtol=1e-4, atol=1e-5)
     assert sum("@triton.jit" in text and "tri.online" in text for text in code) == 1
+
+
+def _softmax_of_a_norm(x: Tensor, w: Tensor, b: Tensor) -> Any:
+    return torch.softmax(F.layer_norm(x, x.shape[-1:], w, b), -1).square().sum(0)
+
+
+def _norm_of_gelu(x: Tensor, w: Tensor, b: Tensor) -> Any:
+    return F.layer_norm(F.gelu(x), x.shape[-1:], w, b)
+
+
+def _twice_normed(x: Tensor, w: Tensor, b: Tensor) -> Any:
+    return F.layer_norm(F.rms_norm(x, x.shape[-1:], w), x.shape[-1:], b)
+
+
+@pytest.mark.parametrize("size", [128, 300])
+@pytest.mark.parametrize("f", [_softmax_of_a_norm, _norm_of_gelu, _twice_normed])
+def test_gradients_of_norms_whose_rows_run_in_order(f: Callable[..., Any], size: int) -> None:
+    """Numbers of a row are loaded beside rows that run one after the other, and the place of each
+    depends on the row: the kernels compile, and compute what eager does."""
+    with as_cuda():
+        args = [torch.randn(65, size), torch.randn(size), torch.randn(size)]
+        loose = {"rtol": 1e-4, "atol": 1e-4}
+        programs.check(f, *(a.requires_grad_() for a in args), tolerance=loose)
+
+
+def test_a_small_network_trains() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8))
+    x, y = torch.randn(32, 64), torch.randn(32, 8)
+    gradients: list[list[Tensor]] = []
+    with as_cuda():
+        for call in (model, torch.compile(model, backend="tilewright")):
+            model.zero_grad()
+            F.mse_loss(call(x), y).backward()
+            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.ours import ours
 from tilewright import config, metrics
 from tilewright.runtime import launch
 
@@ -33,7 +34,8 @@ def run(name: str) -> None:
     torch._dynamo.reset()
     metrics.reset()
     torch.manual_seed(0)
-    CASES[name]()
+    with ours():
+        CASES[name]()
     torch.cuda.synchronize()
 
 
@@ -293,8 +295,7 @@ def products_of_few_rows_train() -> None:
 @case
 def kernels_that_do_not_fit() -> None:
     """The driver refuses to load one that asks for too much shared memory, and to launch one with
-    too many threads: smaller ones run in their place, or torch's own operations where a row has to
-    be whole."""
+    too many threads: each runs with less, also where a row has to be whole."""
     load = launch.load
     for wrong in ({"shared": 1 << 20}, {"num_warps": 64}):
         refused: list[str] = []
@@ -308,11 +309,12 @@ def kernels_that_do_not_fit() -> None:
             return load(source, replace(built, binary=binary), device)
 
         metrics.reset()
+        torch._dynamo.reset()
         with mock.patch.object(launch, "load", greedy), config.patch(fx_graph_cache=False):
             check(lambda x: torch.softmax(x * 2, -1) + x.sum(), cuda(300, 700))
             check(lambda x: x.exp() + 1, cuda(300, 700))
-        assert refused
-        assert metrics.counters["triton"]["kernels made smaller at their launch"] >= 1
+        made = metrics.counters["triton"]["kernels made smaller at their launch"]
+        assert made == len(refused) > 1, (made, refused)
 
 
 @case

@@ -18,7 +18,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import syms
 from tilewright.ir.program import Buffer, Program
 from tilewright.runtime.cxx import ArgKind, CxxSource
-from tilewright.runtime.triton_build import FLOATS, TritonConfig, TritonSource
+from tilewright.runtime.triton_build import FLOATS, Sample, TritonConfig, TritonSource
 from tilewright.schedule.group import Group
 from tilewright.target import Target
 
@@ -99,9 +99,10 @@ def _is_aligned(p: Param) -> bool:
     return p.kind == "ptr" or (p.kind == "int" and p.hint is not None and p.hint % 16 == 0)
 
 
-def _sample(program: Program, p: Param) -> tuple[torch.dtype, int] | int | float:
+def _sample(program: Program, p: Param) -> Sample | int | float:
     if p.kind == "ptr":
-        return program.buffers[p.name].dtype, _elements(program.buffers[p.name])
+        buffer = program.buffers[p.name]
+        return Sample(buffer.dtype, _elements(buffer), p.high, p.meets)
     return 1.0 if p.kind == "float" else (16 if p.hint is None else p.hint)
 
 

@@ -1,6 +1,6 @@
 """What is called when the driver refuses to load or to launch a kernel that was built for the card.
 
-Smaller blocks first; in the end torch's own operations, which always fit.
+Configurations that ask for less first; in the end torch's own operations, which always fit.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from tilewright import metrics
@@ -25,10 +26,16 @@ class Refit:
 
     name: str
     source: TritonSource
-    chosen: TritonConfig  # the configuration that was refused, then the last one tried
+    refused: TritonConfig
     spare: Spare
     order: tuple[int, ...]
     made: list[tuple[Launcher, str]] = field(default_factory=list[tuple[Launcher, str]])
+    taken_over: bool = False  # torch's operations have run
+
+    @cached_property
+    def _left(self) -> Iterator[TritonConfig]:
+        """What was not tried yet."""
+        return triton_build.lesser(self.source, self.refused)
 
     def __call__(self, stream: int, x: int, y: int, z: int, *args: Any) -> None:
         given = [args[k] for k in self.order]
@@ -42,13 +49,17 @@ class Refit:
             except RuntimeError as error:
                 if not launch.is_refusal(error):
                     raise
+        if not self.taken_over:
+            self.taken_over = True
+            metrics.counters["triton"]["kernels that fit in no size"] += 1
+            log.warning("torch's own operations run in place of %s: it does not fit the card",
+                        self.name)  # fmt: skip
         self.spare(*given)
 
     def _smaller(self) -> Iterator[tuple[Launcher, str]]:
-        """Ever smaller ones: those of earlier calls, the smallest first, then new ones."""
+        """Those of earlier calls, the last first, then new ones."""
         yield from reversed(self.made)
-        while (less := triton_build.smaller(self.source, self.chosen)) is not None:
-            self.chosen = less
+        for less in self._left:
             try:
                 binary = triton_build.binaries(_only(self.source, less))[0][1].result()
                 kernel = launch.load(self.source, Built(binary, less), self.source.device)

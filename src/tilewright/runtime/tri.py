@@ -115,6 +115,12 @@ def argmin(a, i, b, j):
 
 
 @jit
+def having(top, values, places, none):
+    """The places that have the extreme of their row; a NaN is the extreme where there is one."""
+    return tl.where((values == top) | (values != values), places, none)
+
+
+@jit
 def welford(mean, m2, n, mean_b, m2_b, n_b):
     """Two sets' means, squared deviations and sizes as one's; an empty set changes nothing."""
     total = n + n_b
@@ -127,8 +133,18 @@ def welford(mean, m2, n, mean_b, m2_b, n_b):
 def one_more(mean, m2, value, n):
     """The same with one value more, which makes `n` of them."""
     apart = value - mean
-    mean = mean + apart * (1.0 / n)
-    return mean, m2 + apart * (value - mean)
+    mean = tl.fma(apart, tl.broadcast_to(1.0 / n, mean.shape), mean)
+    return mean, tl.fma(apart, value - mean, m2)
+
+
+@jit
+def moments(mean, m2, n):
+    """Rows of lanes' means, squared deviations and sizes as one's each: two sums, where lanes taken
+    two by two would take a division each."""
+    total = tl.reduce(n, 1, add, keep_dims=True)
+    middle = tl.reduce(mean * (n * (1.0 / tl.maximum(total, 1.0))), 1, add, keep_dims=True)
+    apart = mean - middle
+    return middle, tl.reduce(m2 + apart * apart * n, 1, add, keep_dims=True), total
 
 
 @jit

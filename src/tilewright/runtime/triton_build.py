@@ -12,16 +12,18 @@ import atexit
 import functools
 import importlib.metadata
 import itertools
+import math
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewright import caches, config, metrics
 from tilewright.errors import BuildError
@@ -55,6 +57,16 @@ class TritonConfig:
         return f"{names}; {self.num_warps} warps, {self.num_stages} stages"
 
 
+class Sample(NamedTuple):
+    """A likely buffer. Of one that holds positions, all are below `high`. `meets` is how stores to
+    it combine that may meet, where what they leave depends on their order."""
+
+    dtype: Any
+    elements: int
+    high: int = 0
+    meets: str = ""
+
+
 @dataclass(frozen=True)
 class TritonSource:
     """A kernel to build. `params` are (name, Triton type) of what it is launched with, in order;
@@ -63,7 +75,7 @@ class TritonSource:
     Its grid is the product of each extent (Python text, in the host program's names) divided by its
     block (a constant's name, or a number), rounded up. `wide` is the same kernel with 64-bit
     indices, for calls with sizes that need them. `sample` are likely values of the parameters: a
-    number, or the dtype and elements of a buffer. A `scratched` kernel is called with one address
+    number, or a `Sample` of a buffer. A `scratched` kernel is called with one address
     more: memory for Triton's own use. `unaligned` takes calls with arguments that are no multiples
     of 16, where the same text would not do. One that `shrinks` may be built with smaller blocks
     than any of its configurations has, if none of them fits.
@@ -259,6 +271,25 @@ def smaller(source: TritonSource, chosen: TritonConfig) -> TritonConfig | None:
     largest = max(sizes, key=lambda n: sizes[n])
     constants = tuple((n, v // 2 if n == largest else v) for n, v in chosen.constants)
     return replace(chosen, constants=constants)
+
+
+def lesser(source: TritonSource, refused: TritonConfig) -> Iterator[TritonConfig]:
+    """What asks for less than a configuration that the card refused: of those listed, then ever
+    smaller blocks, then fewer threads."""
+
+    def size(c: TritonConfig) -> int:
+        return math.prod(v for _, v in c.constants if type(v) is int and v)
+
+    for c in source.configs:
+        if c != refused and c.num_warps <= refused.num_warps and size(c) <= size(refused):
+            yield c
+    less = refused
+    while (found := smaller(source, less)) is not None:
+        less = found
+        yield less
+    while less.num_warps > 1:
+        less = replace(less, num_warps=less.num_warps // 2)
+        yield less
 
 
 def too_big(source: TritonSource) -> BuildError:

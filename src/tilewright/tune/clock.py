@@ -244,10 +244,14 @@ def sets_beyond_cache(size: int, device: torch.device) -> int:
     return max(1, min(8, 2 * cache // max(size, 1) + 1))
 
 
-def filled(dtype: torch.dtype, count: int, device: torch.device) -> torch.Tensor:
-    """Memory with plausible contents: small floats, and integers that are safe as indices. The
-    user's random numbers are not touched."""
+def filled(dtype: torch.dtype, count: int, device: torch.device, high: int = 0) -> torch.Tensor:
+    """Memory with plausible contents: small floats, and integers that are safe as indices, or
+    positions below `high` in any order, each as rarely as can be. The user's random numbers are
+    not touched."""
+    generator = torch.Generator(device).manual_seed(0)
+    if high > 1 and not dtype.is_floating_point:
+        order = torch.randperm(count, generator=generator, device=device)
+        return (order % high).to(dtype)
     if not dtype.is_floating_point:
         return torch.zeros(count, dtype=dtype, device=device)
-    generator = torch.Generator(device).manual_seed(0)
     return torch.rand(count, generator=generator, device=device).to(dtype)

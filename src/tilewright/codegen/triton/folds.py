@@ -124,13 +124,21 @@ class ArgFold(Fold):
         return [(TYPE[self.dtype], self.start), (index, _NO_PLACE[index])]
 
     def left(self) -> list[str]:
-        return self.again([self.name, f"{self.name}_at"])
+        return self._extreme(self.name, f"{self.name}_at")
+
+    def _extreme(self, values: str, places: str) -> list[str]:
+        """The extreme, then the first place that has it: two folds of one number take less than one
+        of both."""
+        w, kind = self.w, COMBINE[self.kind.removeprefix("arg")]
+        top = w.let(f"tl.reduce({values}, 1, {kind}, keep_dims=True)")
+        there = f"tri.having({top}, {values}, {places}, {_NO_PLACE[w.index_type]})"
+        return [top, w.let(f"tl.reduce({there}, 1, tri.minimum, keep_dims=True)")]
 
     def taken(self, names: Sequence[str]) -> None:
         self.w.know(self.node, self.w.let(f"{names[1]}.to(tl.int64)"))
 
     def whole(self) -> None:
-        self.taken(self.again([self.w.let(self._tile()), self.w.let(self._places())]))
+        self.taken(self._extreme(self.w.let(self._tile()), self.w.let(self._places())))
 
     def _in_order(self) -> bool:
         """Whether later rounds of the loop have later places: the first of equals is kept then."""
@@ -238,9 +246,10 @@ class WelfordFold(Fold):
             assert self.axis is not None
             w, a = self.w, self.axis
             rounds = f"({a.name}last - {a.name}first - {a.name}base + {a.block} - 1) // {a.block}"
-            lanes = f"tl.maximum({rounds}, 0).to({TYPE[self.dtype]})"
-            w.line(f"{self._names[2]} = tl.broadcast_to({lanes}, {w.shape(self.support)})")
-        return self.again(self._names)
+            w.line(f"{self._names[2]} = tl.maximum({rounds}, 0).to({TYPE[self.dtype]})")
+        made = [self.w.fresh() for _ in self._names]
+        self.w.line(f"{', '.join(made)} = tri.moments({', '.join(self._names)})")
+        return made
 
     def taken(self, names: Sequence[str]) -> None:
         self._give(names[0], names[1])

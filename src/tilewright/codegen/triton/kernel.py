@@ -29,7 +29,7 @@ from tilewright.codegen.triton.shape import (
 from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SIGNATURE, STEPS, cast
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads, substitute, walk
+from tilewright.ir.expr import Expr, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
@@ -52,6 +52,8 @@ class Param:
     argument: str  # its name in the text
     multiple: int = 1  # expected of its address or value: to be checked at the call
     hint: int | None = None  # a likely value of a number
+    high: int = 0  # of a buffer of positions: likely how many places there are
+    meets: str = ""  # how stores to a buffer combine that may meet, where their order matters
 
 
 @dataclass(frozen=True)
@@ -236,9 +238,12 @@ class Kernel:
 
     def _params(self) -> tuple[Param, ...]:
         found: list[Param] = []
+        members = self.shape.members
+        high, meets = positions(members), meeting(members, self.buffers)
         for buffer, name in self.pointers.items():
             dtype = self.buffers[buffer].dtype
-            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 16))
+            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 16,
+                               high=high.get(buffer, 0), meets=meets.get(buffer, "")))  # fmt: skip
         for e, name in self.numbers.items():
             if e.dtype == torch.float64:
                 found.append(Param("float", e.arg.name, "fp64", name))
@@ -488,8 +493,7 @@ class Kernel:
         if self._one_per_row(support):
             block = next((a.block for a in support), "1")
             masked = f", tl.reshape({mask}, [{block}]), other=0" if mask else ""
-            place = f"tl.reshape({place}, [{block}])" if support else (
-                f"(tl.full([1], 0, {w.index_type}) + {w.index(node.src[0])})")  # fmt: skip
+            place = f"tl.reshape({place}, [{block}])"
             return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
         masked = f", {mask}, other=0" if mask else ""
         return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{policy})"
@@ -621,6 +625,30 @@ def valued(exprs: Sequence[Expr], stores: Sequence[Store]) -> frozenset[Expr]:
         found |= {s for s in operands if s.op == "sym"}
     found |= {s.value for s in stores if s.value.op == "sym"}
     return frozenset(found)
+
+
+def positions(members: Sequence[Nest]) -> dict[str, int]:
+    """Buffers of numbers that are positions and nothing else, and likely how many places there
+    are."""
+    found: dict[str, int] = {}
+    exprs = [e for m in members for e in m.exprs]
+    for node in walk(*exprs):
+        if node.op == "index":
+            size = ix.likely(node.src[1])
+            for n in loads(node.src[0]):
+                found[n.arg] = min(size, found.get(n.arg, size))
+    plain = [rewrite(e, lambda node, src: ix.ZERO if node.op == "index" else None) for e in exprs]
+    for n in loads(*plain):
+        found.pop(n.arg, None)
+    return found
+
+
+def meeting(members: Sequence[Nest], buffers: Mapping[str, Buffer]) -> dict[str, str]:
+    """Buffers that stores may meet in, as they go to positions that were read, and how they combine
+    where what they leave depends on which comes first."""
+    stores = [s for m in members for s in m.stores if any(n.op == "index" for n in walk(s.index))]
+    return {s.buffer: s.mode for s in stores if s.mode == "set" or (
+        s.mode in ("add", "mul") and buffers[s.buffer].dtype.is_floating_point)}  # fmt: skip
 
 
 def _adds_one(e: Expr) -> bool:
