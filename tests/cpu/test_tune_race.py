@@ -66,6 +66,19 @@ def test_drift_of_the_machine_meets_all_alike(clock, monkeypatch):
     assert choose(*trials).winner is trials[-1]
 
 
+def test_a_library_is_not_given_up_for_slow_first_samples(clock):
+    """It comes first, when the machine may still be busy with what was before."""
+    library, other = aten(10.0), Fake("other", 10.0)
+    taken: Counter[str] = Counter()
+
+    def busy_at_first(trial: Fake) -> None:
+        taken[trial.name] += 1
+        library.us = 14.0 if taken[library.name] <= 7 else 10.0
+
+    clock.is_quiet, clock.on_sample = False, busy_at_first
+    assert choose(library, other).winner is library
+
+
 def same_winners(clock: FakeClock, problems: int, noise: float, bias: float) -> tuple[float, float]:
     """Of twenty tunings of each problem: the part with the most common winner, and how far apart
     the true times of two winners are at most."""

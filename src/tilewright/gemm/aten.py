@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,14 +40,23 @@ class AtenCall:
         return f"extern_kernels.{name}{' of padded operands' if self.padded else ''}"
 
     def __call__(self, *args: Any) -> None:
+        self.bound(*args)()
+
+    def bound(self, *args: Any) -> Callable[[], Any]:
+        """The call on memory that stays where it is. Finding the windows anew each time takes as
+        long as a small product."""
         given = dict(zip(self.names, args, strict=True))
         *operands, out = (_window(v, given) for v in self.views)
         if self.padded:
-            made = getattr(torch, self.op)(*_padded(*operands))
-            out.copy_(made.narrow(-1, 0, out.shape[-1]))
-            return
+            return functools.partial(_of_padded, self.op, operands, out)
         more = [] if self.dtype is None else [self.dtype]
-        into(self.op, self.dtype)(*operands, *more, **dict(self.scale), out=out)
+        op = into(self.op, self.dtype)
+        return functools.partial(op, *operands, *more, **dict(self.scale), out=out)
+
+
+def _of_padded(op: str, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    made = getattr(torch, op)(*_padded(*operands))
+    out.copy_(made.narrow(-1, 0, out.shape[-1]))
 
 
 def _padded(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

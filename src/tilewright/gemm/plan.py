@@ -18,6 +18,7 @@ import torch
 from tilewright import config
 from tilewright.gemm import analysis
 from tilewright.gemm.analysis import Resources
+from tilewright.gemm.aten import AtenCall
 from tilewright.gemm.fuse import Fusion
 from tilewright.gemm.problem import takes_tf32
 from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
@@ -73,6 +74,9 @@ class Part:
                 addresses = [[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in one]
                              for one in sets]  # fmt: skip
                 return lambda _, which: built.function(*addresses[which])
+            case AtenCall():
+                calls = [self.source.bound(*given) for given in sets]
+                return lambda _, which: calls[which]()
             case _:
                 call = self.source
                 return lambda _, which: call(*sets[which])

@@ -23,6 +23,7 @@ ROUNDS = ((1.5, 2), (1.2, 3))
 # least advantage has to be here every time, or equals would take turns in winning.
 FINAL = 1.05
 FINALISTS = 16
+LIBRARY = 1.5  # on a noisy machine a library within this factor of the best is in the finals
 LEAST_TURNS, MOST_TURNS = 12, 1024  # looked at after the first, then at twice as many
 QUIET, NOISY = 0.8, 0.3  # seconds after which the finals end: more does not settle a noisy machine
 # Of the time: where memory lies changes a time by as much (H200), so more turns would not tell what
@@ -43,18 +44,20 @@ def look(choice: ChoiceCaller, best: float, take: Take) -> None:
             return
 
 
-def halved(choices: Sequence[ChoiceCaller], take: Take, late: Late) -> list[ChoiceCaller]:
-    """Those that may still win, fastest first."""
+def halved(choices: Sequence[ChoiceCaller], take: Take, late: Late, library: float = 1.0
+           ) -> list[ChoiceCaller]:  # fmt: skip
+    """Those that may still win, fastest first, and a library within that factor of the best: timed
+    first, it may have met a machine that was busy with what was before."""
     alive = _fastest(choices)
     for within, more in ROUNDS:
-        alive = _few(_within(alive, within), max(FINALISTS, (len(alive) + 1) // 2))
+        alive = _few(_within(alive, within, library), max(FINALISTS, (len(alive) + 1) // 2))
         for _ in range(more):
             if late() or len(alive) == 1:
                 break
             alive = [c for c in alive if take(c)]
         alive = _fastest(alive)
     noise = max((c.time.noise for c in alive[:2]), default=0.0)
-    return _few(_within(alive, FINAL + min(MOST_NOISE, noise)), FINALISTS)
+    return _few(_within(alive, FINAL + min(MOST_NOISE, noise), library), FINALISTS)
 
 
 def _few(fastest: Sequence[ChoiceCaller], most: int) -> list[ChoiceCaller]:
@@ -66,8 +69,10 @@ def _fastest(choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
     return sorted((c for c in choices if not c.reason), key=lambda c: c.time.median_us)
 
 
-def _within(fastest: Sequence[ChoiceCaller], factor: float) -> list[ChoiceCaller]:
-    return [c for c in fastest if c.time.median_us <= factor * fastest[0].time.median_us]
+def _within(fastest: Sequence[ChoiceCaller], factor: float, library: float) -> list[ChoiceCaller]:
+    best = fastest[0].time.median_us if fastest else 0.0
+    return [c for c in fastest if c.time.median_us
+            <= best * (max(factor, library) if c.trial.is_library else factor)]  # fmt: skip
 
 
 def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float) -> None:

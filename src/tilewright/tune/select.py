@@ -291,7 +291,8 @@ class _Tuning:
             hopeful = self._hopeful(order) if clock.is_quiet else order
             self._look(self._built(hopeful, all_first=not clock.is_quiet))
             tried = [c for c in order if c.samples and not c.reason]
-            fastest = race.halved(tried, self._take, self._late)
+            library = 1.0 if clock.is_quiet else race.LIBRARY
+            fastest = race.halved(tried, self._take, self._late, library)
             if not self._late():
                 finalists = self._levelled(self._verified(fastest))
                 race.finals([c for c in order if c in finalists], self._take, self._late,
