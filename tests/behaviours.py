@@ -42,11 +42,6 @@ GROUPS: dict[str, tuple[str, int]] = {
 DOES_NOT_APPLY: dict[str, str] = {
     "MP-2": "host programs are Python: a tensor carved out of a pool keeps the pool alive itself",
     "MP-3": "programs are not packaged ahead of time; the size of a pool is computed at each call",
-    "CK-5": "not built on cards, where every kernel has a launch and blocks of its own; kernels "
-    "that share a launch on the CPU have no blocks",
-    "CK-8": "not built: launches are shared on the CPU alone, where there are no blocks to tune",
-    "GB-4": "products of different shapes stay apart: each is tuned with what is fused to it, and "
-    "a grouped kernel would share that among all; gates of one shape are batched (GB-1, GB-3)",
 }
 """Behaviours that no test carries, and why: not built, or not of a structure like ours."""
 

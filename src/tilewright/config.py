@@ -115,9 +115,9 @@ max_pointwise_cat_inputs: int = option(
 batch_fusion: str = option(
     "",
     "Which ops that are alike and need nothing of each other are one batched op: `linear`, "
-    "`layer_norm`, `pointwise`, separated by commas.",
+    "`group_linear` (of different sizes), `layer_norm`, `pointwise`, separated by commas.",
     affects_code=True,
-    check=each_of("linear", "layer_norm", "pointwise"),
+    check=each_of("linear", "group_linear", "layer_norm", "pointwise"),
 )
 batch_fusion_min_size: int = option(
     5, "Fewest ops that are worth a batch.", affects_code=True, check=at_least(2)

@@ -13,7 +13,7 @@ import torch.fx
 
 from tilewright import config, dump, metrics
 from tilewright.codegen.cpp import kernel as cpp
-from tilewright.codegen.triton import kernel as triton
+from tilewright.codegen.triton import generate as triton
 from tilewright.codegen.triton.epilogue import with_epilogues
 from tilewright.errors import stage
 from tilewright.gemm import provider

@@ -19,7 +19,7 @@ from tests.compile.as_cuda import as_cuda, as_fake_cuda
 from tests.ours import torch_may_take_over
 from tests.programs import check, compiled, fresh_compiler, leaf  # noqa: F401
 from tilewright import metrics, pipeline, testing
-from tilewright.codegen.triton import kernel as triton
+from tilewright.codegen.triton import generate as triton
 from tilewright.errors import CodegenError
 
 

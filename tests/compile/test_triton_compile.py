@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.compile.cubin import build, kernels_of
 from tests.cpu import test_ir_ops as rows
 from tests.fuzz.build import Build
-from tilewright.codegen.triton.kernel import generate
+from tilewright.codegen.triton.generate import generate
 from tilewright.ir.build import op
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Store

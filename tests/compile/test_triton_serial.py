@@ -7,7 +7,7 @@ import torch
 
 from tests.compile.interp import TARGET, runner
 from tests.fuzz.build import Build
-from tilewright.codegen.triton.kernel import generate
+from tilewright.codegen.triton.generate import generate
 from tilewright.ir import build
 from tilewright.ir.program import Store
 from tilewright.schedule.group import Group

@@ -170,3 +170,60 @@ def test_results_share_no_memory_and_arguments_are_changed_in_order() -> None:
         found = check(function, torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4),
                       tolerance={"rtol": 1e-5, "atol": 1e-5})  # fmt: skip
     assert len({t.untyped_storage().data_ptr() for t in found}) == 3
+
+
+# ---- products of different shapes
+
+
+SHAPES = ((6, 5, 7), (4, 5, 7), (6, 3, 8), (5, 5, 5))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_gb_04_linears_of_different_shapes_are_one_product(bias: bool) -> None:
+    def function(*given: Tensor) -> list[Tensor]:
+        return [F.linear(x, w, b if bias else None).relu()
+                for x, w, b in zip(given[::3], given[1::3], given[2::3], strict=True)]  # fmt: skip
+
+    inputs = [leaf(*size) for m, k, n in SHAPES for size in ((m, k), (n, k), (n,))]
+    with config.patch(batch_fusion="group_linear"):
+        check(function, *inputs, tolerance={"rtol": 1e-5, "atol": 1e-5})
+    assert batches("group_linear") == 3  # forward, gradients of the rows and of the weights
+
+
+def test_gb_04_little_is_computed_for_nothing() -> None:
+    """A long product stays by itself; those of one shape need no zeros."""
+
+    def function(a: Tensor, b: Tensor, c: Tensor, w: Tensor) -> list[Tensor]:
+        return [a @ w, b @ w, c @ w]
+
+    inputs = torch.randn(8, 4), torch.randn(200, 4), torch.randn(8, 4), torch.randn(4, 4)
+    with config.patch(batch_fusion="group_linear"):
+        check(function, *inputs, tolerance={"rtol": 1e-5, "atol": 1e-5})
+    assert batches("group_linear") == 1
+
+
+def test_gb_04_infinities_stay_where_they_are() -> None:
+    def function(a: Tensor, b: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+        return [a @ v, b @ w]
+
+    a, b, v, w = torch.randn(4, 4), torch.randn(5, 3), torch.randn(4, 3), torch.randn(3, 4)
+    a[0, 0], w[1, 1] = float("inf"), float("nan")
+    with config.patch(batch_fusion="group_linear"):
+        check(function, a, b, v, w, tolerance={"rtol": 1e-5, "atol": 1e-5})
+    assert batches("group_linear") == 1
+
+
+def test_gb_04_gates_are_batched_as_a_whole() -> None:
+    """Two linears, a sigmoid and a product for each of three inputs: one product for all linears,
+    one kernel's worth of each pointwise op."""
+    gate, transform = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def function(*given: Tensor) -> Tensor:
+        return torch.cat([gate(x) * torch.sigmoid(transform(x)) for x in given], -1)
+
+    with config.patch(batch_fusion="linear,pointwise"), torch.no_grad():
+        check(function, *(torch.randn(6, 5) for _ in range(3)),
+              tolerance={"rtol": 1e-5, "atol": 1e-5})  # fmt: skip
+    assert batches("linear") == 1
+    assert batches("aten.sigmoid.default") == 1 and batches("aten.mul.Tensor") == 1
+    assert batches("pointwise") == 2

@@ -686,3 +686,57 @@ def test_what_a_kernel_refers_to_is_in_its_identity() -> None:
             torch._dynamo.reset()
             torch.testing.assert_close(compiled(simple(make(factor)))(x), x * factor)
         assert metrics.cache_misses == 2
+
+
+# ---- outputs that are overwritten whole
+
+
+@triton.jit
+def half_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n), mask=at < n // 2)
+
+
+@triton.jit
+def every_other_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = 2 * (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(out + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def sometimes_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) > 0:
+        tl.store(out + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def copy_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "programs", "n", "filled"),
+    [
+        (copy_kernel, 3, 40, False), (copy_kernel, 2, 40, True), (copy_kernel, 3, 39, True),
+        (half_kernel, 3, 40, True), (every_other_kernel, 3, 40, True),
+        (sometimes_kernel, 3, 40, True),
+    ],
+    ids=["whole", "few programs", "not the last", "half", "every other", "sometimes"],
+)  # fmt: skip
+def test_only_what_is_overwritten_whole_is_not_initialised(
+    kernel: Any, programs: int, n: int, filled: bool
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        out = torch.full_like(x, 7.0)
+        kernel[(programs,)](x, out, n, BLOCK=16)
+        return out
+
+    x = torch.randn(40)
+    metrics.reset()
+    found = compiled(function)(x)
+    expected = torch.full_like(x, 7.0)
+    user.eager(kernel)[(programs,)](x, expected, n, BLOCK=16)
+    torch.testing.assert_close(found, expected)
+    assert metrics.generated_kernel_count == filled

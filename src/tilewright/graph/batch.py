@@ -3,13 +3,16 @@
 `config.batch_fusion` names what is batched. Operands are stacked, the op runs once over all of
 them, and every user takes its part of the result. One product of many small matrices keeps a
 processor busy where each alone does not; the price is the copy that stacks the operands, so nothing
-is batched unless asked for.
+is batched unless asked for. Products of different sizes (`group_linear`) are one too, with zeros
+around the smaller operands.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,31 +35,44 @@ def batch(gm: torch.fx.GraphModule) -> None:
     """Batch what `config.batch_fusion` names, in place."""
     wanted = [name.strip() for name in config.batch_fusion.split(",") if name.strip()]
     for name in wanted:
-        key, make = KINDS[name]
+        kind = KINDS[name]
         written = Facts(gm.graph).written
         alike: dict[Hashable, list[Node]] = {}
         for node in gm.graph.nodes:
-            found = key(node) if node.op == "call_function" and node.users else None
+            found = kind.key(node) if node.op == "call_function" and node.users else None
             if found is not None and not _touches(node, written):
                 alike.setdefault(found, []).append(node)
         for nodes in alike.values():
-            metrics.counters["batch_fusion"][name] += _batch_alike(gm.graph, nodes, make)
+            count = _batch_alike(gm.graph, nodes, kind)
+            metrics.counters["batch_fusion"][name] += count
+            if count and kind.by_target:
+                metrics.counters["batch_fusion"][str(nodes[0].target)] += count
     if wanted:
         gm.graph.lint()
         gm.recompile()
 
 
-def _batch_alike(graph: torch.fx.Graph, nodes: Sequence[Node],
-                 make: Callable[[Maker, Sequence[Node]], Results]) -> int:  # fmt: skip
+@dataclass(frozen=True)
+class Kind:
+    """What may be batched: nodes of one `key`, of a choice of them those that `keep` leaves (the
+    first is one), by what `make` puts in their place."""
+
+    key: Callable[[Node], Hashable | None]
+    make: Callable[[Maker, Sequence[Node]], Results]
+    keep: Callable[[Sequence[Node]], Sequence[Node]] = lambda nodes: nodes
+    by_target: bool = False  # counted by operator, too
+
+
+def _batch_alike(graph: torch.fx.Graph, nodes: Sequence[Node], kind: Kind) -> int:
     """How many batches were made of them."""
     left, count = list(nodes), 0
     while len(left) >= config.batch_fusion_min_size:
         # a batch makes its members' users wait for all its operands: the rest is looked at anew
-        chosen = independent_subset(left, ancestors(graph, left))
+        chosen = kind.keep(independent_subset(left, ancestors(graph, left)))
         if len(chosen) >= config.batch_fusion_min_size and _make_room(graph, chosen):
             count += 1
             maker = Maker(chosen[-1].next, chosen[-1])
-            for old, new in make(maker, chosen).items():
+            for old, new in kind.make(maker, chosen).items():
                 new.meta["val"] = old.meta["val"]  # results share no memory that they did not
                 old.replace_all_uses_with(new)
             for node in chosen:
@@ -147,6 +163,69 @@ def _linears(make: Maker, nodes: Sequence[Node]) -> Results:
     return _parts(make, nodes, make(aten.baddbmm.default, bias, left, right))
 
 
+# products of different sizes are made of one size by zeros: at most so many times the arithmetic
+MOST_PADDED = 2.0
+
+
+def _group_key(node: Node) -> Hashable | None:
+    layouts = _linear_key(node)
+    if layouts is None or _extents(node) is None:
+        return None
+    value = node.meta["val"]
+    return node.target, value.dtype, value.device
+
+
+def _extents(node: Node) -> tuple[int, int, int] | None:
+    """Rows, inner size and columns of a product, where they are known and none is zero."""
+    (m, k), n = node.args[-2].meta["val"].shape, node.args[-1].meta["val"].shape[1]  # type: ignore[union-attr]
+    if any(isinstance(e, torch.SymInt) or not e for e in (m, k, n)):
+        return None
+    return m, k, n
+
+
+def _largest(nodes: Sequence[Node]) -> tuple[int, ...]:
+    return tuple(max(sizes) for sizes in zip(*filter(None, map(_extents, nodes)), strict=True))
+
+
+def _near(nodes: Sequence[Node]) -> Sequence[Node]:
+    """The first, and of the others those with which little is computed for nothing."""
+    chosen = [nodes[0]]
+    for node in nodes[1:]:
+        both = [*chosen, node]
+        wanted = sum(math.prod(_extents(n) or ()) for n in both)
+        if len(both) * math.prod(_largest(both)) <= MOST_PADDED * wanted:
+            chosen = both
+    return chosen
+
+
+def _grouped(make: Maker, nodes: Sequence[Node]) -> Results:
+    m, k, n = _largest(nodes)
+    left = stacked(make, [_padded(make, node.args[-2], m, k) for node in nodes])
+    right = stacked(make, [_padded(make, node.args[-1], k, n) for node in nodes])
+    if nodes[0].target is aten.mm.default:
+        whole = make(aten.bmm.default, left, right)
+    else:
+        rows = stacked(make, [_padded(make, node.args[0], n) for node in nodes])
+        whole = make(aten.baddbmm.default, make(aten.unsqueeze.default, rows, 1), left, right)
+    found: Results = {}
+    for node, part in _parts(make, nodes, whole).items():
+        rows, _, columns = _extents(node) or (0, 0, 0)
+        for dim, size, most in ((0, rows, m), (1, columns, n)):
+            part = part if size == most else make(aten.slice.Tensor, part, dim, 0, size)
+        found[node] = part
+    return found
+
+
+def _padded(make: Maker, node: Any, *sizes: int) -> Node:
+    """A tensor with zeros behind it in each dimension."""
+    value = node.meta["val"]
+    if _is_transposed(node) and len(sizes) == 2:  # as it is in memory
+        return make(aten.t.default, _padded(make, node.args[0], *reversed(sizes)))
+    room = [n for size, whole in zip(reversed(value.shape), reversed(sizes), strict=True)
+            for n in (0, whole - size)]  # fmt: skip
+    return make(aten.constant_pad_nd.default, node, room, 0.0) if any(room) else node
+
+
 def _norm_key(node: Node) -> Hashable | None:
     if node.target is not aten.native_layer_norm.default or len(node.args) != 5:
         return None
@@ -202,12 +281,12 @@ def _pointwise(make: Maker, nodes: Sequence[Node]) -> Results:
     return _parts(make, nodes, make(first.target, *args, **first.kwargs))
 
 
-KINDS: dict[str, tuple[Callable[[Node], Hashable | None],
-                       Callable[[Maker, Sequence[Node]], Results]]] = {
-    "linear": (_linear_key, _linears),
-    "layer_norm": (_norm_key, _norms),
-    "pointwise": (_pointwise_key, _pointwise),
-}  # fmt: skip
+KINDS: dict[str, Kind] = {
+    "linear": Kind(_linear_key, _linears),
+    "group_linear": Kind(_group_key, _grouped, keep=_near),
+    "layer_norm": Kind(_norm_key, _norms),
+    "pointwise": Kind(_pointwise_key, _pointwise, by_target=True),
+}
 
 
 def stacked(make: Maker, parts: Sequence[Any]) -> Node:

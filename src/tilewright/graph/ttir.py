@@ -12,11 +12,12 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from tilewright.graph.overwrites import Blocks, overwritten
 from tilewright.graph.user_kernels import Parameter, Setting, Unmovable, UserKernel, literal
 
 log = logging.getLogger("tilewright.graph")
@@ -34,11 +35,13 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Accesses:
-    """Names of arguments; `reason` says why all of them are named, where nothing was found out."""
+    """Names of arguments; `reason` says why all of them are named, where nothing was found out.
+    `blocks` are known of arguments that a kernel of one setting writes block by block."""
 
     reads: frozenset[str]
     writes: frozenset[str]
     reason: str = ""
+    blocks: Mapping[str, Blocks] = field(default_factory=dict[str, Blocks])
 
 
 def accesses(kernel: UserKernel, live: Any, given: Mapping[str, Any],
@@ -49,6 +52,7 @@ def accesses(kernel: UserKernel, live: Any, given: Mapping[str, Any],
                      if isinstance(given.get(p.name), torch.Tensor))  # fmt: skip
     reads: set[str] = set()
     writes: set[str] = set()
+    blocks: Mapping[str, Blocks] = {}
     try:
         for setting in _different(kernel.settings):
             constants = dict(setting.constants)
@@ -57,11 +61,12 @@ def accesses(kernel: UserKernel, live: Any, given: Mapping[str, Any],
             found = _found(kernel, live, types, values, pointers)
             reads |= found.reads
             writes |= found.writes
+            blocks = found.blocks if len(kernel.settings) == 1 else {}
     except Exception as error:  # whatever a kernel that does not compile may raise
         why = f"{type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
         log.info("what %s writes to is not known: %s", kernel.name, why)
         return Accesses(frozenset(pointers), frozenset(pointers), why)
-    return Accesses(frozenset(reads), frozenset(writes))
+    return Accesses(frozenset(reads), frozenset(writes), blocks=blocks)
 
 
 def _different(settings: Sequence[Setting]) -> Iterator[Setting]:
@@ -116,7 +121,11 @@ def _found(kernel: UserKernel, live: Any, types: dict[str, str], values: dict[st
     if kernel.text:
         key = repr((kernel.text, types, [(n, literal(v)) for n, v in values.items()]))
     if not key or key not in _known:
-        found = _analysed(module(live, types, values), pointers)
+        made = module(live, types, values)
+        found = replace(
+            _analysed(made, pointers),
+            blocks=overwritten(str(made), [n for n, kind in types.items() if kind != "constexpr"]),
+        )
         if not key:
             return found
         _known[key] = found

@@ -72,7 +72,9 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
     own = {"workspace": (torch.float32, kernel.workspace),
            "counters": (torch.int32, kernel.counters)}  # fmt: skip
     sample = [own[p.name] if p.name in own else _sample(program, p) for p in kernel.params]
-    extents = [extent for extent, _ in kernel.grid]
+    grid, *beside = (tuple((number(extent), block) for extent, block in grid)
+                     for grid in (kernel.grid, *kernel.beside))  # fmt: skip
+    extents = [extent for grid in (kernel.grid, *kernel.beside) for extent, _ in grid]
     return TritonSource(
         kernel.text,
         kernel.name,
@@ -81,7 +83,8 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
         capability=10 * major + minor,
         shared_memory=target.shared_memory,
         aligned=frozenset(p.argument for p in kernel.params if _is_aligned(p)),
-        grid=tuple((number(extent), block) for extent, block in kernel.grid),
+        grid=grid,
+        beside=tuple(beside),
         sample=(*sample, *([(torch.int64, 1)] if kernel.checked else [])),
         sizes=tuple(sorted((s.arg.name, ix.likely(s)) for s in syms(*extents))),
         device=device,

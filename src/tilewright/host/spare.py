@@ -30,7 +30,7 @@ class Spare:
     @classmethod
     def of(cls, program: Program, group: Group) -> Spare:
         known = {b: program.buffers[b] for b in group.reads | group.writes}
-        return cls._made(group.members, known, group.local)
+        return cls._made(group.nodes, known, group.local)
 
     @classmethod
     def product(cls, problem: GemmProblem) -> Spare:

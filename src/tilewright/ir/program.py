@@ -177,6 +177,7 @@ class Opaque:
     single: bool = True  # the result is one tensor, not a tuple
     aliases: bool = False  # a result may share memory with an operand
     fills: tuple[str, ...] = ()  # those of `mutates` it writes to without reading them
+    covers: tuple[str, ...] = ()  # those of `fills` of which it leaves nothing as it was
     generated: bool = False  # the target is a kernel of ours
     out: View | None = None  # where the only result is written, by a target that takes `out=`
 

@@ -270,13 +270,13 @@ class Lowering:
         return made[0] if single else type(value)(made)
 
     def launch(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
-               mutates: tuple[str, ...], fills: tuple[str, ...]) -> None:  # fmt: skip
+               mutates: tuple[str, ...], fills: tuple[str, ...], covers: tuple[str, ...]
+               ) -> None:  # fmt: skip
         """A call that gives nothing back: all it does is write to buffers, which are free."""
         self.program.nodes.append(
-            Opaque(
-                self.fresh("call"), target, args, kwargs, (), mutates, self.origin(), fills=fills
-            )
-        )
+            Opaque(self.fresh("call"), target, args, kwargs, (), mutates, self.origin(),
+                   fills=fills, covers=covers)
+        )  # fmt: skip
 
     # ---- mutation
 

@@ -7,6 +7,7 @@ the original memory where `own` allows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.fx.node import map_arg
 
 from tilewright.errors import LoweringError, at_node
 from tilewright.graph import ttir
+from tilewright.graph.overwrites import Blocks
 from tilewright.graph.user_kernels import Launch, block_of, constants_of, describe
+from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import View
 from tilewright.lower.context import Lowering, as_view, is_plain
@@ -47,8 +50,37 @@ def launched(ctx: Lowering, node: Node) -> dict[str, Tensor]:
     read = {buffers[n] for n in found.reads if n in buffers}
     read |= {b for n, b in buffers.items() if n not in owned}
     fills = tuple(b for b in mutates if b not in read)
-    ctx.launch(target, (grid,), arguments, mutates, fills)
+    known = {**dict(target.constants), **arguments}
+    covers = tuple(buffers[n] for n, blocks in found.blocks.items() if n in owned
+                   and buffers[n] in fills and _covers(ctx, blocks, known, n, grid))  # fmt: skip
+    ctx.launch(target, (grid,), arguments, mutates, fills, covers)
     return owned
+
+
+def _covers(ctx: Lowering, blocks: Blocks, arguments: dict[str, Any], name: str,
+            grid: Sequence[Any]) -> bool:  # fmt: skip
+    """Whether a launch leaves nothing of what an argument's buffer held."""
+    view: View = arguments[name]
+    buffer = ctx.program.buffers[view.buffer]
+    whole = (view.size, view.stride, view.offset) == (buffer.size, buffer.stride, ix.ZERO)
+    end = arguments.get(blocks.end) if isinstance(blocks.end, str) else blocks.end
+    if not whole or not buffer.is_dense or view.dtype != buffer.dtype or len(grid) != 1:
+        return False
+    if blocks.end is not None and not (
+        isinstance(end, (int, Expr)) and ix.known_le(buffer.numel, end)
+    ):
+        return False
+    programs = 1 if blocks.axis is None else _along(grid[0], blocks.axis)
+    if ix.known_le(buffer.numel, ix.mul(programs, blocks.block)):
+        return True
+    # rounded up: known of the numerator
+    return (isinstance(programs, Expr) and programs.op == "ifloordiv"
+            and programs.src[1] is ix.as_index(blocks.block)
+            and ix.known_le(ix.add(buffer.numel, blocks.block - 1), programs.src[0]))  # fmt: skip
+
+
+def _along(grid: Sequence[Any], axis: int) -> Any:
+    return grid[axis] if axis < len(grid) else 1
 
 
 def _target(node: Node, given: dict[str, Any]) -> tuple[Launch, ttir.Accesses]:

@@ -329,6 +329,9 @@ class Interpreted:
         exec(compile(text, file, "exec"), namespace)
         kernel = namespace[name]
         self._fn = interpreter.FunctionRewriter(getattr(kernel, "fn", kernel)).rewrite_ast()
+        for other, value in list(namespace.items()):  # what the kernel calls
+            if other != name and isinstance(value, JITFunction):
+                namespace[other] = interpreter.FunctionRewriter(value.fn).rewrite_ast()
         self._waits = "tri.meet(" in text
         self._types = [tl.str_to_ty(t, None) for t in types]
         self._blocks = {name: tl.constexpr(size) for name, size in blocks.items()}

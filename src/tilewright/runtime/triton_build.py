@@ -73,12 +73,12 @@ class TritonSource:
     `aligned` names those taken for multiples of 16. `options` hold for every configuration.
 
     Its grid is the product of each extent (Python text, in the host program's names) divided by its
-    block (a constant's name, or a number), rounded up. `wide` is the same kernel with 64-bit
-    indices, for calls with sizes that need them. `sample` are likely values of the parameters: a
-    number, or a `Sample` of a buffer. A `scratched` kernel is called with one address
-    more: memory for Triton's own use. `unaligned` takes calls with arguments that are no multiples
-    of 16, where the same text would not do. One that `shrinks` may be built with smaller blocks
-    than any of its configurations has, if none of them fits.
+    block (a constant's name, or a number), rounded up, and the grids `beside` it are added. `wide`
+    is the same kernel with 64-bit indices, for calls with sizes that need them. `sample` are likely
+    values of the parameters: a number, or a `Sample` of a buffer. A `scratched` kernel is called
+    with one address more: memory for Triton's own use. `unaligned` takes calls with arguments that
+    are no multiples of 16, where the same text would not do. One that `shrinks` may be built with
+    smaller blocks than any of its configurations has, if none of them fits.
     """
 
     text: str
@@ -98,6 +98,12 @@ class TritonSource:
     options: tuple[tuple[str, Any], ...] = FLOATS
     order_of: tuple[str, ...] = ()  # all its parameters, if constants are not the last of them
     shrinks: bool = False
+    beside: tuple[tuple[tuple[str, str], ...], ...] = ()
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """The constants its grid depends on."""
+        return frozenset(name for grid in (self.grid, *self.beside) for _, name in grid)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -106,9 +112,13 @@ class TritonSource:
     def programs(self, chosen: TritonConfig) -> str:
         """The number of programs, as text of the host program."""
         blocks = dict(chosen.constants)
-        sizes = [(extent, int(blocks.get(name, name))) for extent, name in self.grid]
-        parts = [f"(({extent}) + {block - 1}) // {block}" for extent, block in sizes]
-        return " * ".join(f"({part})" for part in parts) or "1"
+
+        def product(grid: tuple[tuple[str, str], ...]) -> str:
+            sizes = [(extent, int(blocks.get(name, name))) for extent, name in grid]
+            parts = [f"(({extent}) + {block - 1}) // {block}" for extent, block in sizes]
+            return " * ".join(f"({part})" for part in parts) or "1"
+
+        return " + ".join(product(grid) for grid in (self.grid, *self.beside))
 
     def order(self, chosen: TritonConfig) -> dict[str, Any]:
         constants = dict(chosen.constants)
@@ -264,7 +274,7 @@ class _Workshop:
 def smaller(source: TritonSource, chosen: TritonConfig) -> TritonConfig | None:
     """The configuration with its largest block half as large; None where there is none. The grid
     grows by it; blocks that are not of the grid stay, for a row may have to be whole."""
-    names = {block for _, block in source.grid}
+    names = source.blocks
     sizes = {n: v for n, v in chosen.constants if n in names and type(v) is int and v > 1}
     if not source.shrinks or not sizes:
         return None

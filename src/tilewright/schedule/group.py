@@ -22,7 +22,7 @@ from tilewright.schedule.cost import Footprint, Prices, footprint
 from tilewright.schedule.depend import dependences
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
 from tilewright.schedule.limits import combo_kind, unsuited
-from tilewright.schedule.mixed import fit_in_order, wasteful
+from tilewright.schedule.mixed import fit_in_order, shared, starved, wasteful
 from tilewright.schedule.order import Gap, Order
 from tilewright.schedule.segments import segments_of
 from tilewright.target import Target
@@ -30,6 +30,7 @@ from tilewright.target import Target
 NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either side
 MOST_TRIES = 3  # of one pair of groups
 MOST_OPEN = 4  # launches that a group is tried with
+MOST_SHARED = 32 << 20  # bytes a kernel that shares its launch moves: a few microseconds
 LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
 
@@ -248,9 +249,8 @@ class Search:
     def combine(self) -> None:
         """Let groups that need nothing of each other share a launch: those that fill parts of one
         buffer, and all that are alike where `combo_kernels` asks for it."""
-        # a Triton kernel has one grid: on a card each group is launched by itself
         fit = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
-               if not self.shape[k].serial and not self._target(k).is_gpu]  # fmt: skip
+               if not self.shape[k].serial and self._may_share(k)]  # fmt: skip
         writers: dict[str, list[int]] = {}
         for k in fit:
             for b, touch in self.touch[k].items():
@@ -266,6 +266,15 @@ class Search:
                     kinds.setdefault((self.device[k], *kind), []).append(k)
             for ks in kinds.values():
                 self._share_launches(ks, config.combo_kernel_max_num_nodes)
+
+    def _may_share(self, k: int) -> bool:
+        """On a card a launch is shared where that is asked for, by kernels that take about as long
+        as a launch, and are not to be cut into chunks."""
+        target, fit = self._target(k), self.shape[k]
+        if not target.is_gpu:
+            return True
+        return (config.combo_kernels and self.prices.bytes(self.touch[k]) <= MOST_SHARED
+                and shared(fit, target) < 2 and not starved(fit, target))  # fmt: skip
 
     def _share_launches(self, ks: Sequence[int], most: int) -> None:
         open_: list[int] = []

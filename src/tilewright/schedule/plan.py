@@ -71,14 +71,16 @@ def planned(grouping: Grouping) -> Schedule:
 
 
 def _live(program: Program) -> set[str]:
-    """Nodes something visible depends on. An opaque call is kept: it may have effects."""
+    """Nodes something visible depends on. An opaque call is kept: it may have effects. What was in
+    a buffer before a call covers it is needed by none."""
     needed = {o.buffer for o in program.outputs if isinstance(o, View)}
     needed |= {b.name for b in program.buffers.values() if b.kind == "input"}
     live: set[str] = set()
     for node in reversed(program.nodes):
         if not isinstance(node, Nest) or node.writes & needed:
             live.add(node.name)
-            needed |= node.reads
+            covered = set[str]() if isinstance(node, Nest) else {*node.covers}
+            needed = (needed - covered) | (node.reads - covered)
     return live
 
 

@@ -6,10 +6,11 @@ what the model's configuration computes, and remembered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from string import ascii_uppercase
 from typing import Any
 
 import torch
@@ -70,9 +71,11 @@ def measured(source: TritonSource, first: Built) -> Built:
         return first
     bench.reference = first
     subject = _subject(source, bench)
-    others = [c for c in source.configs if c != first.config]
+    best = _Configured(bench, first.config)
     try:
-        best = _raced(subject, [_Configured(bench, c) for c in (first.config, *others)])
+        for choices in turns(source):
+            others = [c for c in (change(best.config) for change in choices) if c != best.config]
+            best = _raced(subject, [best, *(_Configured(bench, c) for c in dict.fromkeys(others))])
         if config.coordinate_descent_tuning:
             best = _descended(subject, bench, best)
     except NoValidChoicesError:
@@ -80,6 +83,30 @@ def measured(source: TritonSource, first: Built) -> Built:
     metrics.counters["tune"]["kernels measured"] += 1
     records.choose(subject, _manner(), Choice(best.key, best.description))
     return best.built
+
+
+Change = Callable[[TritonConfig], TritonConfig]
+
+
+def turns(source: TritonSource) -> list[list[Change]]:
+    """What is tried at once. All configurations; but of kernels that share a launch one's blocks
+    after the other's, those with most work first, each beside the best of those before."""
+    first, *others = source.configs
+    if not source.beside:
+        return [[lambda _, c=c: c for c in others]]
+    found: dict[str, list[Change]] = {}
+    which = ""
+    for c in others:
+        changed = {n: v for (n, v), old in zip(c.constants, first.constants, strict=True)
+                   if (n, v) != old}  # fmt: skip
+        which = next((n.lstrip(ascii_uppercase) for n in changed), which)
+        found.setdefault(which, []).append(partial(_changed, constants=changed, like=c))
+    return list(found.values())
+
+
+def _changed(at: TritonConfig, constants: dict[str, Any], like: TritonConfig) -> TritonConfig:
+    return replace(at, constants=tuple((n, constants.get(n, v)) for n, v in at.constants),
+                   num_warps=like.num_warps)  # fmt: skip
 
 
 def _raced(subject: Subject, trials: Sequence[_Configured]) -> _Configured:
@@ -230,7 +257,7 @@ def _neighbours(source: TritonSource, at: TritonConfig) -> Iterator[TritonConfig
     """One number larger or smaller by a factor of two. A block larger than all that the kernel was
     written for may not divide an axis that it does not mask; a smaller one of a loop inside the
     kernel may not cover a row that is held as a whole."""
-    parallel = {block for _, block in source.grid}
+    parallel = source.blocks
     either = "HELD" in dict(at.constants)  # rows held or walked: blocks of one are not the other's
     for k, (name, value) in enumerate(at.constants):
         if either and name not in parallel:

@@ -6,5 +6,6 @@
 - `emit.py`    expressions as statements, each common subexpression once
 - `folds.py`   reductions and scans; `online.py` softmax in one pass
 - `scatter.py` stores that combine with what is there
-- `kernel.py`  `generate(program, group, target)`: the whole kernel; `limits`: why there is none
+- `kernel.py`  the whole kernel; `combo.py` several kernels that share a launch
+- `generate.py` `generate(program, group, target)`; `limits`: why there is no kernel
 """

@@ -67,7 +67,7 @@ def _with_epilogue(program: Program, call: Opaque, users: dict[str, list[Node]]
 
         kwargs = {**call.kwargs, name: replace(view, buffer=target.name)}
         return replace(call, target=made, kwargs=kwargs, mutates=renamed(call.mutates),
-                       fills=renamed(call.fills)), nest  # fmt: skip
+                       fills=renamed(call.fills), covers=()), nest  # fmt: skip
     return None
 
 

@@ -1,4 +1,4 @@
-"""`generate(program, group, target)`: the Triton kernel of one fusion group."""
+"""The Triton kernel of one fusion group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -18,16 +18,8 @@ from tilewright.codegen.triton.emit import RANDOM, Support, Writer, is_index
 from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined
 from tilewright.codegen.triton.scatter import write_scatter
-from tilewright.codegen.triton.shape import (
-    Axis,
-    Shape,
-    accumulates,
-    otherwise,
-    scatters,
-    shape_of,
-)
+from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SIGNATURE, STEPS, cast
-from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
@@ -62,8 +54,9 @@ class TritonKernel:
 
     It takes `params`, then the address of an int64 error flag if `checked`, then the block sizes
     of a configuration as constexpr arguments. It runs on a one-dimensional grid: the product, over
-    `grid`, of each extent divided by its block, rounded up. `assume` are numbers that must be below
-    2**31 at the call, or the kernel made with `wide=True` has to be used.
+    `grid`, of each extent divided by its block, rounded up, and as many programs more as the grids
+    `beside` say. `assume` are numbers that must be below 2**31 at the call, or the kernel made with
+    `wide=True` has to be used.
     """
 
     text: str
@@ -77,41 +70,20 @@ class TritonKernel:
     early: bool = False  # may be started before the kernel before it has ended
     workspace: int = 0  # float32 elements
     counters: int = 0  # int32 elements, zero before and after; its programs wait for each other
+    beside: tuple[tuple[tuple[Expr, str], ...], ...] = ()
 
     def programs(self, sizes: dict[str, int], config: Config | None = None) -> int:
         """How many programs run, with these values of the symbols."""
         blocks = (config or self.config).kwargs
-        return math.prod(-(-ix.evaluate(extent, sizes) // int(blocks.get(b, b)))
-                         for extent, b in self.grid)  # fmt: skip
+        grids = (self.grid, *self.beside)
+        return sum(math.prod(-(-ix.evaluate(extent, sizes) // int(blocks.get(b, b)))
+                             for extent, b in grid) for grid in grids)  # fmt: skip
 
     @property
     def arguments(self) -> tuple[tuple[str, str], ...]:
         """Names in the text and types of what it is launched with, the error flag included."""
         flag = (("err", "*i64"),) if self.checked else ()
         return (*((p.argument, p.type) for p in self.params), *flag)
-
-
-def limits(program: Program, group: Group, target: Target) -> str:
-    """Why a group cannot be one Triton kernel, or an empty string. A single nest always can."""
-    found = shape_of(program, group)
-    return found if isinstance(found, str) else ""
-
-
-def generate(program: Program, group: Group, target: Target, name: str = "",
-             wide: bool = False) -> TritonKernel:  # fmt: skip
-    """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
-    shape = shape_of(program, group)
-    if isinstance(shape, str):
-        raise CodegenError(f"no Triton kernel for this group: {shape}")
-    measured = config.max_autotune or config.max_autotune_pointwise
-    other = otherwise(group, shape) if measured else None
-    if other is None:
-        return Kernel(program, group, shape, target, wide).generate(name)
-    held, walked = (shape, other) if shape.persistent else (other, shape)
-    found = [replace(c, held=int(form.persistent)) for form in (shape, other)
-             for c in configs(program, form, target)]  # fmt: skip
-    made = [Kernel(program, group, form, target, wide, tuple(found)) for form in (held, walked)]
-    return made[0].either(made[1], name)
 
 
 class Kernel:
@@ -149,6 +121,7 @@ class Kernel:
         self.cells = 0  # of each program of a shared row
         self.meetings = 0  # of the programs that share a row
         self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
+        self.first = "tl.program_id(0)"  # the number of this program
 
     # ---- facts
 
@@ -167,6 +140,11 @@ class Kernel:
         """Whether every block of every configuration is inside the axis."""
         size = axis.size
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
+
+    @property
+    def work(self) -> int:
+        """Likely points of all its axes."""
+        return math.prod(a.likely for a in self.shape.axes)
 
     @cached_property
     def _draws(self) -> bool:
@@ -192,24 +170,28 @@ class Kernel:
         mask = self.w.mask(self.w.covered(self.w.support(node)), bad)
         self.w.line(f"tri.report(err, {mask}, {BAD_INDEX})")
 
+    def outside(self) -> Writer:
+        """For lines around this kernel, where nothing it computes is known."""
+        return Writer([], 1, self.w.index_type, self._name, self.load, self._check)
+
     # ---- the whole kernel
 
     def generate(self, name: str) -> TritonKernel:
-        self._body()
+        self.body()
         return self._whole(name, self.w.lines)
 
     def either(self, walked: Kernel, name: str) -> TritonKernel:
         """This kernel, which holds rows, and one that walks them, as one text: a configuration says
         which it is."""
         walked.pointers, walked.numbers = self.pointers, self.numbers
-        self._body()
-        walked._body()
+        self.body()
+        walked.body()
         self.checked = self.checked or walked.checked
         lines = ["    if HELD:", *("    " + line for line in self.w.lines),
                  "    else:", *("    " + line for line in walked.w.lines)]  # fmt: skip
         return self._whole(name, lines)
 
-    def _body(self) -> None:
+    def body(self) -> None:
         w = self.w
         self._programs()
         if self.shape.serial:
@@ -221,7 +203,7 @@ class Kernel:
 
     def _whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
-        params = self._params()
+        params = self.params()
         names = [p.argument for p in params]
         head = [*names, *(["err"] if self.checked else []),
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
@@ -236,7 +218,7 @@ class Kernel:
                             2 * self.cells * rows * self.shape.shared,
                             rows if self.meetings else 0)  # fmt: skip
 
-    def _params(self) -> tuple[Param, ...]:
+    def params(self) -> tuple[Param, ...]:
         found: list[Param] = []
         members = self.shape.members
         high, meets = positions(members), meeting(members, self.buffers)
@@ -262,7 +244,7 @@ class Kernel:
         if self.early:
             w.line("tri.begin()")
         wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
-        w.line(f"pid = tl.program_id(0){wide}")
+        w.line(f"pid = {self.first}{wide}")
         if self.shape.shared:
             w.line(f"part = pid % {self.shape.shared}")
             w.line(f"pid = pid // {self.shape.shared}")
@@ -678,4 +660,4 @@ def _rewritten(members: Sequence[Nest]) -> set[str]:
     return found
 
 
-__all__ = ["Config", "Kernel", "Param", "TritonKernel", "generate", "limits"]
+__all__ = ["Config", "Kernel", "Param", "TritonKernel", "imports"]

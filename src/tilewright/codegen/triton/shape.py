@@ -121,8 +121,6 @@ class Shape:
 
 def shape_of(program: Program, group: Group) -> Shape | str:
     """The shape of a group's kernel, or why Triton cannot express it."""
-    if group.parts:
-        return "kernels that need nothing of each other are launched one by one"
     if all(v in group.outer or v in group.serial for m in group.members for v in all_loops(m)):
         group = replace(group, serial=())  # nothing is inside: the serial loops are the rows
     group, ragged = _regular(group)

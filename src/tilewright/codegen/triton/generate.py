@@ -1,0 +1,44 @@
+"""`generate(program, group, target)`: the Triton kernel of one fusion group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright import config
+from tilewright.codegen.triton.combo import combined
+from tilewright.codegen.triton.configs import configs
+from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
+from tilewright.errors import CodegenError
+from tilewright.ir.program import Program
+from tilewright.schedule.group import Group
+from tilewright.target import Target
+
+
+def limits(program: Program, group: Group, target: Target) -> str:
+    """Why a group cannot be one Triton kernel, or an empty string. A single nest always can."""
+    shapes = (shape_of(program, part) for part in group.kernels)
+    return next((found for found in shapes if isinstance(found, str)), "")
+
+
+def generate(program: Program, group: Group, target: Target, name: str = "",
+             wide: bool = False) -> TritonKernel:  # fmt: skip
+    """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
+    parts: list[tuple[Group, Shape]] = []
+    for part in group.kernels:
+        shape = shape_of(program, part)
+        if isinstance(shape, str):
+            raise CodegenError(f"no Triton kernel for this group: {shape}")
+        parts.append((part, shape))
+    if len(parts) > 1:
+        return combined(program, parts, target, name, wide)
+    shape = parts[0][1]
+    measured = config.max_autotune or config.max_autotune_pointwise
+    other = otherwise(group, shape) if measured else None
+    if other is None:
+        return Kernel(program, group, shape, target, wide).generate(name)
+    held, walked = (shape, other) if shape.persistent else (other, shape)
+    found = [replace(c, held=int(form.persistent)) for form in (shape, other)
+             for c in configs(program, form, target)]  # fmt: skip
+    made = [Kernel(program, group, form, target, wide, tuple(found)) for form in (held, walked)]
+    return made[0].either(made[1], name)

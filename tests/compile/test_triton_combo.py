@@ -1,0 +1,146 @@
+"""Kernels of a card that share a launch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compile.as_cuda import as_cuda
+from tilewright import config, metrics
+from tilewright.runtime.triton_build import TritonConfig, TritonSource
+from tilewright.testing import run_and_get_code
+from tilewright.tune import kernels
+
+
+def launched(fn: Callable[..., Any], *args: Tensor, dynamic: bool = False,
+             **options: Any) -> tuple[int, str]:  # fmt: skip
+    """How many kernels are launched, and their text; the results are eager's."""
+    metrics.reset()
+    expected = fn(*(a.clone() for a in args))
+    with as_cuda(), config.patch(combo_kernels=True, **options):
+        compiled = torch.compile(fn, backend="tilewright", dynamic=dynamic)
+        found, code = run_and_get_code(compiled, *args)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    return metrics.generated_kernel_count, "\n".join(code)
+
+
+def six(*x: Tensor) -> list[Tensor]:
+    return [t.sin() + k for k, t in enumerate(x)]
+
+
+SIX = tuple(torch.randn(n) for n in (10, 20, 30, 400, 5000, 60))
+
+
+def test_ck_1_kernels_of_any_size() -> None:
+    count, text = launched(six, *SIX)
+    assert count == 1 and text.count("@triton.jit\ndef triton_") == 1
+    assert len(re.findall(r"def part\d", text)) == 6
+
+
+def test_ck_1_in_place() -> None:
+    def fn(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        a.add_(1)
+        b.mul_(2)
+        return a, b, c.exp()
+
+    assert launched(fn, *(torch.randn(n) for n in (10, 30, 77)))[0] == 1
+
+
+@pytest.mark.parametrize(("most", "launches"), [(8, 1), (3, 2), (2, 3)])
+def test_ck_4_the_most_kernels_of_a_launch(most: int, launches: int) -> None:
+    assert launched(six, *SIX, combo_kernel_max_num_nodes=most)[0] == launches
+
+
+def rows(*x: Tensor) -> list[Tensor]:
+    return [t.softmax(1) if k % 2 else t.sum(1) for k, t in enumerate(x)]
+
+
+def test_ck_5_each_has_its_own_blocks() -> None:
+    """The sizes of blocks are those each kernel would have alone."""
+    _, text = launched(lambda a, b: (a.cos(), b.sin()), torch.randn(40), torch.randn(70000))
+    blocks = dict(re.findall(r"'(XBLOCK\d)', (\d+)", text))
+    assert "XBLOCK=XBLOCK0" in text and "XBLOCK=XBLOCK1" in text
+    assert not blocks or blocks["XBLOCK0"] != blocks["XBLOCK1"]
+
+
+def test_ck_5_rows_held_and_rows_walked() -> None:
+    """Short rows are whole in registers, long ones are walked: both in one launch."""
+    inputs = torch.randn(30, 20), torch.randn(9, 33), torch.randn(12, 9000)
+    count, text = launched(rows, *inputs)
+    assert count == 1
+    parts = text.split("def part")[1:]
+    assert any("for roffset" in part for part in parts)
+    assert any("for roffset" not in part for part in parts)
+
+
+@pytest.mark.parametrize("n", [40, 41])
+def test_ck_6_grids_follow_the_sizes(n: int) -> None:
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a.cos() * a.shape[0], b.sum(1)
+
+    def both(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        return a.cos(), b.sin(), c.exp() + c.shape[0]
+
+    inputs = torch.randn(n), torch.randn(3 * n, 5), torch.randn(2, n)
+    assert launched(both, *inputs, dynamic=True)[0] == 1
+    launched(fn, torch.randn(n), torch.randn(n, 7), dynamic=True)
+
+
+def test_a_bad_index_is_reported_from_any_part() -> None:
+    def fn(a: Tensor, i: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a[i] + 1, b.cos()
+
+    a, i, b = torch.randn(10), torch.tensor([1, 2, 9]), torch.randn(50)
+    count, text = launched(fn, a, i, b)
+    assert count == 1 and "tri.report(err" in text
+
+
+def test_ck_9_lists() -> None:
+    def fn(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
+        added = torch._foreach_add([a.sin(), b], [c, d])
+        return [x * 2 for x in torch._foreach_mul(added, 3.0)]
+
+    inputs = torch.randn(10, 3), torch.randn(33), torch.randn(10, 3), torch.randn(33)
+    assert launched(fn, *inputs)[0] == 1
+
+
+# ---- tuning (CK-8)
+
+
+def settings(*blocks: tuple[int, int], warps: int = 4) -> tuple[TritonConfig, ...]:
+    return tuple(TritonConfig((("XBLOCK0", a), ("XBLOCK1", b)), warps) for a, b in blocks)
+
+
+SOURCE = TritonSource("", "kernel", (), settings((1024, 64), (512, 64), (1024, 32)), capability=90,
+                      shared_memory=1 << 16, grid=(("5000", "XBLOCK0"),),
+                      beside=((("60", "XBLOCK1"),), (("50", "XBLOCK1"),)))  # fmt: skip
+
+
+def test_ck_8_kernels_with_the_same_choices_are_tuned_as_one() -> None:
+    """Four short ones and a long one: two choices of blocks, the long one's first."""
+    inputs = [torch.randn(n) for n in (40, 40, 70000, 40, 40)]
+    _, text = launched(six, *inputs)
+    calls = re.findall(r"part(\d)\(pid.*XBLOCK=XBLOCK(\d)", text)
+    assert [choice for _, choice in calls] == ["0", "1", "1", "1", "1"]
+    assert "70000" in text.split("def part1")[0]
+
+
+def test_ck_8_the_largest_is_tuned_first() -> None:
+    (long,), (short,) = kernels.turns(SOURCE)
+    best = long(SOURCE.configs[0])
+    assert dict(best.constants) == {"XBLOCK0": 512, "XBLOCK1": 64}
+    assert dict(short(best).constants) == {"XBLOCK0": 512, "XBLOCK1": 32}
+    (together,) = kernels.turns(
+        TritonSource("", "kernel", (), SOURCE.configs, capability=90, shared_memory=1 << 16)
+    )
+    assert [change(best) for change in together] == list(SOURCE.configs[1:])
+
+
+def test_ck_8_descent_starts_with_the_largest() -> None:
+    first = next(iter(kernels._neighbours(SOURCE, SOURCE.configs[0])))
+    assert dict(first.constants) == {"XBLOCK0": 512, "XBLOCK1": 64}
