@@ -121,7 +121,7 @@ def main() -> None:
     parse.add_argument("--runs", type=int, default=20)
     parse.add_argument("--problems", type=int, default=10)
     parse.add_argument("--backends", default=config.max_autotune_gemm_backends)
-    parse.add_argument("--seconds", type=float, default=115.0, help="after which no run is begun")
+    parse.add_argument("--seconds", type=float, default=145.0, help="after which no run is begun")
     parse.add_argument("--out")
     args = parse.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -30,6 +30,7 @@ class Fake:
     wrong: str = ""
     build: Exception | None = None
     crash: BaseException | None = None
+    slow: bool = False  # its build takes longer than anybody waits
     log: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -49,6 +50,9 @@ class Fake:
 
     def start(self) -> None:
         self.log.append(("start", self.name))
+
+    def wait(self, seconds: float) -> bool:
+        return not self.slow
 
     def finish(self) -> None:
         self.log.append(("finish", self.name))

@@ -19,7 +19,7 @@ from tests.cpu.test_gemm_fuse import PROGRAMS, evaluated, filled, site
 from tests.programs import compiled
 from tilewright import config, metrics
 from tilewright.errors import NoValidChoicesError
-from tilewright.gemm import aten, plan, provider, providers
+from tilewright.gemm import aten, padded, plan, provider, providers
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Effort, Kernel
 from tilewright.host.spare import Spare
@@ -261,11 +261,11 @@ def test_a_misspelt_backend_is_named(register: Callable[[ToyProvider], None]) ->
     check(lambda x, y: x @ y, (torch.randn(3, 4), torch.randn(4, 5)), options=options)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_memory_that_does_not_start_at_its_storage(padded: bool) -> None:
+@pytest.mark.parametrize("candidate", [aten.AtenCandidate, padded.PaddedCandidate])
+def test_memory_that_does_not_start_at_its_storage(candidate: Any) -> None:
     x, y = torch.randn(3, 13, 21), torch.randn(2, 21, 11)
     problem = site(torch.mm, x[2], y[1]).bare.problem
-    kernel = aten.AtenCandidate(problem, padded).kernel()
+    kernel = candidate(problem).kernel()
     out = torch.full((2, 13, 11), 7.0)
     memory = {"a": x[2], "b": y[1], "c": out[1]}
     assert not isinstance(kernel.source, CxxSource | TritonSource)
@@ -332,7 +332,7 @@ def test_padded_operands_give_the_same_product(batch: tuple[int, ...]) -> None:
     """PD-7: rows of odd lengths, and a transposed operand."""
     x, y = torch.randn(*batch, 13, 21), torch.randn(*batch, 11, 21)
     problem = site(lambda x, y: x @ y.transpose(-1, -2), x, y).bare.problem
-    kernel = aten.AtenCandidate(problem, padded=True).kernel()
+    kernel = padded.PaddedCandidate(problem).kernel()
     out = torch.empty(*batch, 13, 11)
     memory = {"a": x, "b": y, "c": out}
     assert not isinstance(kernel.source, CxxSource | TritonSource)

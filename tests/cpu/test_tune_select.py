@@ -225,6 +225,33 @@ def test_a_budget_is_shared_by_the_questions_of_a_graph(clock, monkeypatch):
     assert wall.now <= 8.5
 
 
+def test_preparing_takes_no_share_of_the_budget(clock, monkeypatch):
+    """Of two questions that are both prepared, the first does not get all that is left."""
+    now = FakeTime(monkeypatch)
+    clock.on_sample = lambda trial: now.advance(0.5)
+    patch = config.patch(autotune_budget_seconds=10.0, autotune_local_cache=False)
+    with patch, select.budget(2):
+        for key in ("one", "two"):
+            select.prepare(subject(key), [aten(100.0), Fake("a", 50.0)])
+        found = [choose(aten(100.0), Fake("a", 50.0), key=key) for key in ("one", "two")]
+    assert [v.winner.name for v in found] == ["a", "a"]
+    assert now.now <= 10.5
+
+
+def test_eagers_own_choice_is_measured_first_whatever_the_budget(clock, monkeypatch):
+    now = FakeTime(monkeypatch)
+    clock.on_sample = lambda trial: now.advance(1.0)
+    trials = [Fake(f"lt{k}", 10.0, provider="CUBLASLT") for k in range(8)]
+    for trial in trials:
+        monkeypatch.setattr(trial, "estimate", 1.0)
+    mm = aten(100.0)
+    with config.patch(autotune_budget_seconds=0.5):
+        verdict = choose(*trials, mm)
+    assert verdict.winner is mm and list(verdict.times) == ["mm"]
+    assert not verdict.complete
+    assert now.now <= 2.5
+
+
 def test_a_budget_that_ended_is_continued_by_the_next_run(clock, monkeypatch):
     wall = FakeTime(monkeypatch)
     clock.on_sample = lambda trial: wall.advance(0.1)
@@ -276,6 +303,18 @@ def test_what_a_library_outdoes_is_not_compiled(library, expected, built):
     assert verdict.winner.name == "fast"
     assert {t.name for t in others if t.did("start")} == built
     assert "when mm takes" in verdict.rejected["far"]
+
+
+def test_what_takes_long_to_build_is_awaited_only_if_the_model_has_it_win():
+    slow, hopeful = Fake("slow", 90.0, estimate=110.0, slow=True), Fake("hope", 95.0, estimate=80.0)
+    hopeful.slow = True
+    verdict = choose(
+        aten(100.0, estimate=100.0), hopeful, Fake("quick", 96.0, estimate=105.0), slow
+    )
+    assert verdict.winner is hopeful  # it was waited for
+    assert slow.did("finish") == 0
+    assert "takes long to build" in verdict.rejected["slow"]
+    assert verdict.complete
 
 
 def test_all_that_may_win_is_built_while_the_first_question_is_answered():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.gpu.cases import case, check, cuda
-from tilewright import metrics
+from tilewright import metrics, pipeline
 from tilewright.gemm import choose
 from tilewright.testing import fresh_cache, run_and_get_code
-from tilewright.tune import child
+from tilewright.tune import child, select
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FEW: dict[str, Any] = {"max_autotune": True, "test_configs.max_mm_configs": 4}
@@ -90,6 +92,43 @@ def a_crash_in_the_process_that_times_costs_itself() -> None:
     assert child.asked(tuning_jobs.number) == 3.14
     x = cuda(64, 64)
     torch.testing.assert_close(x + 1, x.add(1))  # the card is usable
+
+
+@case
+def a_budget_is_kept() -> None:
+    """A dozen products that would take a minute, in two seconds and a candidate under way: eager's
+    own choice is measured of each, and whatever is chosen was measured to be faster."""
+    sizes = [(512 + 64 * k, 1024 + 128 * k, 768) for k in range(12)]
+    pairs = [(cuda(m, k, dtype=BF16), cuda(k, n, dtype=BF16)) for m, n, k in sizes]
+    verdicts: list[select.Verdict] = []
+    spent: list[float] = []
+    whole, one = pipeline.choose, select.AlgorithmSelectorCache.__call__
+
+    def timed(*args: Any) -> Any:
+        began = time.perf_counter()
+        found = whole(*args)
+        spent.append(time.perf_counter() - began)
+        return found
+
+    def seen(*args: Any) -> select.Verdict:
+        verdicts.append(one(*args))
+        return verdicts[-1]
+
+    def products(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        return [F.relu(a @ b) for a, b in pairs]
+
+    tuned = mock.patch.object(select.AlgorithmSelectorCache, "__call__", seen)
+    with mock.patch.object(pipeline, "choose", timed), tuned:
+        code(products, pairs, autotune_budget_seconds=2.0, autotune_local_cache=False,
+             max_autotune_gemm_search_space="EXHAUSTIVE",
+             **{"test_configs.max_mm_configs": None})  # fmt: skip
+    assert sum(spent) < 2.0 + 4.0, spent
+    assert len(verdicts) == len(sizes) and not all(v.complete for v in verdicts)
+    for verdict in verdicts:
+        eager = verdict.times["mm"]
+        assert verdict.winner.name == "mm" or eager.median_us > min(
+            t.median_us for t in verdict.times.values()
+        )
 
 
 @case

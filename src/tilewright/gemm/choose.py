@@ -147,7 +147,7 @@ class _Chooser:
         winner, why = self._winner()
         metrics.counters["gemm"][winner.provider] += 1
         decisions.append(Decision(self._title(), str(winner), why))
-        if isinstance(winner.candidate, aten.AtenCandidate) and not winner.candidate.padded:
+        if isinstance(winner.candidate, aten.AtenCandidate):
             return self.groups  # it is called already
         return self._replaced(winner, why)
 

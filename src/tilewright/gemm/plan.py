@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +208,11 @@ class Assembly:
         if not self._waiting:
             self._waiting = [part.started() for part in self.parts]
 
+    def done(self, seconds: float) -> bool:
+        """Whether all is built, after waiting so long at most."""
+        self.start()
+        return not wait([w for w in self._waiting if w is not None], seconds).not_done
+
     def wait(self) -> list[Any]:
         """What was built of each part."""
         self.start()
@@ -271,6 +276,9 @@ class Plan:
 
     def start(self) -> None:
         self.work.start()
+
+    def wait(self, seconds: float) -> bool:
+        return self.work.done(seconds)
 
     def finish(self) -> None:
         made = self.resources()

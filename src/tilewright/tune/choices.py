@@ -209,6 +209,16 @@ def outdone(choices: Sequence[ChoiceCaller], best: ChoiceCaller, effort: Effort
     }
 
 
+def is_doubtful(choice: ChoiceCaller, best: ChoiceCaller) -> bool:
+    """Whether the model has a choice slower than one that was timed."""
+    return not choice.trial.is_library and _estimate(choice) > best.time.median_us
+
+
+def not_awaited(choice: ChoiceCaller, best: ChoiceCaller) -> str:
+    return (f"takes long to build, and is estimated at {_estimate(choice):.3g} us, when "
+            f"{best.name} takes {best.time.median_us:.3g} us")  # fmt: skip
+
+
 # ---- feedback
 
 Saver = Callable[..., None]

@@ -7,7 +7,7 @@ what the model's configuration computes, and remembered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from string import ascii_uppercase
@@ -72,6 +72,9 @@ def measured(source: TritonSource, first: Built) -> Built:
     bench.reference = first
     subject = _subject(source, bench)
     best = _Configured(bench, first.config)
+    if config.coordinate_descent_tuning:  # mostly from the model's choice: be ready for that
+        for neighbour in _neighbours(source, first.config):
+            _Configured(bench, neighbour).start()
     try:
         for choices in turns(source):
             others = [c for c in (change(best.config) for change in choices) if c != best.config]
@@ -196,11 +199,18 @@ class _Configured:
         self._source = replace(bench.source, configs=(chosen,))
 
     def start(self) -> None:
-        triton_build.submit(self._source)
+        _ = self._building
+
+    def wait(self, seconds: float) -> bool:
+        return not wait([self._building], seconds).not_done
+
+    @cached_property
+    def _building(self) -> Future[Built]:
+        return triton_build.submit(self._source)
 
     @cached_property
     def built(self) -> Built:
-        return triton_build.build(self._source)
+        return self._building.result()
 
     @cached_property
     def _run(self) -> Run:

@@ -52,6 +52,10 @@ class Trial(Protocol):
         """Begin building in worker processes; returns at once."""
         ...
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for builds that were begun, so long at most: whether they are done."""
+        ...
+
     def finish(self) -> None:
         """Wait for the builds and load them. What it raises is why the trial is rejected."""
         ...

@@ -34,6 +34,10 @@ __all__ = [
 ]  # fmt: skip
 
 log = logging.getLogger("tilewright.tune")
+# Seconds for builds of candidates that will probably not win. Most are ready sooner; a fused kernel
+# in ten takes its assembler five times as long as the others, for no good.
+GRACE = 2.0
+LONGEST = 600.0  # seconds that anybody waits for a build
 Benchmark = Callable[[Sequence[ChoiceCaller]], Mapping[ChoiceCaller, float]]
 
 
@@ -45,7 +49,8 @@ def choose(subject: Subject, trials: Sequence[Trial]) -> Verdict:
 def prepare(subject: Subject, trials: Sequence[Trial]) -> None:
     """Time the libraries, and begin to build what may be faster: for several subjects in a row,
     before `choose` is asked about the first, so that compilers never wait."""
-    _Tuning(get_algorithm_selector_cache(), subject, [caller(t) for t in trials]).prepare()
+    selector = get_algorithm_selector_cache()
+    _Tuning(selector, subject, [caller(t) for t in trials], ahead=True).prepare()
 
 
 class AlgorithmSelectorCache:
@@ -98,12 +103,12 @@ class _Tuning:
     """One question on its way to an answer."""
 
     def __init__(self, selector: AlgorithmSelectorCache, subject: Subject,
-                 choices: list[ChoiceCaller]) -> None:  # fmt: skip
+                 choices: list[ChoiceCaller], ahead: bool = False) -> None:  # fmt: skip
         self.selector = selector
         self.subject = subject
         self.choices = choices
         self.began = time.perf_counter()
-        self.deadline = _deadline(self.began)
+        self.deadline = _deadline(self.began, ahead)
         self.effort: Effort = trying.effort()
         self.complete = True
         self._clock: Clock | None = None
@@ -325,28 +330,66 @@ class _Tuning:
             race.look(choice, best, self._take)
             best = min(best, choice.time.median_us) if not choice.reason else best
             self.shown.tried(choice)
+            if self._late() and math.isfinite(best):
+                self.complete = False
+                return
 
     def _built(self, order: Sequence[ChoiceCaller], all_first: bool) -> Iterable[ChoiceCaller]:
         """Each choice once it is built, the next ones being built meanwhile; or, where building
         would disturb the timing, all of them at the end."""
         ahead = 2 * (config.compile_threads or len(os.sched_getaffinity(0)))
         ready: list[ChoiceCaller] = []
-        for k, choice in enumerate(order):
+        left = list(order)
+        until = time.perf_counter() + GRACE
+        while left:
             if self._late() and (ready or any(c.samples for c in self.choices)):
                 self.complete = False
                 break
-            for later in order[k : k + ahead]:
+            for later in left[:ahead]:
                 self._guarded(later, later.trial.start)
+            choice = self._next(left[:ahead], until)
+            if choice is None and self._late():
+                continue
+            if choice is None:
+                self._not_awaited(left)
+                break
+            left.remove(choice)
             if not choice.reason and self._finish(choice):
                 if all_first:
                     ready.append(choice)
                 else:
                     yield choice
+        ready.sort(key=order.index)
         for choice in ready:
             if self._late() and choice is not ready[0]:
                 self.complete = False
                 return
             yield choice
+
+    def _next(self, started: Sequence[ChoiceCaller], until: float) -> ChoiceCaller | None:
+        """The first that is built, or else the first; none where all of them are still being built
+        and not worth more time than until then, or the budget is spent and there is another."""
+        best = self._best()
+        certain = best is None or any(not trying.is_doubtful(c, best) for c in started)
+        end = self.deadline if certain else min(self.deadline, until)
+        for seconds in (0.0, max(0.0, min(end - time.perf_counter(), LONGEST))):
+            started[0].trial.wait(seconds)
+            for choice in started:
+                if choice.reason or choice.trial.wait(0):
+                    return choice
+        return started[0] if certain and (best is None or not self._late()) else None
+
+    def _not_awaited(self, choices: Sequence[ChoiceCaller]) -> None:
+        best = self._best()
+        assert best is not None
+        for choice in choices:
+            choice.reject(trying.not_awaited(choice, best), lasting=False)
+            choice.outdone = True
+
+    def _best(self) -> ChoiceCaller | None:
+        """The fastest so far."""
+        timed = (c for c in self.choices if c.time.samples and not c.reason)
+        return min(timed, key=lambda c: c.time.median_us, default=None)
 
     def _count_builds(self, order: Sequence[ChoiceCaller]) -> None:
         key = store.key(self.subject.key, *sorted(c.hash_key() for c in order))
@@ -512,9 +555,10 @@ class _Purse:
 _purse: _Purse | None = None  # none: every question has a budget of its own
 
 
-def _deadline(now: float) -> float:
+def _deadline(now: float, ahead: bool) -> float:
+    """Until when a question may take; what is prepared ahead takes no share of its own."""
     if _purse is not None:
-        return _purse.share(now)
+        return _purse.deadline if ahead else _purse.share(now)
     return now + _seconds()
 
 

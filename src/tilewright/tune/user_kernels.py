@@ -164,6 +164,8 @@ class _Setting:
     def start(self) -> None: ...
 
     def finish(self) -> None: ...
+    def wait(self, seconds: float) -> bool:
+        return True
 
     def run(self, stream: int, which: int) -> None:
         self.launch(stream)
