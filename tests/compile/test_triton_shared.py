@@ -114,6 +114,48 @@ def test_rows_are_cut_unless_asked() -> None:
     assert metrics.generated_kernel_count == 2
 
 
+# ---- softmax of rows that are cut
+
+SOFTMAX: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "softmax": (lambda x: x.softmax(-1), 3),
+    "log softmax": (lambda x: x.log_softmax(-1), 3),
+    "scaled": (lambda x: (x * 3).softmax(-1), 3),
+}
+
+
+def _extremes() -> Tensor:
+    """Some chunks are -inf altogether, and the largest values are so small that relative to zero
+    their exponentials are nothing."""
+    x = torch.randn(LONG) - 200
+    x[: LONG // 2] = -torch.inf
+    return x
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_a_cut_softmax_reads_its_row_twice(name: str, rows: int | None) -> None:
+    """One kernel folds the largest value and the sum of exponentials of each chunk, one brings the
+    chunks together, one writes the result: no exponential is stored."""
+    fn, kernels = SOFTMAX[name]
+    x = torch.randn(LONG) if rows is None else torch.randn(rows, LONG // 2)
+    metrics.reset()
+    with as_cuda():
+        found, code = run_and_get_code(torch.compile(fn, backend="tilewright"), x)
+    assert metrics.generated_kernel_count == kernels
+    if rows is None:  # shorter chunks are held, and need no running pair
+        assert "\n".join(code).count("tri.online(") == 1
+    torch.testing.assert_close(found.double(), fn(x.double()), rtol=1e-4, atol=1e-6)
+
+
+def test_chunks_of_a_softmax_may_be_empty_or_extreme() -> None:
+    fn = torch.compile(lambda x: x.softmax(0), backend="tilewright")
+    full, inf = torch.full((LONG,), -1e9), torch.randn(LONG)
+    inf[77] = torch.inf
+    with as_cuda():
+        for x in (_extremes(), full, torch.full((LONG,), -torch.inf), inf):
+            torch.testing.assert_close(fn(x), x.softmax(0), equal_nan=True, rtol=1e-4, atol=1e-9)
+
+
 # ---- rows held or walked
 
 FORMS: dict[str, Callable[[Tensor], Any]] = {

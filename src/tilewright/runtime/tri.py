@@ -163,10 +163,10 @@ def online(m, s, v, axis: tl.constexpr):
     along `axis`: of eight, one exponential in nine goes into keeping up with the largest."""
     log2e: tl.constexpr = 1.4426950408889634
     top = maximum(m, tl.reduce(v, axis, maximum))
-    base = tl.where(tl.abs(top) == float("inf"), 0.0, top) * log2e
-    away = tl.broadcast_to(tl.expand_dims(-base, axis), v.shape)
-    p = libdevice.exp2(tl.fma(v, tl.full(v.shape, log2e, v.dtype), away))
-    return top, s * libdevice.exp2(m * log2e - base) + tl.reduce(p, axis, add)
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    # subtracted first: of equal values of any size nothing is left to round
+    away = (v - tl.broadcast_to(tl.expand_dims(base, axis), v.shape)) * log2e
+    return top, s * libdevice.exp2((m - base) * log2e) + tl.reduce(libdevice.exp2(away), axis, add)
 
 
 # ---- rows that several programs share

@@ -8,6 +8,7 @@ chunks left. The same gives a card enough to do when a reduction has few results
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,8 +17,8 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, load, rewrite, substitute, var, walk
-from tilewright.ir.program import Buffer, Nest, Program, Store
+from tilewright.ir.expr import Expr, load, loads, rewrite, substitute, var, walk
+from tilewright.ir.program import Buffer, Nest, Program, Store, View
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, align, conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
@@ -29,6 +30,14 @@ from tilewright.schedule.mixed import (
     shared,
     starved,
     stays_apart,
+)
+from tilewright.schedule.pairs import (
+    computed_again,
+    is_pair,
+    paired,
+    relative_to,
+    scaled,
+    sums,
 )
 from tilewright.schedule.segments import segments_of
 from tilewright.schedule.sizes import hint
@@ -50,14 +59,16 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
     program with the buffers this takes: the one given is not changed."""
     buffers: dict[str, Buffer] = {}
     order = _Order()
+    groups = paired(program, groups)
     waiting = list(reversed(groups))
+    private = _private(program, groups)
     while waiting:
         group = waiting.pop()
         target = Target.of(_device(program, group)) if group.members else None
         if target is None or group.serial:
             parts = [group]
         else:
-            parts = _fed(group, target)
+            parts = _fed(program, group, target, private)
         waiting += parts[:0:-1]
         if target is None or not parts[0].serial:
             order.add(parts[0])
@@ -69,7 +80,15 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
     return replace(program, buffers={**program.buffers, **buffers}), order.all()
 
 
-def _fed(group: Group, target: Target) -> list[Group]:
+def _private(program: Program, groups: Sequence[Group]) -> set[str]:
+    """The buffers that one group makes for itself alone."""
+    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    users = Counter(b for group in groups for b in group.reads | group.writes)
+    return {b for b, n in users.items() if n == 1 and b not in visible
+            and program.buffers[b].kind == "temporary"}  # fmt: skip
+
+
+def _fed(program: Program, group: Group, target: Target, private: set[str]) -> list[Group]:
     """The group with serial loops to cut, if it would leave the target idle; what needs its folds
     comes after it."""
     fit = Fit(group.members, group.outer)
@@ -79,10 +98,16 @@ def _fed(group: Group, target: Target) -> list[Group]:
     loops = starved(fit, target)
     if not loops:
         return [group]
-    later = dependents(group.members)
-    first = tuple(m for m in group.members if m not in later)
+    members = group.members
+    if dependents(members):
+        members = computed_again(program, members, private & group.writes)
+    later = dependents(members)
+    first = tuple(m for m in members if m not in later)
+    folded = sums(later, first)
+    names = {m.name for m in folded}
+    later = tuple(m for m in later if m.name not in names)
     rest = [_widened(replace(group, members=later))] if later else []
-    return [replace(group, members=first, serial=loops), *rest]
+    return [replace(group, members=(*first, *folded), serial=loops), *rest]
 
 
 def _widened(group: Group) -> Group:
@@ -194,7 +219,8 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     made = _Cutting(program)
     members, serial = _merged(group.members, group.serial)
     outer = group.outer
-    if len(segments_of(members, outer)) > 1:
+    pairs = any(is_pair(m, top) for m in members for top in members)
+    if len(segments_of(members, outer)) > 1 and not pairs:
         whole = Fit(members, outer, serial)
         members = tuple(made.apart(m, serial) if stays_apart(m, whole, target) else m
                         for m in members)  # fmt: skip
@@ -205,7 +231,7 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     if count > 1 and hint(loop.src[0]) > 1:
         chunk, inside, index = _chunk(loop, count)
         members = tuple(made.chunked(m, loop, (chunk, inside), index) for m in members)
-        outer, serial = (chunk, *outer), (inside, *rest)
+        outer, serial = (chunk, *outer), () if pairs else (inside, *rest)
     return made.result(replace(group, members=members, outer=outer, serial=serial))
 
 
@@ -216,6 +242,7 @@ class _Cutting:
         self.program = program
         self.after: list[Nest] = []
         self.buffers: list[Buffer] = []
+        self.tops: list[tuple[Nest, Expr]] = []  # nests with a chunk's largest value
 
     def result(self, group: Group) -> Cut:
         """Members that run in one loop anyway need no order among their rows."""
@@ -230,8 +257,14 @@ class _Cutting:
         if loop not in nest.reduce:
             return substitute_nest(nest, {loop: index}, loops, nest.reduce)
         reduce = [inside if v is loop else v for v in nest.reduce]
-        new = substitute_nest(nest, {loop: index}, [chunk, *loops], reduce)
-        return self._split(_Partial(self.program, nest, new, (chunk,)), {loop: index})
+        cut = {loop: index}
+        new = substitute_nest(nest, cut, [chunk, *loops], reduce)
+        partial = _Partial(self.program, nest, new, (chunk,))
+        partial.pair = next((p for p in self.tops if is_pair(nest, p[0])), None)
+        made = self._split(partial, cut)
+        if len(partial.kept) == len(nest.stores) == 1:
+            self.tops.append((nest, partial.kept[0]))
+        return made
 
     def apart(self, nest: Nest, serial: tuple[Expr, ...]) -> Nest:
         """A partial result for every round of the serial loops."""
@@ -303,13 +336,16 @@ class _Partial:
         self.made: list[Buffer] = []
         self.stores: list[Store] = []
         self.before: list[Store] = []  # what the last nest needs of all chunks together
+        self.kept: list[Expr] = []  # what gives the partial results back
+        self.pair: tuple[Nest, Expr] | None = None  # what its exponentials are relative to
 
     def split(self, cut: Mapping[Expr, Expr]) -> tuple[Nest, list[Nest], list[Buffer]]:
         """`cut` is the old loop in terms of the new ones."""
         known: dict[Expr, Expr] = {}
         for node in walk(*self.whole.exprs):
             if node.op == "reduce":
-                known.update(self._fold(node, substitute(node, cut)))
+                known.update(self._fold(node, substitute(node, cut)) if self.pair is None
+                             else self._powers(node, cut, *self.pair))  # fmt: skip
 
         def swap(e: Expr) -> Expr:
             return rewrite(e, lambda node, src: known.get(node))
@@ -326,7 +362,8 @@ class _Partial:
     def _keep(self, value: Expr) -> Expr:
         """Store a partial result; the load that gives it back."""
         where = (*self.apart, *self.columns)
-        return self._buffer(value, where, self.stores)
+        self.kept.append(self._buffer(value, where, self.stores))
+        return self.kept[-1]
 
     def _buffer(self, value: Expr, where: Sequence[Expr], stores: list[Store]) -> Expr:
         sizes = tuple(v.src[0] for v in where)
@@ -351,6 +388,14 @@ class _Partial:
             return self._moments(old, node)
         one = self._keep(build.cast(node.src[0], node.dtype) if alone else node)
         return {old: build.reduce(kind, one, dtype=node.dtype)}
+
+    def _powers(self, old: Expr, cut: Mapping[Expr, Expr], whole: Nest, top: Expr
+                ) -> dict[Expr, Expr]:  # fmt: skip
+        """A chunk's sum of exponentials is relative to its own largest value."""
+        buffer = whole.stores[0].buffer
+        base = next(n for n in loads(old) if n.arg == buffer)
+        part = self._keep(substitute(relative_to(old, base, top), cut))
+        return {old: build.reduce("sum", scaled(part, top, base), dtype=old.dtype)}
 
     def _moments(self, old: Expr, node: Expr) -> dict[Expr, Expr]:
         """The mean of the chunks' means; then their deviations, and those of their means."""

@@ -71,7 +71,8 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         if shape.looked_up:
             found = _row_pieces(shape, vector, target)
         else:
-            found = _tiled(shape) if shape.rank > 1 else _flat(x, 1 if heavy else vector, target)
+            found = (_tiled(program, shape, target) if shape.rank > 1
+                     else _flat(x, 1 if heavy else vector, target))  # fmt: skip
     elif shape.shared:
         found = _shared_rows(shape, vector)
     elif not shape.persistent:
@@ -103,12 +104,21 @@ def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
             yield Config(((axis.block, size),), clamp(1, size // (share * vector), 8))
 
 
-def _tiled(shape: Shape) -> Iterable[Config]:
-    """Square tiles, as far as the loops are long enough."""
+def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
+    """Square tiles, as far as the loops are long enough; large ones where memory is all there is
+    to wait for (H200: 8191x8191 bfloat16 transposed 87 us, 122 us in tiles of 64 by 64; 512x400x640
+    turned around 138 us, 150 us; 8191x8191 float32 155 us, 187 us)."""
     *rest, y, x = shape.parallel
     fixed = tuple((a.block, clamp(1, power(a.likely), 8)) for a in rest)
-    for across, along, warps in ((64, 64, 8), (32, 64, 4), (64, 32, 4), (32, 32, 4), (128, 32, 8),
-                                 (8, 128, 4)):  # fmt: skip
+    choices = [(64, 64, 8), (32, 64, 4), (64, 32, 4), (32, 32, 4), (128, 32, 8), (8, 128, 4)]
+    read = {n.arg for m in shape.members for n in loads(*m.exprs)}
+    widest = max((program.buffers[b].dtype.itemsize for m in shape.members
+                  for b in m.reads | m.writes), default=4)  # fmt: skip
+    large = (128, 128, 8) if widest <= 2 else (64, 128, 16)
+    tiles = y.likely * x.likely // (large[0] * large[1])
+    if not rest and len(read) <= 2 and widest <= 4 and tiles >= 4 * target.sms:
+        choices.insert(0, large)
+    for across, along, warps in choices:
         by = min(across, power(y.likely))
         bx = min(along * (across // by), power(x.likely))
         by = min(by * max(1, along // bx), power(y.likely))
@@ -165,10 +175,14 @@ def _columns(shape: Shape) -> Iterable[Config]:
 
 
 def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
-    """Sixteen elements per thread (H200: cross entropy of 32000 bfloat16 124 us, 144 us with
-    eight). With fewer rows than the card runs programs, each gets more threads."""
+    """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 132 us in
+    blocks of 4096, 155 us in blocks of 8192). Rows that are walked again should be in cache until
+    then, so fewer of them are at work (log softmax of 50257 bfloat16 470 us with 32 warps, 512 us
+    with 16). With fewer rows than the card runs programs, each gets more threads."""
     x = shape.parallel[0]
-    choices = [(1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4), (1, 1024, 4)]
+    choices = [(1, 4096, 8), (1, 8192, 16), (1, 2048, 4), (4, 512, 4), (1, 1024, 4)]
+    if shape.again:
+        choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
     if x.likely < 4 * target.sms:
         choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]
     for bx, br, warps in choices:

@@ -8,6 +8,7 @@ from tilewright import config
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.errors import CodegenError
 from tilewright.ir.program import Program
@@ -29,6 +30,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         shape = shape_of(program, part)
         if isinstance(shape, str):
             raise CodegenError(f"no Triton kernel for this group: {shape}")
+        shape.again = len(passes(shape.flat(), part.local)) > 1
         parts.append((part, shape))
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)

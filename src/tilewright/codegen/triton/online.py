@@ -14,9 +14,10 @@ import torch
 
 from tilewright.codegen.triton.emit import Writer
 from tilewright.codegen.triton.folds import Fold
-from tilewright.codegen.triton.shape import Shape
-from tilewright.ir.expr import Expr, walk
+from tilewright.codegen.triton.shape import Axis, Shape
+from tilewright.ir.expr import Expr, free_vars, walk
 from tilewright.ir.program import Nest
+from tilewright.schedule.segments import Segment
 
 SIDE = 8  # values a thread takes together: neighbours of a row
 ROWS = 4  # the same where memory runs across: rows apart of a column
@@ -49,11 +50,18 @@ def joined(shape: Shape, local: frozenset[str]) -> dict[int, Joined]:
             continue
         sums = _folds([m for m in segment.members if m.reduce])
         for first in range(k):
-            pairs = [_pair(shape, n, first) for n in sums]
+            pairs = [_pair(shape, n, first, axis) for n in sums]
             if shape.segments[first][1] is axis and first not in found and pairs and all(pairs):
                 found[k] = Joined(first, tuple(p for p in pairs if p is not None))
                 break
     return found
+
+
+def passes(shape: Shape, local: frozenset[str]) -> list[Segment]:
+    """The segments that have a loop of their own where rows are walked."""
+    without = joined(shape, local)
+    return [s for k, (s, axis) in enumerate(shape.segments)
+            if axis is not None and k not in without]  # fmt: skip
 
 
 def _folds(members: Sequence[Nest]) -> list[Expr]:
@@ -70,12 +78,12 @@ def _made(shape: Shape, e: Expr) -> Expr:
                  if s.index is e.src[0] and s.value.dtype == e.dtype), e)  # fmt: skip
 
 
-def _pair(shape: Shape, node: Expr, first: int) -> Pair | None:
+def _pair(shape: Shape, node: Expr, first: int, axis: Axis) -> Pair | None:
     power = _made(shape, node.src[0])
     if node.arg.kind != "sum" or power.op != "exp" or power.dtype != torch.float32:
         return None
     away = power.src[0]
-    if away.op != "sub" or away.src[1].op != "load":
+    if away.op != "sub" or axis.var in free_vars(away.src[1]):
         return None
     for other in _folds([m for m in shape.segments[first][0].members if m.reduce]):
         if other.arg.kind == "max" and other.src[0] is away.src[0]:

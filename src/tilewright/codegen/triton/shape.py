@@ -81,6 +81,7 @@ class Shape:
     across: bool = False  # memory runs along the parallel axis, not along the rows
     ahead: bool = False  # loads of later rounds of its loops may be under way
     looked_up: bool = False  # of the axes of a tile, the outer ones say which rows are read
+    again: bool = False  # rows are walked more than once
     shared: int = 0  # programs that walk each row together
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
