@@ -282,6 +282,23 @@ def copies_and_sum(x: Tensor) -> tuple[Tensor, ...]:
     return x.sum(), x * 2, (x * 2).t().contiguous()
 
 
+def rotary(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = F.rms_norm(x, x.shape[-1:], w).chunk(2, -1)
+    return cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def rotary_whole(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    n = F.rms_norm(x, x.shape[-1:], w)
+    half = n.shape[-1] // 2
+    return n * cos + cat([-n[..., half:], n[..., :half]], -1) * sin
+
+
+def rotary_in_turns(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    n = F.rms_norm(x, x.shape[-1:], w)
+    a, b = n[..., ::2], n[..., 1::2]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+
 def block_mask() -> tuple[Tensor, ...]:
     """Which blocks of 1024 positions, in a box of 4 x 16 x 16, have others within two steps."""
 
@@ -423,6 +440,12 @@ CASES = [
          floor=4194308, bound=4194308),
     Case("relu of batch norm", 56206528, batch_norm, "f32[32,64,56,56] f32[64] f32[64]",
          train=True),
+    Case("RMS norm and rotary", 532544, rotary,
+         "f32[4,8,128,64] f32[64] f32[128,32] f32[128,32]"),
+    Case("RMS norm and rotary of whole rows", 540736, rotary_whole,
+         "f32[4,8,128,64] f32[64] f32[128,64] f32[128,64]"),
+    Case("RMS norm and rotary in turns", 532544, rotary_in_turns,
+         "f32[4,8,128,64] f32[64] f32[128,32] f32[128,32]"),
     # no-ops
     Case("PF-47a", 20, lambda x: opaque(x.clone()), "f32[10]"),
     Case("PF-47b", 40, lambda x: (b := x.clone(), opaque(b)), "f32[10]"),

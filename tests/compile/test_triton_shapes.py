@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compile.interp import Interpreter, check
+from tests.traffic import rotary, rotary_in_turns, rotary_whole
 
 Make = Callable[[], tuple[Any, ...]]
 
@@ -341,3 +342,13 @@ def test_the_gradient_at_labels_is_not_summed_over_all_classes() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-4)
         made.append(backend.kernels[-1].text)
     assert not any("tl.reduce" in text for text in made)
+
+
+@pytest.mark.parametrize("form", [rotary, rotary_whole, rotary_in_turns])
+@pytest.mark.parametrize("width", [12, 64])
+def test_lo_13_norm_then_rope_is_one_kernel(form: Callable[..., Tensor], width: int) -> None:
+    half = width if form is rotary_whole else width // 2
+    tables = torch.randn(2, 7, half)
+    kernels = check(form, torch.randn(2, 3, 7, width), torch.randn(width), *tables.unbind(),
+                    rtol=1e-5, atol=1e-5)  # fmt: skip
+    assert len(kernels) == 1

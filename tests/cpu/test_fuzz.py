@@ -44,6 +44,8 @@ def _program(inputs: tuple[Input, ...], lines: tuple[tuple[str, tuple[int, ...]]
 
 
 _MATRIX = Input((9, 16), torch.float32)
+_ROTATED = ("(lambda n: torch.cat((-n[..., n.shape[-1] // 2 :], n[..., : n.shape[-1] // 2]), -1))"
+            "(F.rms_norm({0}, {0}.shape[-1:]))")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,19 @@ _MATRIX = Input((9, 16), torch.float32)
             ),
             id="a scatter into an argument that has other readers with two results",
         ),
+        pytest.param(
+            replace(
+                _program(
+                    (Input(("A", "B"), torch.float32),),
+                    ((_ROTATED, (0,)),),
+                    (1,),
+                ),
+                sizes=({"A": 16, "B": 8}, {"A": 3, "B": 6}),
+                dynamic=True,
+                exact=(True, False),
+            ),
+            id="a row that ends where a quotient says",
+        ),
     ],
 )
 def test_found_before(program: Program) -> None:
@@ -170,7 +185,8 @@ def test_generated_programs_cover_what_they_claim() -> None:
     programs = [generate(seed) for seed in range(150)]
     text = "\n".join(p.source() for p in programs)
     for word in ("cat", "pad", "gather", "scatter", "matmul", "add_(", "softmax", "cumsum",
-                 "permute", "where", "index_select", "unfold"):  # fmt: skip
+                 "permute", "where", "index_select", "unfold", "group_norm", "rms_norm", "one_hot",
+                 "masked_fill(torch.ones", "index_add", "copy_(", "slice_scatter"):  # fmt: skip
         assert word in text, word
     inputs = [i for p in programs for i in p.inputs]
     assert {i.layout for i in inputs} >= {"transposed", "strided", "offset", "expanded", "padded"}

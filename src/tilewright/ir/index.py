@@ -336,6 +336,8 @@ def _ends(atom: Expr) -> tuple[Expr | None, Expr | None]:
             return ZERO, sub(atom.src[1], 1)
         case "index":
             return ZERO, sub(atom.src[1], 1)
+        case "ifloordiv" if bounds(atom.src[1])[0] >= 1 and bounds(atom.src[0])[0] >= 0:
+            return ZERO, atom.src[0]
         case _:
             return None, None
 

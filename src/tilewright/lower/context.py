@@ -202,6 +202,8 @@ class Lowering:
         if len(inner) > 1 or count == 0:
             return None
         (t,) = tensors
+        if inner and self._is_apart(t, int(inner[0].arg[1:])):
+            return None
         total: Expr | None = None
         for k in range(count):
             point = [const(k) if inner and inner[0].arg == f"r{d}" else loops[d]
@@ -209,6 +211,16 @@ class Lowering:
             value = t.at(point)
             total = value if total is None else build.op(STEPS[kind], total, value)
         return total
+
+    def _is_apart(self, t: Tensor, dim: int) -> bool:
+        """Whether the elements along a dimension are of other rows of a buffer just made (on a card
+        also of the same row): a kernel has those at hand in a fold, not at other points of its own
+        loops."""
+        along = placeholders(t.size)[dim]
+        near = ix.ONE if t.device.type == "cpu" else None
+        made = (n for n in loads(t.body) if self.program.buffers[n.arg].kind == "temporary")
+        return any(along in free_vars(n.src[0]) and ix.coefficient(n.src[0], along) is not near
+                   for n in made)  # fmt: skip
 
     def _renumber(self, body: Expr, size: Size, positions: Sequence[Expr],
                   device: torch.device) -> Tensor:  # fmt: skip

@@ -126,7 +126,10 @@ def _literal(value: Any) -> Expr | None:
     return const(value.item(), value.dtype) if value.dtype in _LITERALS else None
 
 
-_LITERALS = frozenset((torch.float64, torch.float32, torch.int64, torch.int32, torch.bool))
+_LITERALS = frozenset((
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+    torch.bool,
+))  # fmt: skip
 
 
 # ---- calls

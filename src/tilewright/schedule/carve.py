@@ -1,12 +1,18 @@
-"""Groups that a code generator cannot express as one kernel, in pieces that it can."""
+"""Groups that a code generator cannot express as one kernel, in pieces that it can.
+
+A row of a card is in registers, where a value can only be read where it was made. What is read
+elsewhere too, and is cheap, is computed there again; that may be all that was in the way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.group import Group
+from tilewright.schedule.recompute import inlined, is_cheap
 
 Limits = Callable[[Program, Group], str]
 """Why a group cannot be one kernel, or an empty string. A single nest always can."""
@@ -20,9 +26,33 @@ def carved(program: Program, groups: Sequence[Group], limits: Limits) -> list[Gr
         reason = cannot(group) if group.call is None else ""
         if reason and group.parts:
             found += carved(program, group.parts, limits)
+        elif reason:
+            again = _computed_again(program, group)
+            found += [again] if again and not cannot(again) else _pieces(group, cannot, reason)
         else:
-            found += _pieces(group, cannot, reason) if reason else [group]
+            found.append(group)
     return found
+
+
+def _computed_again(program: Program, group: Group) -> Group | None:
+    """The group with cheap values of its own computed by the members that read them."""
+    members = list(group.members)
+    for maker in group.members:
+        buffer = program.buffers[maker.stores[0].buffer]
+        if buffer.name not in group.local or not is_cheap(program, maker):
+            continue
+        place = next((k for k, m in enumerate(members) if m.name == maker.name), None)
+        if place is None or any(buffer.name in m.writes for m in members if m.name != maker.name):
+            continue
+        if any(m.writes & members[place].reads for m in members[place + 1 :]):
+            continue  # it would read what has changed
+        made = {k: inlined(m, members[place], buffer) for k, m in enumerate(members)
+                if buffer.name in m.reads}  # fmt: skip
+        if all(made.values()):
+            members = [made.get(k) or m for k, m in enumerate(members) if k != place]
+    if len(members) in (0, len(group.members)):
+        return None
+    return replace(group, members=tuple(members))
 
 
 def _pieces(group: Group, cannot: Callable[[Group], str], reason: str) -> list[Group]:

@@ -147,7 +147,16 @@ def chunks(fit: Fit, target: Target) -> int:
     if all(ix.value_of(v.src[0]) is not None for v in fit.serial):
         shortest = SHORTEST_CHUNK if partial_results(fit) > SHORTEST_CHUNK else 1
         wanted = min(wanted, total // CHUNK_WORK, -(-rows // shortest))
+    else:  # more than one: the size of another call may be worth it
+        wanted = max(2, min(wanted, -(-rows // shortest_chunk(fit))))
     return max(1, min(wanted, rows))
+
+
+def shortest_chunk(fit: Fit) -> int:
+    """Iterations of the serial loops that are worth a chunk, where their number is not known."""
+    rows = hint_product(v.src[0] for v in fit.serial)
+    each = max(1, max(work(m) for m in fit.members) // max(rows, 1))
+    return max(SHORTEST_CHUNK, CHUNK_WORK // each)
 
 
 def _wanted(target: Target) -> int:

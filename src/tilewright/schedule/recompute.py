@@ -26,6 +26,8 @@ from tilewright.schedule.sizes import hint_bytes, hint_product, work
 from tilewright.target import Target
 
 MOST_WORK = 16  # additions that are cheaper than an access to memory
+MOST_SPREAD = 128  # of a value that is computed from a few others
+SPREAD = 4  # times what it is computed from
 MOST_TERMS = 64  # of a fold that is written out
 MOST_REPEATS = 2  # times a value may be computed in each kernel that needs it
 
@@ -41,7 +43,7 @@ def recomputed(program: Program, search: Search) -> list[Node] | None:
     written = {b: k for k, node in enumerate(search.nodes) for b in node.writes}  # by whom last
     changed: dict[int, Nest | None] = {}
     for maker, node in enumerate(search.nodes):
-        if not isinstance(node, Nest) or not _is_cheap(node):
+        if not isinstance(node, Nest) or not is_cheap(program, node):
             continue
         (store,) = node.stores
         buffer = program.buffers[store.buffer]
@@ -125,12 +127,17 @@ def _without_folds(nest: Nest) -> Nest | None:
 # ---- values computed again
 
 
-def _is_cheap(nest: Nest) -> bool:
-    """Whether a nest computes one value per element of one buffer, with little work."""
+def is_cheap(program: Program, nest: Nest) -> bool:
+    """Whether a nest computes one value per element of one buffer, with little work; or with some,
+    from so few numbers that what it computes is most of what moves."""
     if nest.reduce or len(nest.stores) != 1 or is_alone(nest):
         return False
     cost = sum(TABLE[n.op].cost for n in walk(nest.stores[0].value) if n.op in TABLE)
-    return cost <= MOST_WORK
+    if cost <= MOST_WORK:
+        return True
+    read = sum(hint_bytes(program.buffers[b]) for b in nest.reads)
+    made = hint_bytes(program.buffers[nest.stores[0].buffer])
+    return cost <= MOST_SPREAD and SPREAD * read <= made
 
 
 def _gain(program: Program, search: Search, maker: int, away: list[int],

@@ -23,11 +23,11 @@ from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, align, conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
 from tilewright.schedule.mixed import (
-    SHORTEST_CHUNK,
     chunks,
     dependents,
     folds_over,
     shared,
+    shortest_chunk,
     starved,
     stays_apart,
 )
@@ -40,7 +40,7 @@ from tilewright.schedule.pairs import (
     sums,
 )
 from tilewright.schedule.segments import segments_of
-from tilewright.schedule.sizes import hint
+from tilewright.schedule.sizes import hint, hint_product
 from tilewright.target import Target
 
 
@@ -227,9 +227,11 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
         if not any(folds_over(m, serial) for m in members):
             return made.result(replace(group, members=members, outer=(*outer, *serial), serial=()))
     loop, *rest = serial
-    count = chunks(Fit(members, outer, serial), target)
+    whole = Fit(members, outer, serial)
+    count = chunks(whole, target)
     if count > 1 and hint(loop.src[0]) > 1:
-        chunk, inside, index = _chunk(loop, count)
+        inner = hint_product(v.src[0] for v in rest)
+        chunk, inside, index = _chunk(loop, count, -(-shortest_chunk(whole) // max(inner, 1)))
         members = tuple(made.chunked(m, loop, (chunk, inside), index) for m in members)
         outer, serial = (chunk, *outer), () if pairs else (inside, *rest)
     return made.result(replace(group, members=members, outer=outer, serial=serial))
@@ -290,13 +292,13 @@ def _merged(members: tuple[Nest, ...], serial: tuple[Expr, ...]
     return members, serial
 
 
-def _chunk(loop: Expr, count: int) -> tuple[Expr, Expr, Expr]:
+def _chunk(loop: Expr, count: int, shortest: int) -> tuple[Expr, Expr, Expr]:
     """The loop over chunks, the loop inside one, and the old variable in terms of both. The length
     of a chunk is a number, so that other sizes need no other code."""
     size = loop.src[0]
     length = -(-hint(size) // count)
     if ix.value_of(size) is None:
-        length = max(length, SHORTEST_CHUNK)
+        length = max(length, shortest)
     chunk = var(f"{loop.arg}p", ix.floordiv(ix.add(size, length - 1), length))
     left = ix.sub(size, ix.mul(chunk, length))
     even = ix.mod(size, length) is ix.ZERO

@@ -402,8 +402,9 @@ class Kernel:
                 else:
                     if ix.bounds(last.src[0])[0] >= 1:
                         self.hoist(segment.members, last)
+                    head = self.for_loop(last)  # it may compute what it needs first
                     w.line(f"#pragma omp simd{self.flag_clause()}")
-                    with w.block(self.for_loop(last)):
+                    with w.block(head):
                         self.stores(segment.members)
 
     def point(self, members: Sequence[Nest]) -> None:
