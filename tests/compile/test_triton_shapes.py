@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.compile.as_cuda import as_cuda
 from tests.compile.interp import Interpreter, check
 from tests.traffic import rotary, rotary_in_turns, rotary_whole
+from tilewright.testing import run_and_get_code
 
 Make = Callable[[], tuple[Any, ...]]
 
@@ -352,3 +354,44 @@ def test_lo_13_norm_then_rope_is_one_kernel(form: Callable[..., Tensor], width: 
     kernels = check(form, torch.randn(2, 3, 7, width), torch.randn(width), *tables.unbind(),
                     rtol=1e-5, atol=1e-5)  # fmt: skip
     assert len(kernels) == 1
+
+
+def _code(fn: Callable[..., Any], *args: Tensor) -> tuple[Any, list[str]]:
+    with as_cuda():
+        found, code = run_and_get_code(torch.compile(fn, backend="tilewright"), *args)
+    return found, "\n".join(code).split("@triton.jit")[1:]
+
+
+def test_a_long_row_that_is_turned_is_stored_by_a_kernel_of_its_own() -> None:
+    """Walking it, a kernel would store it element by element; one of tiles turns it."""
+
+    def f(x: Tensor) -> Tensor:
+        return (x - x.mean((1, 2), keepdim=True)).transpose(1, 2).contiguous()
+
+    x = torch.randn(20, 300, 64)
+    found, kernels = _code(f, x)
+    torch.testing.assert_close(found, f(x))
+    assert any("YBLOCK" in text and "tl.store" in text for text in kernels)
+    assert not any("for roffset" in text and "YBLOCK" in text for text in kernels)
+    plain, walked = _code(lambda x: x - x.mean((1, 2), keepdim=True), x)
+    torch.testing.assert_close(plain, x - x.mean((1, 2), keepdim=True))
+    assert len(walked) == 1
+
+
+@pytest.mark.parametrize("side", [32, 25])
+def test_what_pieces_of_a_row_have_in_common_is_loaded_once_for_each(side: int) -> None:
+    """The scale of a channel, where blocks of the loop lie inside channels."""
+    x, w = torch.randn(20, 32, side, side), torch.randn(32)
+    found, (text,) = _code(lambda x, w: F.group_norm(x, 1, w), x, w)
+    torch.testing.assert_close(found, F.group_norm(x, 1, w), rtol=1e-4, atol=1e-5)
+    assert ("(rfirst + rend - roffset)) // (1024)" in text) == (side == 32)
+
+
+def test_remainders_follow_the_lanes_inside_a_piece() -> None:
+    def f(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return x - (x * v[:, None] * w).amax((1, 2), keepdim=True)
+
+    x, v, w = torch.randn(20, 20, 2048), torch.randn(20), torch.randn(2048)
+    found, (text,) = _code(f, x, v, w)
+    torch.testing.assert_close(found, f(x, v, w))
+    assert "% (2048) + rbase" in text

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from tests import programs
 from tests.cpu.native import check
+from tilewright.lower import rows as rows_of
 from tilewright.testing import run_and_get_code
 
 
@@ -154,3 +158,14 @@ def test_a_scatter_that_meets_nowhere() -> None:
     x = torch.randn(96, 128)
     check(lambda x, s: x.index_add(0, torch.arange(96), s), x, torch.randn(96, 128))
     check(lambda x, s: x.scatter_add(0, torch.arange(96)[:, None].expand(96, 128), s), x, x.sin())
+
+
+@pytest.mark.parametrize(("count", "rows", "padding"), [
+    (99, 40, None), (200, 5, 3), (3, 40, None), (64, 1, None)
+])  # fmt: skip
+def test_gradients_of_a_table_gather_their_rows(count: int, rows: int, padding: int | None) -> None:
+    """Runs of every length: none, a few, and more than are added at once."""
+    ids, table = torch.randint(0, rows, (count,)), torch.randn(rows, 70, requires_grad=True)
+    with mock.patch.object(rows_of, "worthwhile", return_value=True):
+        programs.check(lambda i, t: F.embedding(i, t, padding) * 2, ids, table,
+                       tolerance={"rtol": 1e-4, "atol": 1e-4})  # fmt: skip

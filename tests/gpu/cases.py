@@ -311,7 +311,7 @@ def kernels_that_do_not_fit() -> None:
         metrics.reset()
         torch._dynamo.reset()
         with mock.patch.object(launch, "load", greedy), config.patch(fx_graph_cache=False):
-            check(lambda x: torch.softmax(x * 2, -1) + x.sum(), cuda(300, 700))
+            check(lambda x: torch.softmax(x * 2, -1), cuda(300, 7000))
             check(lambda x: x.exp() + 1, cuda(300, 700))
         made = metrics.counters["triton"]["kernels made smaller at their launch"]
         assert made == len(refused) > 1, (made, refused)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.fx
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const
 from tilewright.ir.program import Store, StoreMode
+from tilewright.lower import rows as rows_of
 from tilewright.lower.context import Lowering
 from tilewright.lower.indexing import (
     Advanced,
@@ -305,6 +307,13 @@ def _embedding_dense_backward(ctx: Lowering, grad: Tensor, indices: Tensor, rows
     def position(*i: Expr) -> list[Expr]:
         return [checked(indices.at(i[:count]), height), *i[count:]]
 
+    flat = reshape(grad, (indices.numel, *grad.size[count:]))
+    if not scale_by_freq and rows_of.worthwhile(flat, height):
+        keys = reshape(indices, (indices.numel,))
+        ignored = ix.as_index(padding) if ignores else None
+        assert ctx.node is not None
+        like = cast(torch.fx.Node, ctx.node.args[1]).meta["val"]
+        return rows_of.summed(ctx, flat, keys, like, height, ignored)
     points = Points(grad.size, position, (lambda *i: keep.at(i[:count])) if ignores else None)
     if not scale_by_freq:
         return scattered(ctx, into, points, lambda *i: grad.at(i), "add")

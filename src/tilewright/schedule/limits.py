@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tilewright import config
 from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.access import all_loops
 from tilewright.schedule.legality import Fit
-from tilewright.schedule.mixed import shared
+from tilewright.schedule.mixed import LONGEST_KEPT, shared
 from tilewright.schedule.sizes import hint_product, work
 from tilewright.target import Target
 
@@ -24,7 +25,7 @@ def unsuited(group: Fit, target: Target) -> str:
         return "too few shared iterations to run in parallel"
     if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
         return "the loops left to the members are too long to keep their values near"
-    return _more_than_rows(group) if target.is_gpu else ""
+    return _more_than_rows(group) or _turns_long_rows(group) if target.is_gpu else ""
 
 
 def combo_kind(group: Fit) -> tuple[bool, int] | None:
@@ -62,6 +63,30 @@ def _more_than_rows(group: Fit) -> str:
     if len(rows) > 1 and min(rows) > SHORT:
         return "the members' rows differ"
     return ""
+
+
+def _turns_long_rows(group: Fit) -> str:
+    """A row too long to be held is walked: what is written along another loop than it is read along
+    goes to memory element by element, where a kernel of its own turns tiles."""
+    if not any(m.reduce for m in group.members):
+        return ""
+    for m in group.members:
+        if m.reduce or _inside(m, group) <= LONGEST_KEPT:
+            continue
+        read = {v for n in loads(*m.exprs) if (v := _contiguous(n.src[0], m)) is not None}
+        for s in m.stores:
+            along = _contiguous(s.index, m)
+            if along is not None and read and along not in read:
+                return f"{m.name} turns what it reads"
+    return ""
+
+
+def _contiguous(index: Expr, nest: Nest) -> Expr | None:
+    """The loop that walks memory, of an index that walks most of the nest."""
+    used = [v for v in nest.loops if v in free_vars(index)]
+    if 8 * hint_product(v.src[0] for v in used) < work(nest):
+        return None
+    return next((v for v in used if ix.coefficient(index, v) is ix.ONE), None)
 
 
 def _row(nest: Nest, group: Fit) -> int:

@@ -54,6 +54,12 @@ def _vector(program: Program, shape: Shape) -> int:
     return clamp(4, 16 // min(sizes, default=4), 8)
 
 
+def folds(shape: Shape, *kinds: str) -> bool:
+    """Whether something of these kinds is folded."""
+    return any(n.op == "reduce" and n.arg.kind in kinds
+               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
+
+
 def _is_heavy(shape: Shape) -> bool:
     """Whether a special function is among the operations: long code, so few elements a thread."""
     return any(n.op in TABLE and TABLE[n.op].cost >= 60 and n.dtype.is_floating_point
@@ -80,7 +86,7 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
     elif shape.serial:
         found = _rows_in_order(shape)
     else:
-        found = _columns(shape) if shape.across else _rows(shape, vector, target)
+        found = _columns(shape, target) if shape.across else _rows(shape, vector, target)
     chosen = dict.fromkeys(found)
     if heavy:  # one element per thread where threads suffice
         chosen = dict.fromkeys(
@@ -127,10 +133,14 @@ def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
 
 def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """Short pieces of many rows (H200: 65536 rows of 2048 bfloat16 124 us with 64 pieces of 128,
-    133 us with one of 1024); blocks that divide a row need no mask."""
+    133 us with one of 1024); blocks that divide a row need no mask. Where each row looks up many,
+    one at a time (gathered gradients of 2048 bfloat16 132 us, 200 us in short pieces)."""
     y, x = shape.parallel
     size = x.size or x.likely
     even = size & -size
+    if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
+        bx = min(even, 256 * vector) if even >= 16 * vector else min(power(size), 256 * vector)
+        yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
     for piece in (16 * vector, 128 * vector, 32 * vector):
         bx = min(even, piece) if even >= 16 * vector else min(power(size), piece)
         enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
@@ -163,30 +173,49 @@ def _rows_in_order(shape: Shape) -> Iterable[Config]:
         yield Config(((x.block, 1), *rows), warps, ahead=ahead)
 
 
-def _columns(shape: Shape) -> Iterable[Config]:
-    """Whole columns, as many side by side as memory reads at once."""
+def _columns(shape: Shape, target: Target) -> Iterable[Config]:
+    """Whole columns, as many side by side as memory reads at once; fewer where a few programs would
+    have them all."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max(size for _, size in rows)
+    room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), 128)
     for tile, share in ((8192, 16), (4096, 16), (16384, 32), (32768, 32)):
-        block = min(clamp(NARROWEST_TILE, tile // longest, 128), power(x.likely))
+        block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
 
 
+def _round_of(axis: Axis, most: int, least: int) -> int:
+    """How much of a row or column a loop takes at once: what divides it, if that is no less than
+    `least`, for then no round has a mask."""
+    even = (axis.size or 1) & -(axis.size or 1)
+    return min(most, even) if even >= least else clamp(8, power(axis.likely), most)
+
+
+def _piece_of(shape: Shape, axis: Axis, most: int) -> int:
+    """No more than the pieces of a row that have something in common: it is loaded once then, not
+    for every element."""
+    piece = shape.pieces(axis)
+    return min(most, piece) if piece >= 1024 else most
+
+
 def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 132 us in
-    blocks of 4096, 155 us in blocks of 8192). Rows that are walked again should be in cache until
-    then, so fewer of them are at work (log softmax of 50257 bfloat16 470 us with 32 warps, 512 us
-    with 16). With fewer rows than the card runs programs, each gets more threads."""
+    blocks of 4096, 155 us in blocks of 8192), eight where each has a place too (argmax of 32768
+    bfloat16 119 us, 187 us). Rows that are walked again should be in cache until then, so fewer
+    of them are at work (log softmax of 50257 bfloat16 470 us with 32 warps, 512 us with 16). With
+    fewer rows than the card runs programs, each gets more threads."""
     x = shape.parallel[0]
     choices = [(1, 4096, 8), (1, 8192, 16), (1, 2048, 4), (4, 512, 4), (1, 1024, 4)]
     if shape.again:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
-    if x.likely < 4 * target.sms:
+    if folds(shape, "argmin", "argmax"):
+        choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
+    elif x.likely < 4 * target.sms:
         choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]
     for bx, br, warps in choices:
-        rows = tuple((a.block, clamp(8, power(a.likely), br)) for a in shape.inner)
+        rows = tuple((a.block, _round_of(a, _piece_of(shape, a, br), 1024)) for a in shape.inner)
         yield Config(((x.block, min(bx, power(x.likely))), *rows), warps)
 
 
@@ -200,7 +229,9 @@ def _shared_rows(shape: Shape, vector: int) -> Iterable[Config]:
 
 def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """128 bytes of a row by 256 rows, the next ones under way (H200: sum of columns of 16384x8192
-    bfloat16 62 us, 69 us in small blocks without; gradient of bias and gelu 218 us, 420 us)."""
+    bfloat16 62 us, 69 us in small blocks without; gradient of bias and gelu 218 us, 420 us). Means
+    and deviations are joined row by row in the end: 64 rows (var of 1024 rows of 131072 68 us, 121
+    us with 256)."""
     x = shape.parallel[0]
     bx = 8 * vector
     while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
@@ -212,8 +243,10 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
     choices = [(bx, 256, share, 3), (bx, 128, share, 3), (bx, 64, 8, 3), (bx, 256, share, 1),
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
+    if folds(shape, "welford"):
+        choices = [(bx, 64, 32, 4), (bx, 64, 16, 4), (2 * bx, 32, 32, 4), (bx, 64, 32, 1)]
     for columns, br, each, ahead in choices:
-        rows = tuple((a.block, clamp(8, power(a.likely), br)) for a in shape.inner)
+        rows = tuple((a.block, _round_of(a, br, 64)) for a in shape.inner)
         longest = max(size for _, size in rows)
         block = min(columns, power(x.likely))
         warps = clamp(1, longest * block // (32 * each), MOST_WARPS)

@@ -46,6 +46,7 @@ class Writer:
         self.masked: set[Axis] = set()
         self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
         self.starts: dict[Axis, str] = {}  # the first point of the block at hand
+        self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
@@ -114,6 +115,8 @@ class Writer:
                 continue
             if node.op == "var":
                 found = frozenset((self._axis[node],)) if node in self._axis else NOWHERE
+            elif node.op == "ifloordiv" and self._stays(node) is not None:
+                found = NOWHERE
             else:
                 found = NOWHERE.union(*(self._support[s] for s in node.src))
             if node.op == "reduce" and not self._keep_rows:
@@ -290,8 +293,22 @@ class Writer:
         """A scalar as a tensor of the tile's rank."""
         return f"tl.full({self.shape(NOWHERE)}, 0, {dtype}) | {text}"
 
+    def _stays(self, node: Expr) -> Axis | None:
+        """The axis of a loop each block of which lies in one piece of the length divided by: the
+        quotient is one number, and the remainder follows the lanes."""
+        axis = self._axis.get(node.src[0])
+        length = ix.value_of(node.src[1])
+        if axis not in self.rounds or length is None or length % self.rounds[axis][1]:
+            return None
+        return axis
+
     def _index_op(self, node: Expr) -> str:
         a, b = (f"({self.index(s)})" for s in node.src)
+        if node.op in ("ifloordiv", "imod") and (axis := self._stays(node)) is not None:
+            first = f"tl.full({self.shape(NOWHERE)}, 0, {self.index_type}) + {self.rounds[axis][0]}"
+            if node.op == "ifloordiv":
+                return f"({first}) // {b}"
+            return f"({first}) % {b} + {axis.name}base"
         if node.op in ("imin", "imax"):
             return f"tl.{node.op[1:]}imum({a}, {b})"
         if ix.known_nonneg(node.src[0]):

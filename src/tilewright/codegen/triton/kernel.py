@@ -21,7 +21,7 @@ from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SIGNATURE, STEPS, cast
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads, rewrite, substitute, walk
+from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
@@ -113,6 +113,9 @@ class Kernel:
                                 for s in m.stores})  # fmt: skip
         self.w.valued = valued([e for m in shape.members for e in m.exprs],
                                [s for m in shape.members for s in m.stores])  # fmt: skip
+        if not shape.persistent:
+            self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
+                             for a in shape.inner}  # fmt: skip
         self.rewritten = _rewritten(shape.members)
         self.written: set[str] = set()  # since the last barrier
         self.online: dict[Expr, OnlineFold] = {}
@@ -388,6 +391,7 @@ class Kernel:
             item.begin()
         self._hoist(segment, axis)
         place = self._round(segment, axis)
+        w.rounds[axis] = place, w.rounds[axis][1]
         if axis in w.starts:
             w.starts[axis] = place
         rounds = self._range(f"{axis.name}first, {axis.name}last, {axis.block}")
@@ -465,7 +469,7 @@ class Kernel:
     def _hoist(self, segment: Segment, axis: Axis) -> None:
         """Load before a loop what is the same in all its rounds."""
         for node in loads(*(e for m in segment.members for e in m.exprs)):
-            fixed = axis not in self.w.support(*node.src)
+            fixed = axis.var not in free_vars(node)
             if fixed and node.arg not in self.local and node.arg not in self.rewritten:
                 self.w.operand(node)
 

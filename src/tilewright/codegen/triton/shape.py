@@ -99,6 +99,15 @@ class Shape:
         return replace(self, segments=segments,
                        members=[m for s, _ in segments for m in s.members])  # fmt: skip
 
+    def pieces(self, axis: Axis) -> int:
+        """The length of the pieces of a row that have something in common, as a channel's scale:
+        the largest power of two that divides all such lengths, or zero."""
+        found = 0
+        for node in walk(*(e for m in self.flat().members for e in m.exprs)):
+            if node.op == "ifloordiv" and node.src[0] is axis.var:
+                found |= ix.value_of(node.src[1]) or 1
+        return found & -found
+
     def ends(self, axis: Axis) -> list[Expr]:
         """What has to be negative at a point of the axis, beyond being inside its extent."""
         axes = [*self.parallel, *([] if axis in self.parallel else [axis])]
