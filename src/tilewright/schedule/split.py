@@ -219,7 +219,7 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     made = _Cutting(program)
     members, serial = _merged(group.members, group.serial)
     outer = group.outer
-    pairs = any(is_pair(m, top) for m in members for top in members)
+    pairs = any(folds_over(m, serial) and is_pair(m, top) for m in members for top in members)
     if len(segments_of(members, outer)) > 1 and not pairs:
         whole = Fit(members, outer, serial)
         members = tuple(made.apart(m, serial) if stays_apart(m, whole, target) else m
