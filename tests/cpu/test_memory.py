@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.models import UNet
 from tests.fuzz.build import Build
 from tests.fuzz.stages import capture
 from tests.programs import check, compiled, copy, fresh_compiler, same
@@ -19,6 +20,7 @@ from tilewright import config
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.program import Nest, Store
+from tilewright.schedule import delay
 from tilewright.schedule.group import Group
 from tilewright.schedule.memory import peak, profile
 from tilewright.schedule.plan import Schedule, schedule
@@ -295,3 +297,23 @@ def test_mp_8_a_cap_on_bytes_read_splits_a_long_chain(most: int | None, kernels:
     with config.patch(realize_acc_reads_size_threshold=most and most * size):
         plan = plan_of(function, *(torch.randn(16, 16) for _ in range(5)))
     assert sum(step.group.call is None for step in plan.steps) == kernels
+
+
+# ---- parts of a concatenation that wait
+
+
+def test_a_concatenation_is_not_alive_before_most_of_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A skip connection is kept by itself, where that needs less memory than to keep all of what it
+    is put beside."""
+    monkeypatch.setattr(delay, "LEAST_GAIN", 64)
+    model = UNet(8, 2).eval()
+    image = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        check(model, image, tolerance={"rtol": 1e-4, "atol": 1e-4})
+        late = plan_of(model, image)
+        monkeypatch.setattr(delay, "MOST_DELAYS", 0)
+        early = plan_of(model, image)
+    assert peak(late.program, late.steps) < 0.9 * peak(early.program, early.steps)
+    assert sum(b.accessed for b in late.bytes) < 1.1 * sum(b.accessed for b in early.bytes)

@@ -12,6 +12,7 @@
 - `recompute.py` values computed again where they are used, in place of being stored
 - `segments.py` inside a group: which members share a loop
 - `carve.py`    groups that one kernel cannot express, in pieces
+- `delay.py`    parts of a buffer written when the rest is
 - `memory.py`   lifetimes: what is allocated, reused, written in place, freed
 - `traffic.py`  bytes moved, under the compatible counting contract and honestly
 - `plan.py`     `schedule(program)`: all of it in order

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from tilewright import config, metrics
 from tilewright.ir.program import Nest, Program, View
 from tilewright.schedule.carve import Limits, carved
+from tilewright.schedule.delay import delayed
 from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
@@ -62,7 +63,8 @@ def planned(grouping: Grouping) -> Schedule:
     """Memory for groups that are final, in the order that needs least of it, and the bytes they
     move."""
     program = grouping.program
-    plans = [(groups, plan(program, groups)) for groups in orders(program, grouping.groups)]
+    ready = delayed(program, grouping.groups)
+    plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
     bytes_ = _count(program, groups)
     if config.memory_planning:
@@ -79,8 +81,9 @@ def _live(program: Program) -> set[str]:
     for node in reversed(program.nodes):
         if not isinstance(node, Nest) or node.writes & needed:
             live.add(node.name)
-            covered = set[str]() if isinstance(node, Nest) else {*node.covers}
-            needed = (needed - covered) | (node.reads - covered)
+            covered = () if isinstance(node, Nest) else node.covers
+            needed.difference_update(covered)
+            needed |= node.reads.difference(covered)
     return live
 
 

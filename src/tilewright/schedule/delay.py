@@ -1,0 +1,99 @@
+"""Parts of a buffer that are written long before the rest, written later instead.
+
+A kernel that makes a value can also put it where a concatenation wants it. That saves reading it
+again, and keeps all of the concatenation alive from there on: where that is when most memory is
+alive, the value waits by itself until the rest is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tilewright import config
+from tilewright.ir.program import Nest, Program, View
+from tilewright.schedule.group import Group
+from tilewright.schedule.reorder import Facts
+from tilewright.schedule.sizes import hint_bytes
+
+MOST_DELAYS = 16  # in one program
+LEAST_GAIN = 1 << 18  # bytes of the peak, that are worth reading a value again
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A member of a group that writes a part of a buffer nobody touches before `until`."""
+
+    group: int
+    member: Nest
+    buffer: str
+    until: int
+
+
+def delayed(program: Program, groups: Sequence[Group]) -> list[Group]:
+    """The groups, with such members on their own where that lowers the peak."""
+    found = list(groups)
+    if not config.reorder_for_peak_memory:
+        return found
+    refused: set[str] = set()
+    for _ in range(MOST_DELAYS):
+        early = [e for e in _early(program, found) if e.member.name not in refused]
+        if not early:
+            break
+        facts = Facts(program, found)
+        profile = facts.profile(range(len(found)))
+        top = max(profile)
+        where = profile.index(top)
+        across = [e for e in early if e.group <= where < e.until]
+        if not across:
+            break
+        most = max(across, key=lambda e: hint_bytes(program.buffers[e.buffer]))
+        tried = _apart(found, most)
+        if Facts(program, tried).peak(range(len(tried))) + LEAST_GAIN <= top:
+            found = tried
+        else:
+            refused.add(most.member.name)
+    return found
+
+
+def _early(program: Program, groups: Sequence[Group]) -> Iterator[_Early]:
+    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    users: dict[str, list[int]] = {}
+    for k, group in enumerate(groups):
+        for b in group.reads | group.writes:
+            users.setdefault(b, []).append(k)
+    for k, group in enumerate(groups):
+        if len(group.members) < 2 or group.serial or group.shared:
+            continue
+        for member in group.members:
+            found = _waits(program, group, member)
+            if found is None or found in visible or users[found][0] != k or len(users[found]) < 2:
+                continue
+            until = users[found][1]
+            if not any(b in groups[j].writes for b in member.reads for j in range(k + 1, until)):
+                yield _Early(k, member, found, until)
+
+
+def _waits(program: Program, group: Group, member: Nest) -> str | None:
+    """The one buffer a member writes, large beside all that it is made of, if no other does."""
+    if member.reduce or len(member.writes) != 1:
+        return None
+    (name,) = member.writes
+    buffer = program.buffers[name]
+    others = [m for m in group.members if m is not member]
+    if buffer.kind != "temporary" or any(name in m.reads | m.writes for m in others):
+        return None
+    if not member.reads & {b for m in others for b in m.writes}:
+        return None  # nothing is saved by having it here
+    made = sum(hint_bytes(program.buffers[b]) for b in member.reads)
+    return name if hint_bytes(buffer) >= made + LEAST_GAIN else None
+
+
+def _apart(groups: Sequence[Group], early: _Early) -> list[Group]:
+    """The member on its own, before what else touches its buffer."""
+    whole = groups[early.group]
+    rest = replace(whole, members=tuple(m for m in whole.members if m is not early.member),
+                   local=whole.local - early.member.reads)  # fmt: skip
+    alone = Group((early.member,), early.member.loops)
+    return [*groups[: early.group], rest, *groups[early.group + 1 : early.until], alone,
+            *groups[early.until :]]  # fmt: skip
