@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tilewright.codegen.triton.shape import NARROWEST_TILE, Axis, Shape
+from tilewright.codegen.triton.shape import MOST_KEPT, NARROWEST_TILE, Axis, Shape
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Program
@@ -208,7 +208,9 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     fewer rows than the card runs programs, each gets more threads."""
     x = shape.parallel[0]
     choices = [(1, 4096, 8), (1, 8192, 16), (1, 2048, 4), (4, 512, 4), (1, 1024, 4)]
-    if shape.again:
+    if shape.again and max(a.likely for a in shape.inner) <= MOST_KEPT // 2:
+        choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
+    elif shape.again:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
     if folds(shape, "argmin", "argmax"):
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]

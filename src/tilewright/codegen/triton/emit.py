@@ -47,6 +47,7 @@ class Writer:
         self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
         self.starts: dict[Axis, str] = {}  # the first point of the block at hand
         self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
+        self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
@@ -67,12 +68,18 @@ class Writer:
     def block(self, head: str) -> Generator[None]:
         self.line(head + ":")
         self._depth += 1
+        with self.apart():
+            yield
+        self._depth -= 1
+
+    @contextmanager
+    def apart(self) -> Generator[None]:
+        """What becomes known inside is forgotten after it."""
         self._scopes.append({})
         self._wide.append({})
         yield
         self._wide.pop()
         self._scopes.pop()
-        self._depth -= 1
 
     def fresh(self, family: str = "t") -> str:
         self._count += 1
@@ -115,6 +122,8 @@ class Writer:
                 continue
             if node.op == "var":
                 found = frozenset((self._axis[node],)) if node in self._axis else NOWHERE
+                if any(a.lean is not None for a in found):  # where it begins is the row's
+                    found = self.covered(found)
             elif node.op == "ifloordiv" and self._stays(node) is not None:
                 found = NOWHERE
             else:
@@ -136,12 +145,13 @@ class Writer:
     def shape(self, support: Support) -> str:
         extents = ["1"] * self.rank
         for axis in support:
-            extents[axis.dim] = axis.block
+            extents[axis.dim] = self.ends_of_rows.get(axis, (axis.block, ""))[0]
         return f"[{', '.join(extents)}]"
 
     def mask(self, support: Support, *conditions: str) -> str:
         """Where the tile is inside the axes, and the conditions hold; empty: everywhere."""
-        inside = [f"{a.name}mask" for a in sorted(support & self.masked, key=lambda a: a.name)]
+        names = sorted(support & self.masked, key=lambda a: a.name)
+        inside = [self.ends_of_rows.get(a, ("", f"{a.name}mask"))[1] for a in names]
         return " & ".join([*inside, *conditions])
 
     def spread(self, text: str, have: Support, want: Support) -> str:

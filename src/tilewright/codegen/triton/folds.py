@@ -38,7 +38,6 @@ class Fold:
         self.combine = COMBINE[self.kind]
         self.name = w.fresh("acc")
         self.support = w.covered(w.support(*node.src) | (NOWHERE if axis is None else {axis}))
-        self.masked = axis in w.masked
         self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
                              else self.dtype)  # fmt: skip
 
@@ -50,6 +49,11 @@ class Fold:
         if self.masked:
             text = f"tl.where({self._inside}, {text}, {self.start})"
         return text
+
+    @property
+    def masked(self) -> bool:
+        """Whether lanes of the block at hand may be outside the row."""
+        return self.axis in self.w.masked
 
     @property
     def _inside(self) -> str:
@@ -142,7 +146,9 @@ class ArgFold(Fold):
 
     def _in_order(self) -> bool:
         """Whether later rounds of the loop have later places: the first of equals is kept then."""
-        slope = None if self.axis is None else ix.coefficient(self.node.src[1], self.axis.var)
+        if self.axis is None or self.axis.lean is not None:
+            return False
+        slope = ix.coefficient(self.node.src[1], self.axis.var)
         return slope is not None and ix.bounds(slope)[0] > 0
 
     def begin(self) -> None:

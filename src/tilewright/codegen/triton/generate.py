@@ -8,6 +8,7 @@ from tilewright import config
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+from tilewright.codegen.triton.leaning import leaning, preferred
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.errors import CodegenError
@@ -35,10 +36,12 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
     shape = parts[0][1]
+    other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
-    other = otherwise(group, shape) if measured else None
-    if other is None:
-        return Kernel(program, group, shape, target, wide).generate(name)
+    if other is None or not measured:
+        form = preferred(program, group, shape, other)
+        return Kernel(program, group, form, target, wide).generate(name)
+    shape, other = (leaning(program, group, form) for form in (shape, other))
     held, walked = (shape, other) if shape.persistent else (other, shape)
     found = [replace(c, held=int(form.persistent)) for form in (shape, other)
              for c in configs(program, form, target)]  # fmt: skip

@@ -15,7 +15,8 @@ import torch
 from tilewright import config
 from tilewright.codegen.triton.configs import Config, configs, power
 from tilewright.codegen.triton.emit import RANDOM, Support, Writer, is_index
-from tilewright.codegen.triton.folds import Fold, folds_of, scans_of
+from tilewright.codegen.triton.folds import Fold, Scanning, folds_of, scans_of
+from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
@@ -104,8 +105,9 @@ class Kernel:
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
+        self.lean = Lean.of(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
-        self.w.ends = {a: self.w.support(*found) for a, found in self._ends.items()}
+        self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         self.w.coarse = coarse([e for m in shape.members for e in m.exprs],
                                {self.buffers[b].dtype for m in shape.members for b in m.writes
                                 if b not in self.local},
@@ -115,7 +117,7 @@ class Kernel:
                                [s for m in shape.members for s in m.stores])  # fmt: skip
         if not shape.persistent:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
-                             for a in shape.inner}  # fmt: skip
+                             for a in shape.inner if a.lean is None}  # fmt: skip
         self.rewritten = _rewritten(shape.members)
         self.written: set[str] = set()  # since the last barrier
         self.online: dict[Expr, OnlineFold] = {}
@@ -143,7 +145,7 @@ class Kernel:
 
     def _is_full(self, axis: Axis) -> bool:
         """Whether every block of every configuration is inside the axis."""
-        size = axis.size
+        size = axis.size if axis.lean is None else None
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
 
     @property
@@ -214,7 +216,7 @@ class Kernel:
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
         text = "\n".join([*imports(lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *lines]) + "\n"  # fmt: skip
-        grid = [(a.extent, a.block) for a in self.shape.parallel]
+        grid = [(ix.add(a.extent, max(a.piece - 1, 0)), a.block) for a in self.shape.parallel]
         if self.shape.shared:
             grid.append((ix.as_index(self.shape.shared), "1"))
         rows = self.shape.parallel[0].size or 0
@@ -258,16 +260,21 @@ class Kernel:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             at = "pid"
             if k:
-                w.line(f"{axis.name}blocks = ({axis.name}numel + {axis.block} - 1) // {axis.block}")
+                lanes = f"{axis.name}numel + {max(axis.piece - 1, 0)}" if axis.piece else (
+                    f"{axis.name}numel")  # fmt: skip
+                w.line(f"{axis.name}blocks = ({lanes} + {axis.block} - 1) // {axis.block}")
                 at = f"(pid % {axis.name}blocks)"
             first = f"{at} * {axis.block}"
             if self._draws and not self._is_narrowest(axis):
                 w.line(f"{axis.name}first = {first}")
                 first = w.starts[axis] = f"{axis.name}first"
             w.line(f"{axis.name}base = {first} + {self._lanes(axis)}")
+            if axis.lean is not None:
+                w.line(f"{axis.name}block = {at}")
             if k:
                 w.line(f"pid = pid // {axis.name}blocks")
-            self._enter(axis, f"{axis.name}base")
+            if axis.lean is None:
+                self._enter(axis, f"{axis.name}base")
         for axis in self.shape.inner:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             w.line(f"{axis.name}base = {self._lanes(axis)}")
@@ -277,6 +284,8 @@ class Kernel:
                 self._enter(axis, f"{axis.name}base")
             else:
                 self._span(axis)
+        if self.lean is not None:
+            self.lean.begin()
 
     def _span(self, axis: Axis) -> None:
         """From where to where this program walks a row: all of it, or whole blocks."""
@@ -307,6 +316,8 @@ class Kernel:
         online = self._joined
         if not self.shape.serial:
             self._early()
+        if self.lean is not None and self.lean.axis in self.shape.parallel:
+            self.lean.tile()
         for k, (segment, axis) in enumerate(self.shape.segments):
             if axis is None or self.shape.persistent:
                 self._straight(segment, axis)
@@ -390,24 +401,19 @@ class Kernel:
         for item in (*folds.values(), *scans):
             item.begin()
         self._hoist(segment, axis)
-        place = self._round(segment, axis)
-        w.rounds[axis] = place, w.rounds[axis][1]
-        if axis in w.starts:
-            w.starts[axis] = place
-        rounds = self._range(f"{axis.name}first, {axis.name}last, {axis.block}")
-        with w.block(f"for {axis.name}offset in {rounds}"):
-            w.line(f"{axis.name}index = {place} + {axis.name}base")
-            self._enter(axis, f"{axis.name}index")
-            waiting = dict(folds)
-            for m in segment.members:
-                for node in walk(*m.exprs):
-                    if node in waiting:
-                        waiting.pop(node).step()
-                for scan in scans:
-                    if scan.node in set(walk(*m.exprs)):
-                        scan.step(carried=True)
-                if not m.reduce:
-                    self.stores([m])
+        if self.lean is not None and self.lean.axis is axis:
+            self.lean.walk(segment, self._is_back(segment, axis), lambda: self._steps(
+                segment, folds, scans))  # fmt: skip
+        else:
+            place = self._round(segment, axis)
+            w.rounds[axis] = place, w.rounds[axis][1]
+            if axis in w.starts:
+                w.starts[axis] = place
+            rounds = self._range(f"{axis.name}first, {axis.name}last, {axis.block}")
+            with w.block(f"for {axis.name}offset in {rounds}"):
+                w.line(f"{axis.name}index = {place} + {axis.name}base")
+                self._enter(axis, f"{axis.name}index")
+                self._steps(segment, folds, scans)
         self._at = None
         if self.shape.shared and folds:
             self._meet(list(folds.values()))
@@ -415,6 +421,20 @@ class Kernel:
             for fold in folds.values():
                 fold.end()
         self.stores([m for m in segment.members if m.reduce])
+
+    def _steps(self, segment: Segment, folds: Mapping[Expr, Fold], scans: Sequence[Scanning]
+               ) -> None:  # fmt: skip
+        """One round of a loop."""
+        waiting = dict(folds)
+        for m in segment.members:
+            for node in walk(*m.exprs):
+                if node in waiting:
+                    waiting.pop(node).step()
+            for scan in scans:
+                if scan.node in set(walk(*m.exprs)):
+                    scan.step(carried=True)
+            if not m.reduce:
+                self.stores([m])
 
     def _apart(self, pair: Pair) -> int:
         """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
@@ -425,6 +445,8 @@ class Kernel:
         if not x.loops:
             return 0
         for n in loads(pair.largest):
+            if self.lean is not None and self.lean.steps(n.src[0]):
+                continue
             step = ix.coefficient(n.src[0], x.var)
             if step is None or ix.mod(ix.mul(step, n.dtype.itemsize), 16) is not ix.ZERO:
                 return SIDE
@@ -433,16 +455,20 @@ class Kernel:
     def _round(self, segment: Segment, axis: Axis) -> str:
         """Where a block of a loop begins. Every other loop over a row runs back, where the order
         does not matter: what the one before it read last is still in cache."""
-        forwards = self._forwards.get(axis, False)
         a = axis.name
-        ordered = any(n.op == "scan" or (n.op == "reduce" and n.arg.kind in IN_ORDER)
-                      for m in segment.members for n in walk(*m.exprs))  # fmt: skip
-        self._forwards[axis] = not forwards or ordered
-        if self._forwards[axis]:
+        if not self._is_back(segment, axis):
             return f"{a}offset"
         blocks = f"({a}last - {a}first + {axis.block} - 1) // {axis.block}"
         self.w.line(f"{a}end = {a}first + ({blocks} - 1) * {axis.block}")
         return f"({a}first + {a}end - {a}offset)"
+
+    def _is_back(self, segment: Segment, axis: Axis) -> bool:
+        """Whether the next loop over an axis runs back."""
+        forwards = self._forwards.get(axis, False)
+        ordered = any(n.op == "scan" or (n.op == "reduce" and n.arg.kind in IN_ORDER)
+                      for m in segment.members for n in walk(*m.exprs))  # fmt: skip
+        self._forwards[axis] = not forwards or ordered
+        return not self._forwards[axis]
 
     def _meet(self, folds: Sequence[Fold]) -> None:
         """Folds of a row that programs share: each leaves its part, and all take all parts."""
@@ -497,6 +523,10 @@ class Kernel:
             place = f"tl.reshape({place}, [{block}])"
             return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
         masked = f", {mask}, other=0" if mask else ""
+        if self.lean is not None and (stepped := self.lean.place(node.src[0])):
+            if both := "" if conditions else self.lean.halves(support):
+                return self.lean.load(f"{self.pointer(node.arg)} + ({stepped})", both, policy)
+            place = stepped
         return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{policy})"
 
     def _one_per_row(self, support: Support) -> bool:
@@ -553,6 +583,7 @@ class Kernel:
         have = w.support(store.index)
         want = w.covered(w.support(*store.exprs))
         text = w.spread(w.index(store.index), have, want)
+        text = (self.lean.place(store.index) if self.lean is not None else "") or text
         return f"{self.pointer(store.buffer)} + ({text})", have | want
 
     def _store(self, store: Store) -> None:

@@ -34,6 +34,8 @@ class Axis:
     name: str
     loops: tuple[Expr, ...]  # outermost first
     dim: int  # of the tile
+    lean: Expr | None = None  # where a row along it begins in memory, if its lanes begin before it
+    piece: int = 0  # lanes that move at once then
 
     @cached_property
     def extent(self) -> Expr:

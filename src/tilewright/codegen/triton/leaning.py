@@ -1,0 +1,95 @@
+"""Which rows are walked from sixteen bytes to sixteen bytes though they begin anywhere in memory
+(`lean.py` says how)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright.codegen.triton.emit import RANDOM
+from tilewright.codegen.triton.online import joined, passes
+from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads, syms
+from tilewright.ir.program import Program
+from tilewright.schedule.group import Group
+from tilewright.schedule.sizes import hint, hint_product
+
+SHORTEST = 2048  # elements of a row for which its ends do not matter
+WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
+
+
+def preferred(program: Program, group: Group, shape: Shape, other: Shape | None) -> Shape:
+    """A form of a kernel, or the other one, which walks rows instead of holding them: that takes no
+    more passes over memory of a softmax, and of a single pass."""
+    walked = None if other is None or other.persistent else other
+    if walked is not None and _is_as_good(walked, group):
+        found = leaning(program, group, walked)
+        if found is not walked:
+            return found
+    return leaning(program, group, shape)
+
+
+def leaning(program: Program, group: Group, shape: Shape) -> Shape:
+    """The shape with an axis that leans, where that lets most of what it moves move at once."""
+    axis = None if shape.persistent and shape.inner else _last(shape)
+    if axis is None or axis.likely < SHORTEST:
+        return shape
+    guide = _guide(program, group, shape.flat(), axis)
+    if guide is None:
+        return shape
+    new = replace(axis, lean=guide[0], piece=guide[1])
+    return replace(
+        shape, parallel=tuple(new if a is axis else a for a in shape.parallel),
+        segments=[(s, new if a is axis else a) for s, a in shape.segments])  # fmt: skip
+
+
+def _is_as_good(shape: Shape, group: Group) -> bool:
+    flat = shape.flat()
+    return len(passes(flat, group.local)) == 1 or bool(joined(flat, group.local))
+
+
+def _last(shape: Shape) -> Axis | None:
+    """The axis that memory runs along, where it is one that can lean."""
+    if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
+        return None
+    if any(s.scans for s, _ in shape.segments) or uses(shape.members, *RANDOM):
+        return None
+    if any(scatters(m) for m in shape.members):
+        return None
+    if shape.inner:
+        return shape.inner[0] if len(shape.inner) == 1 else None
+    return shape.parallel[1] if shape.looked_up else None
+
+
+def _guide(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int] | None:
+    """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
+    moved: dict[tuple[Expr, int], int] = {}
+    nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
+    read = {n.arg for n in nodes if axis.var in free_vars(n.src[0])}
+    if any(s.buffer in read for s in stores if axis.var in free_vars(s.index)):
+        return None  # what a thread stores at once others still have to read
+    accesses = {(n.arg, n.src[0]) for n in nodes} | {(s.buffer, s.index) for s in stores}
+    for buffer, index in accesses:
+        if ix.coefficient(index, axis.var) is not ix.ONE:
+            continue
+        rest = ix.sub(index, axis.var)
+        size = program.buffers[buffer].dtype.itemsize
+        key = rest, 16 // min(size, 16)
+        total = hint_product(v.src[0] for v in free_vars(index)) * size
+        moved[key] = moved.get(key, 0) + total
+    rest, piece = max(moved, key=lambda k: moved[k], default=(ix.ZERO, 1))
+    if piece * WIDEST < 16 or axis.var in free_vars(rest) or not ix.known_nonneg(rest):
+        return None
+    return None if _is_even(rest, piece) else (rest, piece)
+
+
+def _is_even(rest: Expr, piece: int) -> bool:
+    """Whether all rows begin with a piece; of sizes that are not known, likely."""
+    if ix.mod(rest, piece) is ix.ZERO:
+        return True
+    if not syms(rest):
+        return False
+    steps = {v: ix.coefficient(rest, v) for v in free_vars(rest)}
+    first = ix.sub(rest, ix.add(*(ix.mul(v, step) for v, step in steps.items() if step)))
+    return all(step is not None and hint(step) % piece == 0 for step in (*steps.values(), first))

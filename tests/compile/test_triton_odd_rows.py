@@ -1,0 +1,120 @@
+"""Rows of odd lengths in Triton's interpreter and compiled: they begin anywhere in memory, and are
+moved sixteen bytes at once nonetheless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build, kernels_of
+from tests.compile.interp import check
+from tilewright.runtime.triton_build import SPILLED
+from tilewright.testing import run_and_get_code
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def _scaled(x: Tensor, row: Tensor) -> Tensor:
+    return (x.float() - row.float()).to(x.dtype)
+
+
+ROWS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "softmax": (lambda x: torch.softmax(x, -1), lambda: (_random(3, 3001),)),
+    "one more than a block": (lambda x: torch.softmax(x, -1), lambda: (_random(9, 4097),)),
+    "one less than a block": (lambda x: torch.softmax(x, -1), lambda: (_random(9, 4095),)),
+    "half": (lambda x: torch.softmax(x, -1), lambda: (_random(9, 2345, dtype=F16),)),
+    "walked": (lambda x: torch.log_softmax(x, -1), lambda: (_random(9, 17003),)),
+    "sum": (lambda x: x.float().sum(-1), lambda: (_random(9, 2999),)),
+    "several folds": (lambda x: (x.argmax(-1), x.amin(-1), x.float().sum(-1)),
+                      lambda: (_random(9, 17003),)),
+    "moments": (lambda x: torch.var_mean(x.float(), -1), lambda: (_random(9, 17003),)),
+    "folds and a row": (lambda x: (x * 2, x.float().sum(-1)), lambda: (_random(9, 2999),)),
+    "layer norm": (lambda x, w: F.layer_norm(x, x.shape[-1:], w), lambda: (
+        _random(9, 17003), _random(17003))),
+    "wider results": (lambda x: torch.softmax(x.float(), -1), lambda: (_random(9, 2501),)),
+    "a mask": (lambda x, m: torch.softmax(x.masked_fill(m, -1e4), -1), lambda: (
+        _random(9, 2501), torch.rand(9, 2501) < 0.3)),
+    "a part of rows": (lambda x: torch.softmax(x[:, 3:2900], -1), lambda: (_random(9, 4000),)),
+    "rows apart": (lambda x: torch.softmax(x[::2, :-2], -1), lambda: (_random(9, 2503),)),
+    "pointwise rows": (_scaled, lambda: (_random(9, 2501), _random(9, 1, dtype=F32))),
+    "pointwise of a part": (lambda x, row: _scaled(x[:, 5:], row), lambda: (
+        _random(9, 4000), _random(9, 1, dtype=F32))),
+    "looked up": (lambda i, x: x[i] * 2, lambda: (torch.randint(0, 9, (12,)), _random(9, 2501))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_odd_rows(name: str) -> None:
+    fn, make = ROWS[name]
+    kernels = check(fn, *make(), rtol=2**-7, atol=1e-5)
+    assert any("slide" in k.text for k in kernels)
+
+
+@pytest.mark.parametrize("config", [1, 4])
+def test_other_configurations(config: int) -> None:
+    for name in ("softmax", "walked", "pointwise rows"):
+        fn, make = ROWS[name]
+        check(fn, *make(), config=config, rtol=2**-7, atol=1e-5)
+
+
+def test_training_with_an_odd_number_of_classes() -> None:
+    """Both passes, as the whole compiler cuts them."""
+    x, t = _random(9, 2501).requires_grad_(), torch.randint(0, 2501, (9,))
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(compiled(x), x)
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), t)
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    with as_cuda():
+        compiled = torch.compile(loss, backend="tilewright")
+        (found,), code = run_and_get_code(step, x)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)
+    assert "rslide" in "".join(code) and "xslide" in "".join(code)
+
+
+def test_a_length_that_is_not_known() -> None:
+    fn, make = ROWS["softmax"]
+    kernels = check(fn, *make(), dynamic=True, rtol=2**-7, atol=1e-5)
+    assert any("slide" in k.text for k in kernels)
+
+
+def test_no_rows_and_rows_of_nothing() -> None:
+    check(lambda x: torch.softmax(x, -1), _random(0, 3001))
+    check(lambda x: x.float().sum(-1), _random(4, 0))
+
+
+def test_rows_that_are_even_stay_as_they_are() -> None:
+    for x in (_random(9, 4096), _random(9, 3000), _random(9, 3001, dtype=F32), _random(9, 1001)):
+        kernels = check(lambda x: torch.softmax(x, -1), x, rtol=2**-7, atol=1e-5)
+        assert not any("slide" in k.text for k in kernels)
+
+
+WIDE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "softmax": (lambda x: torch.softmax(x, -1), (torch.empty(512, 4097, dtype=BF16),)),
+    "log softmax": (lambda x: torch.log_softmax(x, -1), (torch.empty(64, 50257, dtype=BF16),)),
+    "sum": (lambda x: x.float().sum(-1), (torch.empty(512, 4097, dtype=BF16),)),
+    "pointwise": (_scaled, (torch.empty(64, 50257, dtype=BF16), torch.empty(64, 1))),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_odd_rows_are_moved_sixteen_bytes_at_once(name: str) -> None:
+    fn, args = WIDE[name]
+    (kernel,) = kernels_of(fn, *args)
+    made = build(kernel)
+    assert made.widest("ld.global") == 16
+    assert name == "sum" or made.widest("st.global") == 16
+    assert made.spills <= SPILLED
