@@ -194,6 +194,8 @@ PROGRAMS = [
                lambda: (randn(8192, 128256), integers(128256, 8192))),
     GpuProgram("cross entropy 8192x32000 training", cross_entropy,
                lambda: (randn(8192, 32000, grad=True), integers(32000, 8192)), backward=True),
+    GpuProgram("cross entropy 8192x50257 training", cross_entropy,
+               lambda: (randn(8192, 50257, grad=True), integers(50257, 8192)), backward=True),
     GpuProgram("bias gelu 16384x8192", bias_gelu, lambda: (randn(16384, 8192), randn(8192))),
     GpuProgram("bias gelu 16384x8192 training", bias_gelu,
                lambda: (randn(16384, 8192, grad=True), randn(8192, grad=True)), backward=True),
