@@ -8,7 +8,7 @@ axis for them, either whole in one block (persistent) or block by block (looped)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 
 from tilewright.ir import index as ix
@@ -34,6 +34,7 @@ class Axis:
     name: str
     loops: tuple[Expr, ...]  # outermost first
     dim: int  # of the tile
+    _: KW_ONLY
     lean: Expr | None = None  # where a row along it begins in memory, if its lanes begin before it
     piece: int = 0  # lanes that move at once then
 
