@@ -425,10 +425,14 @@ def _batch_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, weight: Tensor 
         x.dtype, keep(ctx, grad), keep(ctx, x), _channel(mean, x), _channel(inverse, x),
         _channel(weight, x),
     )  # fmt: skip
-    normal = _normalized(values, centre, spread)
+    away = pointwise(sub, values, centre)
+    normal = pointwise(mul, away, spread)
     gradient = None
     plain = total(ctx, grad, dims) if training or mask[2] else None
-    scaled = total(ctx, pointwise(mul, grad, normal), dims) if training or mask[1] else None
+    scaled = None
+    if training or mask[1]:  # scaled after it is summed, as in eager: it may be rounded next
+        scaled = total(ctx, pointwise(mul, grad, away), dims)
+        scaled = pointwise(mul, scaled, along(inverse, [1], scaled.size).to(scaled.dtype))
     if mask[0]:
         if plain is not None and scaled is not None and training:
             gradient = _centred(ctx, grad, normal, spread, dims, (plain, scaled))

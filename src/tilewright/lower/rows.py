@@ -25,7 +25,7 @@ from tilewright.lower.promote import compute_type
 from tilewright.lower.tensor import Tensor, from_indices, placeholders
 
 aten = torch.ops.aten
-FEW = 7  # rows of a run that are added at once; with one number more they are 32 bytes
+FEW = 3  # rows of a run that are added at once; with one number more they are 16 bytes
 LEAST = 1 << 24  # elements of a result that is worth sorting for
 SHORTEST = 64  # elements of a row
 SLOT = torch.int32  # numbers from one on; zero: none

@@ -532,13 +532,14 @@ def philox(seed, counter):
     c = a ^ a
     d = a ^ a
     for _ in tl.static_range(10):
-        # both halves of a product in one instruction
-        from_a = a.to(tl.uint64) * 0xD2511F53
-        from_c = c.to(tl.uint64) * 0xCD9E8D57
-        a = (from_c >> 32).to(tl.uint32) ^ b ^ k0.to(tl.uint32)
-        b = from_c.to(tl.uint32)
-        c = (from_a >> 32).to(tl.uint32) ^ d ^ k1.to(tl.uint32)
-        d = from_a.to(tl.uint32)
+        high_a = tl.umulhi(a, 0xD2511F53)
+        high_c = tl.umulhi(c, 0xCD9E8D57)
+        low_a = a * 0xD2511F53
+        low_c = c * 0xCD9E8D57
+        a = high_c ^ b ^ k0.to(tl.uint32)
+        b = low_c
+        c = high_a ^ d ^ k1.to(tl.uint32)
+        d = low_a
         k0 = (k0 + 0x9E3779B9) & low
         k1 = (k1 + 0xBB67AE85) & low
     return a, b, c, d

@@ -25,6 +25,7 @@ LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as f
 NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
 SHORTEST_COLUMN = 64  # rows below which columns are folded at once
 SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
+LONGEST_CACHED = 1 << 17  # elements of rows that a card's cache keeps, one for each program
 SHORTEST_ROW = 64  # elements worth looking up where they are once
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
@@ -371,20 +372,35 @@ def _runs_across(program: Program, shape: Shape) -> bool:
     return across > max((along.get(v, 0) for axis in shape.inner for v in axis.loops), default=0)
 
 
+def _is_beyond_cache(shape: Shape) -> bool:
+    """Whether rows are walked again that are too long for all at work to stay in cache."""
+    if shape.persistent or shape.shared or len(shape.inner) != 1:
+        return False
+    walks = sum(axis is not None for _, axis in shape.segments)
+    return walks > 1 and (shape.inner[0].size or 0) >= LONGEST_CACHED
+
+
 def _may_run_ahead(group: Group, shape: Shape) -> bool:
     """Whether a loop is worth having later rounds' loads under way, and nothing is loaded that the
-    kernel stores: what is read where it was just written is no load."""
-    if not (group.serial or (shape.across and not shape.persistent)):
+    kernel has stored: what is read where it was just written is no load."""
+    if not (group.serial or (shape.across and not shape.persistent) or _is_beyond_cache(shape)):
         return False
-    stored = group.writes - group.local
+    stored: set[str] = set(group.writes - group.local) if group.serial else set()
     made: set[tuple[str, Expr]] = set()
-    for segment, _ in shape.flat().segments:
-        made = made if group.serial else set()
+    for segment, axis in shape.flat().segments:
+        mine: set[tuple[str, Expr]] = set()  # what only this loop knows
+        if not group.serial:  # a fold is stored after its loop
+            stored |= {b for m in segment.members if not m.reduce for b in m.writes} - group.local
         for m in segment.members:
             for n in loads(*m.exprs):
-                if n.arg in stored and (n.src[1:] or (n.arg, n.src[0]) not in made):
+                known = not n.src[1:] and (n.arg, n.src[0]) in made | mine
+                if n.arg in stored and not known and (group.serial or axis is not None):
                     return False
-            made |= {(s.buffer, s.index) for s in m.stores if not scatters(m)}
+            lasts = group.serial or axis is None or m.reduce
+            new = {(s.buffer, s.index) for s in m.stores if not scatters(m)}
+            made, mine = (made | new, mine) if lasts else (made, mine | new)
+        if not group.serial:
+            stored |= {b for m in segment.members for b in m.writes} - group.local
     return True
 
 
