@@ -45,7 +45,8 @@ def _toys_pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     def now() -> int:
         return time.perf_counter_ns() + int(sum(waited) * 1e9)
 
-    pretended = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=now)
+    pretended = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=now,
+                                process_time_ns=now)  # fmt: skip
     monkeypatch.setattr(clock, "time", pretended)
 
 

@@ -26,6 +26,9 @@ LED = 2000.0  # microseconds of runs above which what starting them costs does n
 MOST_LAUNCHES = 200  # in one graph
 BATCH = 400.0  # microseconds of calls in a batch on a CPU
 MOST_CALLS = 1000  # in one batch
+TRIES = 4  # batches for a sample on a machine that others use
+UNDISTURBED = 0.95  # part of the time of all cores that a batch has at least
+LONG = 20e6  # nanoseconds of a batch that is neither led nor taken again: it would take too long
 IDLE = 0.02  # seconds after which a card may have lowered its clock
 WARM = 0.01  # seconds of work that bring it back
 
@@ -216,19 +219,36 @@ class _Batch:
         self._sets = sets
         self._next = 0
         self._calls = sets
+        self._is_long = False
         self.sample()
         self._calls = _whole(BATCH / max(self.sample(), 0.1), sets, MOST_CALLS)
         if sets * self.sample() > BATCH:
             self._calls = 1  # the sets take turns between samples
 
     def sample(self) -> float:
+        """The least disturbed of a few batches: those in which others had a core, so that we worked
+        for less time than there was, are taken again."""
+        found = math.inf
+        for _ in range(TRIES):
+            took, worked = self._batch()
+            found = min(found, took)
+            undisturbed = worked >= UNDISTURBED * took * torch.get_num_threads()
+            self._is_long = took > LONG
+            if undisturbed or self._is_long:
+                break
+        return found / 1000 / self._calls
+
+    def _batch(self) -> tuple[int, int]:
+        """Nanoseconds of a batch, and of work in all threads."""
         run, sets, first = self._run, self._sets, self._next
-        start = time.perf_counter_ns()
+        if self._calls == 1 and not self._is_long:  # what others leave in caches is not its own
+            run(0, first)
+        worked, start = time.process_time_ns(), time.perf_counter_ns()
         for k in range(first, first + self._calls):
             run(0, k % sets)
-        took = time.perf_counter_ns() - start
+        took, worked = time.perf_counter_ns() - start, time.process_time_ns() - worked
         self._next = (first + self._calls) % sets
-        return took / 1000 / self._calls
+        return took, worked
 
     def level(self, us: float) -> None:
         """A batch costs nothing beside its calls."""
