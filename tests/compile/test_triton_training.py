@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests import programs
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tilewright.lower import rows as rows_of
 from tilewright.testing import run_and_get_code
 
 
@@ -90,3 +92,29 @@ def test_a_small_network_trains() -> None:
             F.mse_loss(call(x), y).backward()
             gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_a_table_gather_their_rows() -> None:
+    """Runs of none, of a few, and of more than are added at once."""
+    ids, table = torch.randint(0, 40, (9, 20)), torch.randn(50, 70, requires_grad=True)
+    loose = {"rtol": 1e-4, "atol": 1e-4}
+    with mock.patch.object(rows_of, "worthwhile", return_value=True), as_cuda():
+        programs.check(lambda i, t: F.embedding(i, t, 3) * 2, ids, table, tolerance=loose)
+
+
+def test_rows_that_no_cache_keeps_are_fetched_ahead() -> None:
+    """Where nothing is loaded that the kernel has stored before."""
+
+    def f(x: Tensor) -> Tensor:
+        return (x - x.mean(1, keepdim=True)) * x.std(1, keepdim=True)
+
+    def again(x: Tensor) -> Any:
+        y = x * 2
+        return y, y - y.amax(1, keepdim=True)
+
+    x = torch.randn(20, 1 << 17)
+    for fn in (f, again):
+        with as_cuda():
+            found, code = run_and_get_code(torch.compile(fn, backend="tilewright"), x)
+        torch.testing.assert_close(found, fn(x), rtol=1e-4, atol=1e-4)
+        assert "num_stages=STAGES" in "\n".join(code)

@@ -169,3 +169,14 @@ def test_gradients_of_a_table_gather_their_rows(count: int, rows: int, padding: 
     with mock.patch.object(rows_of, "worthwhile", return_value=True):
         programs.check(lambda i, t: F.embedding(i, t, padding) * 2, ids, table,
                        tolerance={"rtol": 1e-4, "atol": 1e-4})  # fmt: skip
+
+
+def test_gradients_of_rows_that_a_table_does_not_have() -> None:
+    """The keys that are sorted are short: what they would be cut to is not taken for a row."""
+
+    def f(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.embedding_dense_backward(grad, ids, 40, -1, False)
+
+    ids = torch.tensor([1, 2, 1 << 16])
+    with mock.patch.object(rows_of, "worthwhile", return_value=True), pytest.raises(IndexError):
+        programs.compiled(f)(torch.randn(3, 8), ids)
