@@ -96,6 +96,19 @@ def test_no_rows_and_rows_of_nothing() -> None:
     check(lambda x: x.float().sum(-1), _random(4, 0))
 
 
+@pytest.mark.parametrize("length", [17003, 17008])
+def test_three_walks_of_a_row(length: int) -> None:
+    """There, back and there again: what a loop leaves out of a row's end is in the next one."""
+
+    def f(x: Tensor) -> Tensor:
+        y = x.float() - x.float().mean(-1, keepdim=True)
+        return y / (y.abs().sum(-1, keepdim=True) + (y * y).amax(-1, keepdim=True))
+
+    x = _random(20, length)
+    kernels = check(f, x, rtol=1e-3, atol=1e-5)
+    assert max(k.text.count("tl.load") for k in kernels) >= 6
+
+
 def test_rows_that_are_even_stay_as_they_are() -> None:
     for x in (_random(9, 4096), _random(9, 3000), _random(9, 3001, dtype=F32), _random(9, 1001)):
         kernels = check(lambda x: torch.softmax(x, -1), x, rtol=2**-7, atol=1e-5)

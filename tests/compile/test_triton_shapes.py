@@ -275,7 +275,8 @@ def test_long_softmax_folds_in_one_pass(fn: Callable[..., Any]) -> None:
     x[5], x[6] = -1e9, torch.finfo(torch.float32).min  # all masked: each has the same share
     (kernel,) = check(fn, x, rtol=1e-5, atol=1e-5)
     assert "tri.online" in kernel.text
-    assert kernel.text.count("for roffset") <= 2  # the second writes what has the row's size
+    # the second writes what has the row's size; each has a loop without masks
+    assert kernel.text.count("for roffset") <= 4
 
 
 @pytest.mark.parametrize("config", range(3))

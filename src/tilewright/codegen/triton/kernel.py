@@ -351,7 +351,7 @@ class Kernel:
         with ExitStack() as loops:
             for k, v in enumerate(self.shape.serial):
                 last = k == len(self.shape.serial) - 1
-                rounds = self._range(f"0, {self._rounds(v)}") if last else (
+                rounds = self.loop(f"0, {self._rounds(v)}") if last else (
                     f"range(0, {self._rounds(v)})")  # fmt: skip
                 loops.enter_context(w.block(f"for s{k}offset in {rounds}"))
                 w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
@@ -405,15 +405,19 @@ class Kernel:
             self.lean.walk(segment, self._is_back(segment, axis), lambda: self._steps(
                 segment, folds, scans))  # fmt: skip
         else:
-            place = self._round(segment, axis)
+            back = self._is_back(segment, axis)
+            place = self._round(axis, back)
             w.rounds[axis] = place, w.rounds[axis][1]
             if axis in w.starts:
                 w.starts[axis] = place
-            rounds = self._range(f"{axis.name}first, {axis.name}last, {axis.block}")
-            with w.block(f"for {axis.name}offset in {rounds}"):
-                w.line(f"{axis.name}index = {place} + {axis.name}base")
-                self._enter(axis, f"{axis.name}index")
-                self._steps(segment, folds, scans)
+            everywhere = w.masked
+            for bounds, masked in self._bounds(axis, back):
+                w.masked = everywhere if masked else everywhere - {axis}
+                with w.block(f"for {axis.name}offset in {self.loop(bounds)}"):
+                    w.line(f"{axis.name}index = {place} + {axis.name}base")
+                    self._enter(axis, f"{axis.name}index")
+                    self._steps(segment, folds, scans)
+            w.masked = everywhere
         self._at = None
         if self.shape.shared and folds:
             self._meet(list(folds.values()))
@@ -452,15 +456,30 @@ class Kernel:
                 return SIDE
         return 0
 
-    def _round(self, segment: Segment, axis: Axis) -> str:
+    def _round(self, axis: Axis, back: bool) -> str:
         """Where a block of a loop begins. Every other loop over a row runs back, where the order
         does not matter: what the one before it read last is still in cache."""
         a = axis.name
-        if not self._is_back(segment, axis):
+        if not back:
             return f"{a}offset"
         blocks = f"({a}last - {a}first + {axis.block} - 1) // {axis.block}"
         self.w.line(f"{a}end = {a}first + ({blocks} - 1) * {axis.block}")
         return f"({a}first + {a}end - {a}offset)"
+
+    def _bounds(self, axis: Axis, back: bool) -> list[tuple[str, bool]]:
+        """The loops over a row, and whether their blocks may go beyond its end. Of rows in memory
+        all blocks but the last have a loop without masks (H200: training's cross entropy of 32000
+        bfloat16 131 us, 148 us with them everywhere)."""
+        a, block = axis.name, axis.block
+        masked = axis in self.w.masked
+        whole = f"{a}first, {a}last, {block}"
+        if not masked or axis in self._ends or self.shape.shared or self.shape.across:
+            return [(whole, masked)]
+        if not back:
+            self.w.line(f"{a}full = {a}numel // {block} * {block}")
+            return [(f"0, {a}full, {block}", False), (f"{a}full, {a}numel, {block}", True)]
+        self.w.line(f"{a}rest = ({a}numel % {block} + {block} - 1) // {block} * {block}")
+        return [(f"0, {a}rest, {block}", True), (f"{a}rest, {a}numel, {block}", False)]
 
     def _is_back(self, segment: Segment, axis: Axis) -> bool:
         """Whether the next loop over an axis runs back."""
@@ -489,7 +508,7 @@ class Kernel:
                      for cell, facts in made]  # fmt: skip
             fold.taken(fold.gathered(tiles))
 
-    def _range(self, bounds: str) -> str:
+    def loop(self, bounds: str) -> str:
         return f"tl.range({bounds}, num_stages=STAGES)" if self.shape.ahead else f"range({bounds})"
 
     def _hoist(self, segment: Segment, axis: Axis) -> None:

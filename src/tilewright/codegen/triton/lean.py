@@ -98,7 +98,7 @@ class Lean:
         self._tile([m for m in segment.members if not m.reduce])
 
         def inside() -> None:
-            with w.block(f"for {a}offset in range(1, {a}full)"):
+            with w.block(f"for {a}offset in {self.kernel.loop(f'1, {a}full')}"):
                 self._lanes(f"({a}full - {a}offset)" if back else f"{a}offset")
                 w.masked.discard(self.axis)
                 round_()
