@@ -214,6 +214,26 @@ def test_without_any_budget_the_library_is_taken(monkeypatch):
         assert choose(aten(100.0), Fake("a", 60.0)).winner.name == "mm"
 
 
+def test_nothing_is_built_that_there_is_no_time_for(monkeypatch):
+    """Compilers that were started work on: who asks next would wait for them."""
+    FakeTime(monkeypatch)
+    trials = [aten(100.0), *(Fake(f"t{k}", 50.0 + k) for k in range(9))]
+    with config.patch(autotune_budget_seconds=1.5, compile_threads=2):
+        verdict = choose(*trials)
+    assert [t.did("start") > 0 for t in trials[1:5]] == [True, True, True, False]
+    assert verdict.winner.name == "t0" and not verdict.complete
+    assert "budget" in verdict.rejected["t5"]
+
+
+def test_a_question_that_comes_too_late_costs_nothing(clock, monkeypatch):
+    FakeTime(monkeypatch)
+    trials = [aten(100.0), Fake("a", 50.0)]
+    with config.patch(autotune_budget_seconds=0.0):
+        verdict = choose(*trials)
+    assert verdict.winner.name == "mm" and not verdict.complete
+    assert trials[0].log == [] and clock.samples == 0
+
+
 def test_a_budget_is_shared_by_the_questions_of_a_graph(clock, monkeypatch):
     wall = FakeTime(monkeypatch)
     clock.on_sample = lambda trial: wall.advance(0.1)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.gpu.cases import case, check, cuda
 from tilewright import metrics, pipeline
 from tilewright.gemm import choose
+from tilewright.gemm.plan import Plan
 from tilewright.testing import fresh_cache, run_and_get_code
 from tilewright.tune import child, select
 
@@ -97,7 +98,7 @@ def a_crash_in_the_process_that_times_costs_itself() -> None:
 @case
 def a_budget_is_kept() -> None:
     """A dozen products that would take a minute, in two seconds and a candidate under way: eager's
-    own choice is measured of each, and whatever is chosen was measured to be faster."""
+    own choice is taken, or what was measured to be faster."""
     sizes = [(512 + 64 * k, 1024 + 128 * k, 768) for k in range(12)]
     pairs = [(cuda(m, k, dtype=BF16), cuda(k, n, dtype=BF16)) for m, n, k in sizes]
     verdicts: list[select.Verdict] = []
@@ -120,15 +121,13 @@ def a_budget_is_kept() -> None:
     tuned = mock.patch.object(select.AlgorithmSelectorCache, "__call__", seen)
     with mock.patch.object(pipeline, "choose", timed), tuned:
         code(products, pairs, autotune_budget_seconds=2.0, autotune_local_cache=False,
-             max_autotune_gemm_search_space="EXHAUSTIVE",
              **{"test_configs.max_mm_configs": None})  # fmt: skip
     assert sum(spent) < 2.0 + 4.0, spent
-    assert len(verdicts) == len(sizes) and not all(v.complete for v in verdicts)
-    for verdict in verdicts:
-        eager = verdict.times["mm"]
-        assert verdict.winner.name == "mm" or eager.median_us > min(
-            t.median_us for t in verdict.times.values()
-        )
+    chosen = [v for v in verdicts if isinstance(v.winner, Plan)]  # and not those of loop kernels
+    assert len(chosen) == len(sizes) and not all(v.complete for v in chosen)
+    for verdict in chosen:
+        times = {name: t.median_us for name, t in verdict.times.items()}
+        assert verdict.winner.name == "mm" or times["mm"] > min(times.values())
 
 
 @case

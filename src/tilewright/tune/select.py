@@ -38,6 +38,7 @@ log = logging.getLogger("tilewright.tune")
 # in ten takes its assembler five times as long as the others, for no good.
 GRACE = 2.0
 LONGEST = 600.0  # seconds that anybody waits for a build
+BUILD = 1.0  # seconds of one compiler for one candidate, about
 Benchmark = Callable[[Sequence[ChoiceCaller]], Mapping[ChoiceCaller, float]]
 
 
@@ -145,7 +146,8 @@ class _Tuning:
         alive = [c for c in order if not c.reason]
         beyond = trying.out_of_reach(alive, self.effort)
         try:
-            for choice in self._hopeful([c for c in self.missing(alive) if c not in beyond]):
+            hopeful = self._hopeful([c for c in self.missing(alive) if c not in beyond])
+            for choice in self._affordable(hopeful):
                 self._guarded(choice, choice.trial.start)
         finally:
             self.keep()
@@ -182,6 +184,8 @@ class _Tuning:
         if not alive and not self.complete:  # not even the first was reached
             first = tried[0]
             first.reason = ""
+            if first.trial.is_library:  # what the others are compared with, and eager's own
+                return self._done(first, "model")
             return self._first_good([first], "model")
         remembered = all(c.remembered for c in alive)
         alive.sort(key=order.index)
@@ -311,6 +315,9 @@ class _Tuning:
 
     def _hopeful(self, order: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
         """Look at those that need no compiler; then the others, but for what these outdo."""
+        if self._late():
+            self.complete = False
+            return []
         ready = [c for c in order if not c.trial.compiles]
         self._look(c for c in ready if self._finish(c))
         others = [c for c in order if c.trial.compiles]
@@ -337,12 +344,13 @@ class _Tuning:
     def _built(self, order: Sequence[ChoiceCaller], all_first: bool) -> Iterable[ChoiceCaller]:
         """Each choice once it is built, the next ones being built meanwhile; or, where building
         would disturb the timing, all of them at the end."""
-        ahead = 2 * (config.compile_threads or len(os.sched_getaffinity(0)))
+        ahead = 2 * _compilers()
         ready: list[ChoiceCaller] = []
-        left = list(order)
+        left = self._affordable(order)
         until = time.perf_counter() + GRACE
         while left:
-            if self._late() and (ready or any(c.samples for c in self.choices)):
+            known = (c for c in self.choices if not c.reason)
+            if self._late() and (ready or any(c.samples or c.trial.is_library for c in known)):
                 self.complete = False
                 break
             for later in left[:ahead]:
@@ -365,6 +373,17 @@ class _Tuning:
                 self.complete = False
                 return
             yield choice
+
+    def _affordable(self, order: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+        """Without those that there is no time to build: compilers that were started work on, when
+        others are waited for."""
+        left = self.deadline - time.perf_counter()
+        if not math.isfinite(left):
+            return list(order)
+        most = int(max(0.0, left) * _compilers() / BUILD)
+        compiled = [c for c in order if c.trial.compiles]
+        self.complete &= len(compiled) <= most
+        return [c for c in order if c not in compiled[most:]]
 
     def _next(self, started: Sequence[ChoiceCaller], until: float) -> ChoiceCaller | None:
         """The first that is built, or else the first; none where all of them are still being built
@@ -514,6 +533,11 @@ class _Tuning:
         )
 
 
+def _compilers() -> int:
+    """How many run at once."""
+    return config.compile_threads or len(os.sched_getaffinity(0))
+
+
 def _remote(choice: ChoiceCaller) -> child.Remote | None:
     """The choice as it is sent to the process that times, where that is wanted and it can be."""
     made = getattr(choice.trial, "remote", None)
@@ -545,10 +569,11 @@ class _Purse:
     deadline: float
     left: int  # questions that are still to come
 
-    def share(self, now: float) -> float:
-        """Until when the next question may take: what nobody has used is for all to come."""
+    def share(self, now: float, ahead: bool) -> float:
+        """Until when the next question may take: what nobody has used is for all to come, and what
+        is prepared ahead takes nothing of it."""
         share = max(0.0, self.deadline - now) / max(1, self.left)
-        self.left -= 1
+        self.left -= 0 if ahead else 1
         return now + share
 
 
@@ -556,10 +581,7 @@ _purse: _Purse | None = None  # none: every question has a budget of its own
 
 
 def _deadline(now: float, ahead: bool) -> float:
-    """Until when a question may take; what is prepared ahead takes no share of its own."""
-    if _purse is not None:
-        return _purse.deadline if ahead else _purse.share(now)
-    return now + _seconds()
+    return now + _seconds() if _purse is None else _purse.share(now, ahead)
 
 
 def _seconds() -> float:
