@@ -11,7 +11,10 @@ import torch.nn.functional as F
 
 from tests import programs
 from tests.cpu.native import check
+from tilewright.ir import index as ix
+from tilewright.ir.expr import const
 from tilewright.lower import rows as rows_of
+from tilewright.lower.tensor import Tensor
 from tilewright.testing import run_and_get_code
 
 
@@ -169,6 +172,22 @@ def test_gradients_of_a_table_gather_their_rows(count: int, rows: int, padding: 
     with mock.patch.object(rows_of, "worthwhile", return_value=True):
         programs.check(lambda i, t: F.embedding(i, t, padding) * 2, ids, table,
                        tolerance={"rtol": 1e-4, "atol": 1e-4})  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "rows", "width", "dtype", "sorts"), [
+    (32768, 32000, 2048, torch.bfloat16, True),
+    (8192, 128256, 4096, torch.bfloat16, True),
+    (32768, 32000, 2048, torch.float32, True),
+    (8192, 50257, 768, torch.float32, False),  # nothing is rounded, and most rows are only cleared
+    (65536, 1000, 512, torch.bfloat16, False),  # long runs
+    (4096, 30000, 64, torch.bfloat16, False),
+])  # fmt: skip
+def test_which_tables_are_worth_sorting_for(count: int, rows: int, width: int, dtype: torch.dtype,
+                                            sorts: bool) -> None:  # fmt: skip
+    size = (ix.as_index(count), ix.as_index(width))
+    for device, wanted in (("cuda", sorts), ("cpu", False)):
+        values = Tensor(size, dtype, torch.device(device), const(0, dtype))
+        assert rows_of.worthwhile(values, ix.as_index(rows)) == wanted
 
 
 def test_gradients_of_rows_that_a_table_does_not_have() -> None:

@@ -26,19 +26,26 @@ from tilewright.lower.tensor import Tensor, from_indices, placeholders
 
 aten = torch.ops.aten
 FEW = 3  # rows of a run that are added at once; with one number more they are 16 bytes
-LEAST = 1 << 24  # elements of a result that is worth sorting for
+SORT = 240 << 20  # bytes that a card moves while it sorts the keys (60 us, with what goes with it)
 SHORTEST = 64  # elements of a row
 SLOT = torch.int32  # numbers from one on; zero: none
 
 
 def worthwhile(values: Tensor, height: Expr) -> bool:
-    """Whether the result is so large, and its runs so short, that passing over it costs most."""
+    """Whether the result is so large, and its runs so short, that sorting costs less than passing
+    over it again and again."""
     if values.device.type != "cuda":
         return False
     count, width = ix.likely(values.size[0]), ix.likely(ix.product(values.size[1:]))
     rows = ix.likely(height)
     narrow = ix.bounds(values.size[0])[1] < 2**31 and ix.bounds(height)[1] < 2**31
-    return narrow and width >= SHORTEST and rows * width >= LEAST and count <= 2 * rows
+    if not narrow or width < SHORTEST or count > 2 * rows:
+        return False
+    size, wide = values.dtype.itemsize, compute_type(values.dtype).itemsize
+    added = 2 * min(count, rows) * wide + count * size + rows * wide  # with the table cleared
+    rounded = rows * (wide + size) if size < wide else 0
+    gathered = 1.5 * (count + rows) * size  # rows are waited for
+    return (added + rounded - gathered) * width > SORT
 
 
 def summed(ctx: Lowering, values: Tensor, keys: Tensor, like: torch.Tensor, height: Expr,

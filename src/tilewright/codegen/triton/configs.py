@@ -139,7 +139,7 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     size = x.size or x.likely
     even = size & -size
     if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
-        bx = min(even, 256 * vector) if even >= 16 * vector else min(power(size), 256 * vector)
+        bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
     # of rows that begin anywhere longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
     lengths = (64, 128, 32) if x.lean is not None else (16, 128, 32)
