@@ -5,6 +5,7 @@
 - `configs.py` block sizes, warps and stages: the model's choice, and a few to measure
 - `emit.py`    expressions as statements, each common subexpression once
 - `folds.py`   reductions and scans; `online.py` softmax in one pass
+- `leaning.py` which rows are moved sixteen bytes at once though they begin anywhere; `lean.py` how
 - `scatter.py` stores that combine with what is there
 - `kernel.py`  the whole kernel; `combo.py` several kernels that share a launch
 - `generate.py` `generate(program, group, target)`; `limits`: why there is no kernel
