@@ -32,6 +32,8 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "diagonal": lambda x: (x.diagonal(1, 1, 2) + 1, x.diagonal(-2, 0, 1) * 2),
     "diag_embed": lambda x: torch.diag_embed(x[0], 1) + 1,
     "overlapping unfold": lambda x: (x * 2).unfold(1, 3, 2) + 1,
+    "dense unfold": lambda x: (x * 2).unfold(1, 4, 1) + 1,
+    "wide unfold": lambda x: torch.cat([x] * 4, 1).unfold(1, 20, 1) * 2,
     "disjoint unfold": lambda x: (x * 2).unfold(1, 2, 3) + 1,
     "squeeze": lambda x: (x[:1].squeeze() + 1, x[:1, :, :1].squeeze((0, 2)), x.unsqueeze(-1) + 1),
     "expand": lambda x: x[:, :1].expand(-1, 3, -1) + x[0, 0].expand(4, 3, 5),

@@ -177,6 +177,14 @@ def cross_entropy_trains() -> None:
 
 
 @case
+def batch_norm_in_inference_says_what_it_used() -> None:
+    def f(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
+        return torch._native_batch_norm_legit(x, w, b, mean, var, False, 0.1, 1e-5)
+
+    check(f, cuda(3, 5, 4), cuda(5), cuda(5), cuda(5), cuda(5).abs())
+
+
+@case
 def layouts() -> None:
     def f(x: Tensor) -> Any:
         return (x.permute(2, 0, 1).contiguous(), x.transpose(0, 1) + 1, x.flip(0),

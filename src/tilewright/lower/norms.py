@@ -354,7 +354,10 @@ def _batch_norm(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: Tensor | 
             raise Unsupported("inference without running statistics")
         out = _batch_norm_inference(ctx, x, weight, bias, mean, variance, eps)
         kept = [mean.to(dtype_of(ctx, -2)), variance.to(dtype_of(ctx, -1))]
-        return [out.to(dtype_of(ctx, 0)), _unused(ctx, 1), _unused(ctx, 2), *kept]
+        saved = [_unused(ctx, 1), _unused(ctx, 2)]
+        if saved[0].size != (ix.ZERO,):  # a card gives what was used, a CPU nothing
+            saved = [mean.to(dtype_of(ctx, 1)), _inverse(variance, eps).to(dtype_of(ctx, 2))]
+        return [out.to(dtype_of(ctx, 0)), *saved, *kept]
     found = _batch_norm_training(ctx, x, weight, bias, eps)
     results = [found.out.to(dtype_of(ctx, 0)), found.mean.to(dtype_of(ctx, 1)),
                found.inverse.to(dtype_of(ctx, 2))]  # fmt: skip

@@ -6,6 +6,7 @@ replace is known from the index alone, so they are a choice between two expressi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tilewright.ir.expr import INDEX, Expr, const, load
 from tilewright.ir.program import Store, View
 from tilewright.lower.context import Lowering, as_view
 from tilewright.lower.mutation import others, overwritable, put_window
+from tilewright.lower.promote import compute_type
 from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Size, Tensor, expand, from_indices, placeholders, view
 
@@ -507,6 +509,9 @@ def _as_strided_scatter(ctx: Lowering, t: Tensor, src: Tensor, size: Any,
     return target
 
 
+MOST_WINDOWS = 16  # of an element; of more, each window adds to its elements
+
+
 @lowers(aten.unfold_backward.default)
 def _unfold_backward(ctx: Lowering, grad: Tensor, sizes: Any, dim: int, size: ix.IndexLike,
                      step: ix.IndexLike) -> Tensor:  # fmt: skip
@@ -515,8 +520,8 @@ def _unfold_backward(ctx: Lowering, grad: Tensor, sizes: Any, dim: int, size: ix
         return reshape(grad, ())
     dim = axis(dim, into.rank)
     width, stride = ix.value_of(ix.as_index(size)), ix.value_of(ix.as_index(step))
-    if width is not None and stride is not None and width <= stride:
-        return _disjoint_windows(grad, into, dim, width, stride)
+    if width and stride and width <= MOST_WINDOWS * stride:
+        return _sum_of_windows(grad, into, dim, width, stride)
     return ctx.scatter(
         into, grad.size,
         lambda *i: replaced(i[:-1], dim, ix.add(ix.mul(i[dim], step), i[-1])),
@@ -524,14 +529,22 @@ def _unfold_backward(ctx: Lowering, grad: Tensor, sizes: Any, dim: int, size: ix
     )  # fmt: skip
 
 
-def _disjoint_windows(grad: Tensor, into: Tensor, dim: int, width: int, step: int) -> Tensor:
-    """Each element lies in at most one window, so it is found rather than summed."""
+def _sum_of_windows(grad: Tensor, into: Tensor, dim: int, width: int, step: int) -> Tensor:
+    """Each element lies in few windows: it fetches its gradients instead of being added to."""
 
     def value(*i: Expr) -> Expr:
-        window, within = ix.floordiv(i[dim], step), ix.mod(i[dim], step)
-        mask = build.both(build.op("lt", within, const(width)),
-                          build.op("lt", window, grad.size[dim]))  # fmt: skip
-        new = grad.at([*replaced(i, dim, window), within])
-        return build.where(mask, build.guard(new, mask), zero(grad.dtype))
+        last, within = ix.floordiv(i[dim], step), ix.mod(i[dim], step)
+        parts: list[Expr] = []
+        for k in reversed(range(-(-width // step))):  # in the order of the windows
+            window, place = ix.sub(last, k), ix.add(within, k * step)
+            mask = build.both(build.op("lt", place, const(width)),
+                              build.both(build.op("ge", window, const(0)),
+                                         build.op("lt", window, grad.size[dim])))  # fmt: skip
+            new = grad.at([*replaced(i, dim, window), place])
+            parts.append(build.where(mask, build.guard(new, mask), zero(grad.dtype)))
+        if len(parts) == 1:
+            return parts[0]
+        wide = (build.cast(part, compute_type(grad.dtype)) for part in parts)
+        return build.cast(functools.reduce(lambda a, b: build.op("add", a, b), wide), grad.dtype)
 
     return from_indices(into.size, into.device, value)
