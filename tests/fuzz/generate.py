@@ -237,7 +237,7 @@ class _Growth:
         try:
             result = eval(line.render(names), {"torch": torch, "F": torch.nn.functional,
                                                "x": values})  # fmt: skip
-        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        except (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError):
             for t, old in before:
                 if t.numel() and 0 not in t.stride():
                     t.copy_(old)

@@ -31,8 +31,10 @@ def channels_last(graph: torch.fx.Graph) -> bool:
     """Lay out images with their channels last, where that pays; says whether it did."""
     images = [n for n in graph.find_nodes(op="call_function", target=aten.convolution.default)
               if _is_image(n)]  # fmt: skip
-    if not _pays(images) or _results_meet(graph) or _folds_channels(graph):
+    if not _pays(images) or _results_meet(graph):
         return False
+    if _folds_channels(graph):
+        return _wide_ones(images)
     before = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
     moved: set[Node] = set()
     for node in list(graph.nodes):
@@ -43,6 +45,28 @@ def channels_last(graph: torch.fx.Graph) -> bool:
         elif moved.intersection(node.all_input_nodes):
             _follow(node, before, moved)
     return True
+
+
+def _wide_ones(images: list[Node]) -> bool:
+    """Only convolutions of images that are large beside their results have channels last, and only
+    themselves: the library would make a copy of each that is laid out otherwise, and what a skip
+    connection is put beside is most of what is alive."""
+    wide = [n for n in images if _bytes(n.args[0]) >= 2 * _bytes(n)]
+    for node in wide:
+        before = node.meta["val"]
+        _convert(node, set())
+        if not _same_strides(before, node.meta["val"]):
+            with node.graph.inserting_after(node):
+                kept: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                back = node.graph.call_function(aten.clone.default, (node,), kept)
+            node.replace_all_uses_with(back, lambda user, back=back: user is not back)
+            back.meta = {**node.meta, "val": before}
+    return bool(wide)
+
+
+def _bytes(node: Any) -> int:
+    tensor = _tensor(node)
+    return 0 if tensor is None else tensor.numel() * tensor.itemsize
 
 
 def eager_strides(graph: torch.fx.Graph) -> None:

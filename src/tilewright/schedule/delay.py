@@ -17,7 +17,8 @@ from tilewright.schedule.reorder import Facts
 from tilewright.schedule.sizes import hint_bytes
 
 MOST_DELAYS = 16  # in one program
-LEAST_GAIN = 1 << 18  # bytes of the peak, that are worth reading a value again
+LEAST_GAIN = 1 << 18  # bytes, that are worth reading a value again
+NEAR_THE_PEAK = 0.7  # of it: library calls have memory of their own, which is not known
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,16 @@ def delayed(program: Program, groups: Sequence[Group]) -> list[Group]:
         early = [e for e in _early(program, found) if e.member.name not in refused]
         if not early:
             break
-        facts = Facts(program, found)
-        profile = facts.profile(range(len(found)))
-        top = max(profile)
-        where = profile.index(top)
-        across = [e for e in early if e.group <= where < e.until]
+        profile = Facts(program, found).profile(range(len(found)))
+        near = max(profile) * NEAR_THE_PEAK
+        across = [e for e in early if max(profile[e.group : e.until]) >= near]
         if not across:
             break
         most = max(across, key=lambda e: hint_bytes(program.buffers[e.buffer]))
         tried = _apart(found, most)
-        if Facts(program, tried).peak(range(len(tried))) + LEAST_GAIN <= top:
+        after = Facts(program, tried).profile(range(len(tried)))
+        gained = max(profile[most.group : most.until]) - max(after[most.group : most.until])
+        if gained >= LEAST_GAIN and max(after) <= max(profile):
             found = tried
         else:
             refused.add(most.member.name)
