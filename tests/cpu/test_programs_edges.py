@@ -100,6 +100,10 @@ def test_interpolation_of_nothing() -> None:
     check(lambda x: F.interpolate(x, scale_factor=2), torch.zeros(0, 3, 4, 4), fallbacks=True)
 
 
+def test_groups_of_no_channels() -> None:
+    check(lambda x: F.silu(F.group_norm(x, 2)) + x, torch.zeros(3, 0, 0, 3), fallbacks=True)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_padding_that_takes_away_keeps_the_layout(dynamic: bool) -> None:
     x = torch.randn(5, 7, 10).transpose(1, 2)

@@ -451,7 +451,10 @@ def test_functions_of_the_language_that_are_kernels_code() -> None:
         return out
 
     x = torch.randn(3, 21)
+    language = [(owner, dict(vars(owner))) for owner in (tl, tl.core, tl.standard, tl.tensor)]
     torch.testing.assert_close(compiled(run)(x), x.softmax(1))
+    for owner, before in language:  # what is compiled after it is not the interpreter's
+        assert {n for n, v in before.items() if vars(owner)[n] is not v} <= {"__annotations__"}
 
 
 # UT-7

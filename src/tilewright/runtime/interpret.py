@@ -305,14 +305,25 @@ def import_all() -> None:
 def interpreting() -> Generator[None]:
     """While a user's kernel runs in the interpreter, so does the language it is written in."""
     import_all()
-    for owner, name, _, called in _standard():
-        setattr(owner, name, called)
-    try:
+    with _as_before(tl, tl.core, tl.standard, tl.math, tl.core.tensor):
+        for owner, name, _, called in _standard():
+            setattr(owner, name, called)
         with repaired():
             yield
+
+
+@contextlib.contextmanager
+def _as_before(*owners: Any) -> Generator[None]:
+    """The interpreter puts its functions into modules of the language, and does not take all of
+    them back: of those that the language's own functions call, none."""
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
     finally:
-        for owner, name, value, _ in _standard():
-            setattr(owner, name, value)
+        for owner, old in before:
+            for name, value in list(vars(owner).items()):
+                if name in old and old[name] is not value:
+                    setattr(owner, name, old[name])
 
 
 class Interpreted:

@@ -81,7 +81,7 @@ def _division(nest: Nest) -> tuple[Expr, Expr] | None:
         if inside not in mine or extent is None:
             continue
         size = ix.value_of(inside.src[0])
-        if size is not None and size % extent == 0 and 1 < extent < size:
+        if size is not None and 1 < extent < size and size % extent == 0:
             candidates.append((extent, inside, divisor))
     if not candidates or _scans(nest):
         return None
