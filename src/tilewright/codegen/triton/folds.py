@@ -240,13 +240,18 @@ class WelfordFold(Fold):
         if self.axis is None:
             self.taken(self._names)
         else:
-            self.taken(self.left())
+            self.taken(self._lanes_joined(f"tri.moments({', '.join(self._names)})"))
 
     @property
     def cells(self) -> list[tuple[str, str]]:
         return [(TYPE[self.dtype], "0.0")] * 3
 
     def left(self) -> list[str]:
+        """Two by two: sums over the lanes of a part of a row take Triton 3.6 minutes to compile."""
+        lanes = f"({', '.join(self._names)})"
+        return self._lanes_joined(f"tl.reduce({lanes}, 1, tri.welford, keep_dims=True)")
+
+    def _lanes_joined(self, joined: str) -> list[str]:
         """How many rounds a lane was inside for is known after them."""
         if self._counted:
             assert self.axis is not None
@@ -254,7 +259,7 @@ class WelfordFold(Fold):
             rounds = f"({a.name}last - {a.name}first - {a.name}base + {a.block} - 1) // {a.block}"
             w.line(f"{self._names[2]} = tl.maximum({rounds}, 0).to({TYPE[self.dtype]})")
         made = [self.w.fresh() for _ in self._names]
-        self.w.line(f"{', '.join(made)} = tri.moments({', '.join(self._names)})")
+        self.w.line(f"{', '.join(made)} = {joined}")
         return made
 
     def taken(self, names: Sequence[str]) -> None:
