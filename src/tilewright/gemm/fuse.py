@@ -146,7 +146,7 @@ class _Finder:
         self.position = position
         self.call = call
         self.problem = problem
-        self.visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+        self.visible = program.visible
         self.refused: dict[str, str] = {}
 
     def site(self) -> Site:

@@ -243,3 +243,8 @@ class Program:
     derived: dict[str, str] = field(default_factory=dict[str, str])  # symbol -> text over others
     constants: dict[str, str] = field(default_factory=dict[str, str])  # name -> graph attribute
     donated: frozenset[str] = frozenset()  # inputs that nobody reads after the call
+
+    @property
+    def visible(self) -> set[str]:
+        """The buffers that results are in."""
+        return {o.buffer for o in self.outputs if isinstance(o, View)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tilewright import config
-from tilewright.ir.program import Nest, Program, View
+from tilewright.ir.program import Nest, Program
 from tilewright.schedule.group import Group
 from tilewright.schedule.reorder import Facts
 from tilewright.schedule.sizes import hint_bytes
@@ -58,7 +58,7 @@ def delayed(program: Program, groups: Sequence[Group]) -> list[Group]:
 
 
 def _early(program: Program, groups: Sequence[Group]) -> Iterator[_Early]:
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     users: dict[str, list[int]] = {}
     for k, group in enumerate(groups):
         for b in group.reads | group.writes:

@@ -17,7 +17,7 @@ import torch
 
 from tilewright import config
 from tilewright.ir.expr import Expr
-from tilewright.ir.program import Nest, Node, Opaque, Program, View
+from tilewright.ir.program import Nest, Node, Opaque, Program
 from tilewright.schedule.cost import Footprint, Prices, footprint
 from tilewright.schedule.depend import dependences
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
@@ -101,7 +101,7 @@ class Search:
                                       if isinstance(n, Nest) and not is_alone(n)}  # fmt: skip
         self.touch: list[Footprint] = [footprint(n, k, program.buffers)
                                        for k, n in enumerate(nodes)]  # fmt: skip
-        visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+        visible = program.visible
         if total is None:
             total = Counter(b for touch in self.touch for b in touch)
         self.prices = Prices(program.buffers, visible, total)

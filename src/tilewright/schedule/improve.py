@@ -63,7 +63,7 @@ class _State:
         self.program = program
         self.slots: list[list[Node]] = [[n] for n in nodes]
         self.place = {n.name: k for k, n in enumerate(nodes)}
-        self.visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+        self.visible = program.visible
         self.users: dict[str, dict[str, Node]] = {}
         self.writers: dict[str, dict[str, Node]] = {}
         for node in nodes:
@@ -315,7 +315,7 @@ def _continues(a: Box, b: Box, axis: int) -> bool:
 
 def placed(program: Program, nodes: Sequence[Node]) -> list[Node]:
     """Library calls that write straight to where a copy of their result would go."""
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     makers = {n.results[0]: n for n in nodes
               if isinstance(n, Opaque) and n.target in INTO and len(n.results) == 1}  # fmt: skip
     users = _users(nodes)

@@ -17,7 +17,7 @@ import torch
 
 from tilewright import config
 from tilewright.ir.expr import Expr, load, rewrite
-from tilewright.ir.program import Buffer, Nest, Program, View
+from tilewright.ir.program import Buffer, Nest, Program
 from tilewright.schedule.access import Signature, accesses, signature
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import first_conflict
@@ -70,7 +70,7 @@ def plan(program: Program, groups: Sequence[Group]) -> list[Step]:
 
 
 def _lifetimes(program: Program, groups: Sequence[Group]) -> list[Step]:
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     shared = exposed(groups)
     last = {b: k for k, group in enumerate(groups) for b in group.reads | group.writes}
     exists = {b.name for b in program.buffers.values() if b.kind != "temporary"}

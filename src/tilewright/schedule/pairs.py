@@ -17,7 +17,7 @@ import torch
 from tilewright.ir import build
 from tilewright.ir.expr import Expr, const, loads, rewrite, walk
 from tilewright.ir.ops import TABLE
-from tilewright.ir.program import Nest, Program, View
+from tilewright.ir.program import Nest, Program
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, is_alone
 from tilewright.schedule.loops import rename
@@ -33,7 +33,7 @@ def paired(program: Program, groups: Sequence[Group]) -> list[Group]:
     """Groups that fold one row's largest value and a sum of exponentials relative to it, as one,
     where the row would leave a card idle."""
     found = list(groups)
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     for top in [g for g in groups if _finds_largest(program, g)]:
         (buffer,) = top.writes
         for maker in [m for g in found for m in g.members if buffer in m.reads]:

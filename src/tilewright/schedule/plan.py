@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tilewright import config, metrics
-from tilewright.ir.program import Nest, Program, View
+from tilewright.ir.program import Nest, Program
 from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.delay import delayed
 from tilewright.schedule.group import Group, searched
@@ -75,7 +75,7 @@ def planned(grouping: Grouping) -> Schedule:
 def _live(program: Program) -> set[str]:
     """Nodes something visible depends on. An opaque call is kept: it may have effects. What was in
     a buffer before a call covers it is needed by none."""
-    needed = {o.buffer for o in program.outputs if isinstance(o, View)}
+    needed = program.visible
     needed |= {b.name for b in program.buffers.values() if b.kind == "input"}
     live: set[str] = set()
     for node in reversed(program.nodes):
@@ -89,7 +89,7 @@ def _live(program: Program) -> set[str]:
 
 def _mark_local(program: Program, groups: list[Group]) -> None:
     """Buffers written and read by one group alone never reach memory."""
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     users: dict[str, set[int]] = {}
     for k, group in enumerate(groups):
         for b in group.reads | group.writes:

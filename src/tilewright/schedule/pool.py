@@ -15,7 +15,7 @@ import torch
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
-from tilewright.ir.program import Buffer, Program, View
+from tilewright.ir.program import Buffer, Program
 from tilewright.schedule.memory import Pool, Slot, Step
 
 ALIGNMENT = 64  # bytes
@@ -73,7 +73,7 @@ def pooled(program: Program, steps: Sequence[Step]) -> None:
 
 def _ends(program: Program, steps: Sequence[Step]) -> dict[str, int]:
     """For what is allocated and dies: the step after which its memory, however called, is free."""
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     root: dict[str, str] = {}
     ends: dict[str, int] = {}
     for k, step in enumerate(steps):

@@ -17,7 +17,7 @@ from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, rewrite, substitute, walk
 from tilewright.ir.ops import STEPS, TABLE
-from tilewright.ir.program import Buffer, Nest, Node, Program, View
+from tilewright.ir.program import Buffer, Nest, Node, Program
 from tilewright.schedule.access import terms
 from tilewright.schedule.group import Search
 from tilewright.schedule.legality import is_alone
@@ -34,7 +34,7 @@ MOST_REPEATS = 2  # times a value may be computed in each kernel that needs it
 
 def recomputed(program: Program, search: Search) -> list[Node] | None:
     """The program with such values computed where they are used; None if there are none."""
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     home = {part: k for k, parts in search.parts.items() for part in parts}
     users: dict[str, list[int]] = {}
     for k, node in enumerate(search.nodes):
@@ -71,7 +71,7 @@ def recomputed(program: Program, search: Search) -> list[Node] | None:
 
 def written_out(program: Program, nodes: Sequence[Node]) -> list[Node]:
     """The program with short folds that only another fold reads as a part of that."""
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     users: dict[str, list[int]] = {}
     for k, node in enumerate(nodes):
         for b in node.reads | node.writes:

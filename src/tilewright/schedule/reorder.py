@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tilewright import config
-from tilewright.ir.program import Program, View
+from tilewright.ir.program import Program
 from tilewright.schedule.depend import dependences
 from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint_bytes
@@ -55,7 +55,7 @@ class Facts:
         for k, needs in enumerate(self.needs):
             for n in sorted(needs):
                 self.feeds[n].append(k)
-        visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+        visible = program.visible
         self.size = {b.name: hint_bytes(b) for b in program.buffers.values()
                      if b.kind == "temporary" or b.name in program.donated}  # fmt: skip
         self.touches = [sorted(b for b in (g.reads | g.writes) - g.local if b in self.size)

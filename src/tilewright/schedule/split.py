@@ -18,7 +18,7 @@ import torch
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, load, loads, rewrite, substitute, var, walk
-from tilewright.ir.program import Buffer, Nest, Program, Store, View
+from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, align, conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
@@ -82,7 +82,7 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
 
 def _private(program: Program, groups: Sequence[Group]) -> set[str]:
     """The buffers that one group makes for itself alone."""
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     users = Counter(b for group in groups for b in group.reads | group.writes)
     return {b for b, n in users.items() if n == 1 and b not in visible
             and program.buffers[b].kind == "temporary"}  # fmt: skip

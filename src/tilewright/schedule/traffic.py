@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilewright.ir.expr import Expr, free_vars, loads
-from tilewright.ir.program import Nest, Program, Store, View
+from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.access import Signature, signature, touched, users_of
 from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint_product, work
@@ -42,7 +42,7 @@ def traffic(program: Program, groups: Iterable[Group]) -> list[Traffic]:
 
 
 def _in_memory_anyway(program: Program, groups: list[Group]) -> set[str]:
-    fixed = {o.buffer for o in program.outputs if isinstance(o, View)}
+    fixed = program.visible
     fixed |= {b.name for b in program.buffers.values() if b.kind != "temporary"}
     return fixed.union(*(g.reads | g.writes for g in groups if g.call is not None))
 

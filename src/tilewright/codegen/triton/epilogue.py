@@ -44,7 +44,7 @@ def with_epilogues(program: Program) -> Program:
 def _with_epilogue(program: Program, call: Opaque, users: dict[str, list[Node]]
                    ) -> tuple[Opaque, Nest] | None:  # fmt: skip
     launch: Launch = call.target
-    visible = {o.buffer for o in program.outputs if isinstance(o, View)}
+    visible = program.visible
     for name in launch.writes:
         view = call.kwargs[name]
         buffer = program.buffers[view.buffer]
