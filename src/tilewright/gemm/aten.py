@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.gemm import padded
-from tilewright.gemm.problem import GemmProblem, into, takes_tf32
+from tilewright.gemm.problem import GemmProblem, into, takes_tf32, window
 from tilewright.gemm.provider import Argument, Candidate, Effort, Kernel, register
 from tilewright.gemm.roofline import roofline
 from tilewright.ir import index as ix
@@ -37,21 +37,12 @@ class AtenCall:
         self.bound(*args)()
 
     def bound(self, *args: Any) -> Callable[[], Any]:
-        """The call on memory that stays where it is. Finding the windows anew each time takes as
-        long as a small product."""
+        """The call on memory that stays where it is."""
         given = dict(zip(self.names, args, strict=True))
-        *operands, out = (_window(v, given) for v in self.views)
+        *operands, out = (window(v, given) for v in self.views)
         more = [] if self.dtype is None else [self.dtype]
         op = into(self.op, self.dtype)
         return functools.partial(op, *operands, *more, **dict(self.scale), out=out)
-
-
-def _window(view: View, given: dict[str, Any]) -> torch.Tensor:
-    known = {name: value for name, value in given.items() if isinstance(value, int)}
-    size, stride = ([ix.evaluate(e, known) for e in part] for part in (view.size, view.stride))
-    memory: torch.Tensor = given[view.buffer]
-    start = memory.storage_offset() + ix.evaluate(view.offset, known)
-    return memory.as_strided(size, stride, start)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tilewright import caches, config
-from tilewright.gemm.problem import GemmProblem, takes_tf32
+from tilewright.gemm.problem import GemmProblem, takes_tf32, window
 from tilewright.gemm.provider import Argument, Kernel
 from tilewright.gemm.roofline import LAUNCH, loop_time, roofline
 from tilewright.ir import index as ix
@@ -97,7 +97,7 @@ class PaddedCall:
 
     def __call__(self, *args: torch.Tensor) -> None:
         given = dict(zip(self.names, args, strict=True))
-        left, right, out = (_window(v, given[v.buffer]) for v in self.views)
+        left, right, out = (window(v, given) for v in self.views)
         # a matrix that is contiguous down its columns is copied as its transpose
         down = left.stride(-1) != 1
         m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
@@ -153,11 +153,6 @@ def _room(like: torch.Tensor, rows: int, columns: int, down: bool) -> torch.Tens
     if down:
         return like.new_empty(*lead, columns, rows).transpose(-1, -2)
     return like.new_empty(*lead, rows, columns)
-
-
-def _window(view: View, memory: torch.Tensor) -> torch.Tensor:
-    size, stride = ([ix.evaluate(e, {}) for e in part] for part in (view.size, view.stride))
-    return memory.as_strided(size, stride, memory.storage_offset() + ix.evaluate(view.offset, {}))
 
 
 def _numbers(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], int]:

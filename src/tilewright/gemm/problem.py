@@ -15,9 +15,9 @@ An operand is a plain window on memory, or, with a prologue, any expression over
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -204,6 +204,23 @@ def into(op: str, dtype: torch.dtype | None) -> OpOverload:
     """The library's product into memory; with `dtype` it takes that after the operands."""
     found = getattr(aten, op)
     return found.out if dtype is None else found.dtype_out
+
+
+def window(view: View, given: Mapping[str, Any]) -> torch.Tensor:
+    """A view of the memory that is given by name, sizes among it where the view depends on any."""
+    memory: torch.Tensor = given[view.buffer]
+    known = tuple((name, value) for name, value in given.items() if isinstance(value, int))
+    size, stride, offset = _placed(view, known)
+    return memory.as_strided(size, stride, memory.storage_offset() + offset)
+
+
+@lru_cache(1024)
+def _placed(view: View, known: tuple[tuple[str, int], ...]
+            ) -> tuple[tuple[int, ...], tuple[int, ...], int]:  # fmt: skip
+    """Size, stride and offset: worked out at every call they take as long as a small product."""
+    sizes = dict(known)
+    size, stride = (tuple(ix.evaluate(e, sizes) for e in part) for part in (view.size, view.stride))
+    return size, stride, ix.evaluate(view.offset, sizes)
 
 
 def definition(problem: GemmProblem) -> tuple[Node, ...]:
