@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -29,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measure import geomean
+from bench.measure import geomean, run_all
 from tilewright.gemm.choose import decisions
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -249,18 +247,9 @@ def is_cold(case: Case) -> bool:
 def compile_ahead(cases: list[Case]) -> None:
     """The reference's kernels for these cases, in several processes."""
     places = [str((PRODUCTS + FUSED).index(c)) for c in cases if not is_cold(c)]
-    env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    waits = [
-        subprocess.Popen([sys.executable, "-m", "bench.gpu_gemm", "--ahead", ",".join(share)],
-                         env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for k in range(JOBS) if (share := places[k::JOBS])
-    ]  # fmt: skip
-    end = time.perf_counter() + AHEAD
-    for wait in waits:
-        try:
-            wait.wait(max(0.0, end - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            wait.kill()
+    shares = [",".join(share) for k in range(JOBS) if (share := places[k::JOBS])]
+    run_all([[sys.executable, "-m", "bench.gpu_gemm", "--ahead", share] for share in shares], AHEAD,
+            TORCHINDUCTOR_COMPILE_THREADS="2")  # fmt: skip
 
 
 def ahead(cases: list[Case]) -> None:

@@ -15,7 +15,6 @@ import functools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from bench.gpu_programs import PROGRAMS, GpuProgram
 from bench.kernels import copy_bandwidth
-from bench.measure import clone, compile_with, difference, geomean, leaves
+from bench.measure import clone, compile_with, difference, geomean, leaves, run_all
 from tilewright.tune.clock import between
 
 BACKENDS = ("eager", "inductor", "tilewright")
@@ -198,17 +197,9 @@ def compile_ahead(programs: Sequence[GpuProgram], backends: Sequence[str], jobs:
     """Each program once under each backend that compiles, in several processes."""
     known = {p.name: str(k) for k, p in enumerate(PROGRAMS)}
     command = [sys.executable, "-m", "bench.gpu_memory", "--backends", ",".join(backends)]
-    waits = [
-        subprocess.Popen([*command, "--ahead", ",".join(known[p.name] for p in programs[k::jobs])],
-                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for k in range(min(jobs, len(programs)))
-    ]  # fmt: skip
-    end = time.perf_counter() + AHEAD
-    for wait in waits:
-        try:
-            wait.wait(max(0.0, end - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            wait.kill()
+    shares = [",".join(known[p.name] for p in programs[k::jobs])
+              for k in range(min(jobs, len(programs)))]  # fmt: skip
+    run_all([[*command, "--ahead", share] for share in shares], AHEAD)
 
 
 def _ahead(programs: Sequence[GpuProgram], backends: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -209,6 +210,18 @@ def difference(expected: Any, actual: Any) -> str | None:
 
 
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TILEWRIGHT_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def run_all(commands: Iterable[Sequence[str]], seconds: float, **env: str) -> None:
+    """Commands at once, each in a process; those that take longer are ended."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = [subprocess.Popen(c, env={**os.environ, **env}, **quiet) for c in commands]
+    end = time.perf_counter() + seconds
+    for process in started:
+        try:
+            process.wait(max(0.0, end - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 @contextlib.contextmanager
