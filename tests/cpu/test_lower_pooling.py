@@ -140,11 +140,17 @@ def test_no_batch() -> None:
     check(lambda x: F.max_pool2d(x, 2), rand(0, 3, 8, 8))
 
 
-def test_unpool() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_unpool(dynamic: bool) -> None:
+    """Also with channels last, which eager keeps and torch's shape function does not."""
+
     def there_and_back(x: torch.Tensor) -> torch.Tensor:
         return F.max_unpool2d(*F.max_pool2d(x, 2, 2, return_indices=True), 2, 2)
 
-    check(there_and_back, rand(2, 3, 8, 10))
+    check(there_and_back, rand(2, 3, 8, 10), dynamic=dynamic)
+    image = rand(2, 3, 8, 10).to(memory_format=torch.channels_last)
+    assert not there_and_back(image).is_contiguous()
+    check(there_and_back, image, dynamic=dynamic)
 
 
 def test_fuses_with_its_neighbours() -> None:

@@ -5,7 +5,8 @@ and loops go along with whatever layout they are given. What the graph returns k
 
 `eager_strides` is a correction. Eager lays a result out after the first operand that says how, and
 an expanded operand says nothing. torch's shape functions convert half precision operands first,
-which makes an expanded one contiguous: from then on it does say something.
+which makes an expanded one contiguous: from then on it does say something. And on the CPU eager's
+`max_unpool2d` keeps channels last, of which its shape function knows nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -70,18 +72,22 @@ def _bytes(node: Any) -> int:
 
 
 def eager_strides(graph: torch.fx.Graph) -> None:
-    """Give elementwise results the strides they have in eager, and all that follows theirs."""
+    """Give results the strides they have in eager, and all that follows theirs."""
     before = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
     moved: set[Node] = set()
     for node in list(graph.nodes):
         if node.op == "output":
             return
+        if moved.intersection(node.all_input_nodes):
+            _follow(node, before, moved)
         if _is_doubtful(node):
             _evaluate_in_float(node)
-            if not _same_strides(node.meta["val"], before[node]):
-                moved.add(node)
-        elif moved.intersection(node.all_input_nodes):
-            _follow(node, before, moved)
+        elif _unpools_channels_last(node):
+            _put_channels_last(node)
+        else:
+            continue
+        if not _same_strides(node.meta["val"], before[node]):
+            moved.add(node)
 
 
 def _is_doubtful(node: Node) -> bool:
@@ -98,6 +104,18 @@ def _is_doubtful(node: Node) -> bool:
         and any(_is_expanded(t) for t in tensors)
         and not all(_is_expanded(t) or t.is_contiguous() for t in tensors)
     )
+
+
+def _unpools_channels_last(node: Node) -> bool:
+    if node.target is not aten.max_unpool2d.default or (x := _tensor(node.args[0])) is None:
+        return False
+    return x.device.type == "cpu" and suggest_memory_format(x) is torch.channels_last
+
+
+def _put_channels_last(node: Node) -> None:
+    old: Any = node.meta["val"]
+    with old.fake_mode, _no_guards(old.fake_mode):
+        node.meta["val"] = torch.empty_like(old, memory_format=torch.channels_last)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
