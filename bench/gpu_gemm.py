@@ -8,6 +8,8 @@ With `--reference` the reference's kernels are first compiled in several process
 kernels and nothing of what they measure: it tunes by itself, on a card that nobody else uses, from
 kernels that are there. Its seconds are therefore counted for the cases of `COLD` alone, of which
 nothing is compiled ahead; ours are always from empty caches.
+
+`--random N --seed S` measures products that are drawn instead, of the kinds that models have.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import random
 import statistics
 import sys
 import time
@@ -36,6 +39,7 @@ SETS = 4  # of inputs that take turns, or more where they are small
 CACHE = 120 << 20  # bytes that are surely past the card's cache
 JOBS = 8  # processes that compile the reference's kernels
 AHEAD = 90.0  # seconds for that; what is left is compiled when it is measured
+LEAST = 0.98  # of eager's speed: what is under it is listed
 COLD = ("mm 4096x14336x4096", "mm 64x6144x4096", "bias + relu")  # what names begin with
 
 
@@ -80,6 +84,51 @@ PRODUCTS = [
     mm(4096, 4096, 4096, F16, "nn"), mm(1024, 1024, 1024, F32), mm(333, 777, 555, F32, "nn"),
     bmm(64, 512, 512, 64), bmm(128, 2048, 64, 2048), bmm(16, 1024, 1024, 1024),
 ]  # fmt: skip
+
+
+# ---- products that are drawn
+
+WIDTHS = (512, 768, 1024, 1280, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 11008, 14336)
+KINDS = ("prefill", "decode", "skinny", "large k", "odd", "batched")
+MOST_FLOPS = {BF16: 1.5e12, F16: 1.5e12, F32: 8e10}  # about two milliseconds
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """So many products of all kinds in turn, with the seed always the same."""
+    rng = random.Random(seed)
+    cases: list[Case] = []
+    while len(cases) < count:
+        kind = KINDS[len(cases) % len(KINDS)]
+        dtype = rng.choices((BF16, F16, F32), (6, 2, 2))[0]
+        batch, m, n, k = sizes(kind, rng)
+        moved = dtype.itemsize * batch * (m * n + n * k + m * k)
+        if 2 * batch * m * n * k <= MOST_FLOPS[dtype] and moved < 4 << 30:
+            layout = rng.choice(("nt", "nt", "nn", "tn"))
+            one = bmm(batch, m, n, k, dtype) if kind == "batched" else mm(m, n, k, dtype, layout)
+            cases.append(one)
+    return cases
+
+
+def sizes(kind: str, rng: random.Random) -> tuple[int, int, int, int]:
+    """Batch, rows, columns and what is summed over."""
+    n, k = rng.choice(WIDTHS), rng.choice(WIDTHS)
+    match kind:
+        case "prefill":
+            return 1, rng.choice((256, 512, 1024, 1536, 2048, 4096, 8192, 16384)), n, k
+        case "decode":
+            return 1, rng.choice((1, 2, 3, 5, 8, 16, 24, 32, 48, 64, 100, 128)), n, k
+        case "skinny":
+            few, many = rng.choice((16, 64, 96, 128, 256)), rng.choice((4096, 20000, 65536))
+            return 1, *rng.choice(((many, few, k), (many, k, few), (few, many, k)))
+        case "large k":
+            few = [rng.choice((32, 64, 128, 320, 512)) for _ in range(2)]
+            return 1, *few, rng.choice((8192, 16384, 50000, 131072))
+        case "odd":
+            return 1, *(rng.randrange(33, 5000) for _ in range(3))
+        case _:
+            lengths = [rng.choice((64, 128, 256, 512, 1000, 1024, 2048)) for _ in range(2)]
+            batch = rng.choice((4, 12, 16, 32, 96, 128))
+            return batch, *lengths, rng.choice((32, 64, 80, 128, 512))
 
 
 def linear(m: int, n: int, k: int) -> Callable[[], tuple[Tensor, ...]]:
@@ -230,6 +279,9 @@ def summary(rows: list[dict[str, Any]], backends: list[str]) -> list[str]:
                 kind = "fused" if fused else "products"
                 lines.append(f"{kind}: {geomean(ratios):.3f} over {other} (geomean of "
                              f"{len(ratios)}, worst {min(ratios):.2f})")  # fmt: skip
+    slow = [r for r in rows if r["us"].get("tilewright", 0) * LEAST > r["us"]["eager"]]
+    lines += [f"under {LEAST} of eager: {r['case']}, {r['us']['eager'] / r['us']['tilewright']:.3f}"
+              f", {r['us']['eager']:.2f} us, {r['chosen']}" for r in slow]  # fmt: skip
     cold = [r for r in rows if r["cold"]] if "inductor" in backends else rows
     for b in backends[1:]:
         lines.append(f"{b}: {sum(r.get(f'{b} s', 0) for r in cold):.1f} s to compile and tune "
@@ -246,7 +298,8 @@ def is_cold(case: Case) -> bool:
 
 def compile_ahead(cases: list[Case]) -> None:
     """The reference's kernels for these cases, in several processes."""
-    places = [str((PRODUCTS + FUSED).index(c)) for c in cases if not is_cold(c)]
+    known = PRODUCTS + FUSED
+    places = [str(known.index(c)) for c in cases if c in known and not is_cold(c)]
     shares = [",".join(share) for k in range(JOBS) if (share := places[k::JOBS])]
     run_all([[sys.executable, "-m", "bench.gpu_gemm", "--ahead", share] for share in shares], AHEAD,
             TORCHINDUCTOR_COMPILE_THREADS="2")  # fmt: skip
@@ -272,6 +325,8 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="measure the reference too")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--kind", choices=("all", "products", "fused"), default="all")
+    parser.add_argument("--random", type=int, default=0, help="so many products that are drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of those")
     parser.add_argument("--out", default="")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -280,6 +335,8 @@ def main() -> None:
         return
     backends = ["eager", *(["inductor"] if options.reference else []), "tilewright"]
     cases = {"all": PRODUCTS + FUSED, "products": PRODUCTS, "fused": FUSED}[options.kind]
+    if options.random:
+        cases = drawn(options.random, options.seed)
     end = time.perf_counter() + options.seconds
     head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     columns = ["case", *(f"{b} us" for b in backends), *(f"x {b}" for b in backends[:-1]),

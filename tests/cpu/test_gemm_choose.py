@@ -427,3 +427,13 @@ def test_tuning_leaves_the_users_random_numbers_alone(
         torch.manual_seed(5)
         call(x, w).sum().backward()
     torch.testing.assert_close(x.grad, expected, rtol=1e-1, atol=1e-1)
+
+
+def test_results_are_in_one_place_and_operands_in_many() -> None:
+    """As in a program, where an allocator gives what was last freed."""
+    sizes = (ix.const(64), ix.const(32)), (ix.const(32), ix.ONE)
+    x, out = (Buffer(name, torch.float32, torch.device("cpu"), *sizes) for name in ("x", "out"))
+    memory = plan.Memory(plan.Described((x, out), (), ("out",), filled=("out",)))
+    places = {name: {s[name].data_ptr() for s in memory.sets} for name in ("x", "out")}
+    assert memory.count > 1
+    assert len(places["x"]) == memory.count and len(places["out"]) == 1

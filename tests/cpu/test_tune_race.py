@@ -79,6 +79,34 @@ def test_a_library_is_not_given_up_for_slow_first_samples(clock):
     assert choose(library, other).winner is library
 
 
+def test_who_replaces_a_library_outruns_it(clock):
+    """To be as fast as the fastest is not enough: the fastest is taken instead."""
+    library, near, best = aten(100.0), Fake("near", 99.0, estimate=50.0), Fake("best", 97.5)
+    assert choose(library, near, best).winner is best
+    assert choose(near, best).winner is near
+    near.us = 97.9
+    assert choose(library, near, best).winner is near
+    library.us = 99.0
+    assert choose(library, near, best).winner is library
+
+
+def test_what_many_others_do_to_a_library_does_not_count(clock):
+    """It meets who is to replace it alone: here everything is slower after one of the others."""
+    trials = [aten(100.0), *(Fake(f"t{k}", 99.0 + k / 100, provider="CUBLASLT") for k in range(6))]
+    last: list[Fake] = []
+
+    def hot(trial: Fake) -> None:
+        crowd = {t.name for t in last[-4:]} - {"mm", "t0"}
+        library = trial is trials[0]
+        trial.us = trial.base * (1.03 if library and crowd else 1.0)
+        last.append(trial)
+
+    for trial in trials:
+        trial.base = trial.us
+    clock.on_sample = hot
+    assert choose(*trials).winner is trials[0]
+
+
 def same_winners(clock: FakeClock, problems: int, noise: float, bias: float) -> tuple[float, float]:
     """Of twenty tunings of each problem: the part with the most common winner, and how far apart
     the true times of two winners are at most."""

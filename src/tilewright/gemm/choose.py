@@ -355,8 +355,8 @@ class _Chooser:
         extents = [(v.buffer, extent(v.size, v.stride, v.offset)) for v in views]
         buffers = tuple(self.program.buffers[n] for n in sorted(names))
         return Memory(Described(buffers, tuple(symbols.items()), tuple(compared),
-                                tuple(sorted(extents)), roofline(self.site.bare.problem)
-                                ))  # fmt: skip
+                                tuple(sorted(extents)), roofline(self.site.bare.problem),
+                                tuple(sorted(written))))  # fmt: skip
 
     def _outside(self, fusion: Fusion) -> set[str]:
         """What the groups that a fusion leaves out write."""

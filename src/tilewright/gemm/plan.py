@@ -110,12 +110,19 @@ class Described:
     written: tuple[str, ...]
     extents: tuple[tuple[str, int], ...] = ()  # elements that are read beyond a buffer's own
     estimate: float = math.inf  # microseconds that a run takes at best
+    filled: tuple[str, ...] = ()  # what plans write, compared or not
 
 
 class Memory:
     """Buffers with plausible contents, in several sets that together exceed the cache. Where memory
     lies makes a difference of one or two percent to what mostly reads it (H200), another one to
-    each candidate: short runs go over as many sets as a sample has room for."""
+    each candidate: short runs go over as many sets as a sample has room for.
+
+    What is written is in the same place in all sets, as it is in a program, whose allocator gives
+    what was last freed. With results that rotate, 4096x4096x64 in bfloat16 is 2.9 % faster by
+    another algorithm of the library than by its first, and 4.6 % slower where they do not (H200):
+    the cache takes them, and what is stored past it gains nothing.
+    """
 
     def __init__(self, described: Described) -> None:
         self.described = described
@@ -126,8 +133,10 @@ class Memory:
                         for b in described.buffers}  # fmt: skip
         self.device = described.buffers[0].device
         self.size = sum(self._counts[b.name] * b.dtype.itemsize for b in described.buffers)
+        read = [b for b in described.buffers if b.name not in described.filled]
+        size = sum(self._counts[b.name] * b.dtype.itemsize for b in read)
         self.count = max(1, min(LARGEST_SETS, MOST_BYTES // max(1, self.size),
-                                max(clock.sets_beyond_cache(self.size, self.device),
+                                max(clock.sets_beyond_cache(size, self.device),
                                     self._places())))  # fmt: skip
         self._sets: list[dict[str, torch.Tensor]] = []
 
@@ -144,9 +153,12 @@ class Memory:
     def sets(self) -> list[dict[str, torch.Tensor]]:
         if not self._sets:
             generator = torch.Generator(self.device).manual_seed(0)
-            self._sets = [{b.name: _filled(b, self._counts[b.name], generator)
-                           for b in self.described.buffers}
-                          for _ in range(self.count)]  # fmt: skip
+            one: dict[str, torch.Tensor] = {}  # what all sets have in common
+            for _ in range(self.count):
+                self._sets.append({b.name: one[b.name] if b.name in one
+                                   else _filled(b, self._counts[b.name], generator)
+                                   for b in self.described.buffers})  # fmt: skip
+                one = {name: self._sets[0][name] for name in self.described.filled}
         return self._sets
 
     def arguments(self, names: Sequence[Argument], which: int,
