@@ -56,15 +56,35 @@ def rows(x: Tensor) -> Tensor:
     return masked(x).sum(-1)
 
 
-@pytest.mark.parametrize("fn", [masked, rows])
-def test_a_counter_gives_four_numbers(fn: Any) -> None:
-    """Ten rounds of two products per counter."""
+def added(x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape)
+
+
+@pytest.mark.parametrize(("fn", "block"), [(masked, "below"), (rows, "below"), (added, "rand")])
+def test_a_counter_gives_four_numbers(fn: Any, block: str) -> None:
+    """Ten rounds of two products per counter, both halves of each by one instruction."""
     (kernel,) = kernels_of(fn, torch.empty(4096, 2048, dtype=torch.bfloat16))
-    assert "tri.rand_block(" in kernel.text
+    assert f"tri.{block}_block(" in kernel.text
     made = build(kernel)
     points = 1
     for size in kernel.config.kwargs.values():
         points *= size
     each = points // (32 * kernel.config.num_warps)
-    assert made.ptx.count("mul.hi.u32") <= 20 * max(1, each // 4)
+    assert 0 < made.ptx.count("mul.wide.u32") <= 21 * max(1, each // 4)
+    assert "mul.hi.u32" not in made.ptx
     assert made.spills == 0
+
+
+@pytest.mark.parametrize("limit", [0.3, 0.5, 1 - 2**-24, 2**-24, 2**-30, 0.0, 1.0])
+def test_what_is_below_a_limit_is_what_its_numbers_say(limit: float) -> None:
+    """Words are compared where only that is asked for, up to the last number before the limit."""
+
+    def both(x: Tensor) -> Any:
+        r = torch.rand(x.shape)
+        return r, r < limit
+
+    x = torch.zeros(3, 512)
+    with as_cuda():
+        torch.manual_seed(5)
+        drawn, below = torch.compile(both, backend="tilewright")(x)
+    torch.testing.assert_close(below, drawn < limit)

@@ -142,3 +142,15 @@ def test_loops_do_not_run_ahead_of_their_own_stores() -> None:
         stored = set(re.findall(r"tl\.store\((p\d+)", kernel.text))
         loaded = set(re.findall(r"tl\.load\((p\d+)", kernel.text))
         assert not (stored & loaded) or "STAGES" not in kernel.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_variances_of_columns_are_many_loads_of_few_threads(dtype: torch.dtype) -> None:
+    """H200: what joins threads in the end takes as long as what each of them does, so each does
+    much: a pair of accumulators for sixteen rows, and all of its loads under way."""
+    (kernel,) = kernels_of(lambda x: x.var(1), _empty(1024, 256, 512, dtype=dtype))
+    made = build(kernel)
+    assert kernel.config.num_warps <= 4
+    assert made.widest("ld.global") == 16
+    assert len(re.findall(r"ld\.global\S*v4\.b32", made.ptx)) >= 8
+    assert made.spills == 0 and made.shared <= 8192

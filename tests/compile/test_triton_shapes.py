@@ -396,3 +396,27 @@ def test_remainders_follow_the_lanes_inside_a_piece() -> None:
     found, (text,) = _code(f, x, v, w)
     torch.testing.assert_close(found, f(x, v, w))
     assert "% (2048) + rbase" in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((3, 256, 48), 1), ((2, 1000, 40), 1), ((1100, 33), 0), ((2, 40000), 1), ((2, 40007), 1),
+     ((2, 32768), 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("outlier", [100.0, -3000.0])
+def test_variances_far_from_zero(shape: tuple[int, ...], dim: int, outlier: float) -> None:
+    """RD-6: several values of a thread are joined with its mean and deviations at once; what they
+    have in common does not drown how they differ, and an outlier among them does no harm."""
+    x = torch.randn(shape) + 100
+    x.select(dim, 0).fill_(outlier)
+
+    def moments(x: Tensor) -> Any:
+        return torch.var_mean(x, dim)
+
+    backend = Interpreter()
+    torch._dynamo.reset()
+    found = torch.compile(moments, backend=backend, dynamic=False)(x)
+    assert all("tri.several_" in k.text for k in backend.kernels if "_red_" in k.name)
+    torch.testing.assert_close(
+        [f.double() for f in found], list(torch.var_mean(x.double(), dim)), rtol=2e-5, atol=0
+    )

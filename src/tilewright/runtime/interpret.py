@@ -101,6 +101,15 @@ def meet(counter: Any, until: int) -> None:
         _here.turns.give(_here.program)
 
 
+def product_a(a: Any) -> tuple[Any, Any]:
+    """Both halves of what one instruction gives on a card."""
+    return a * 0xD2511F53, tl.umulhi(a, 0xD2511F53)
+
+
+def product_c(a: Any) -> tuple[Any, Any]:
+    return a * 0xCD9E8D57, tl.umulhi(a, 0xCD9E8D57)
+
+
 class _Maths:
     """`libdevice` by torch's functions of the same meaning."""
 
@@ -394,6 +403,8 @@ __all__ = [
     "meet",
     "nothing",
     "plain",
+    "product_a",
+    "product_c",
     "repaired",
     "users",
 ]

@@ -17,10 +17,11 @@ from tilewright.codegen.triton.text import (
     OPS,
     PER_COUNTER,
     TYPE,
+    below_block,
     cast,
     drawn,
     number,
-    random_block,  # fmt: skip
+    random_block,
 )
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
@@ -217,6 +218,8 @@ class Writer:
             return ()
         if node.op in INDEX_OPS:
             return tuple(_atoms(node))
+        if drawn := _compared(node):
+            return drawn.src
         if node.op in ("load", "index"):
             place = node.src[node.op == "index"]
             rest = node.src[1:] if node.op == "load" else node.src[:1]
@@ -269,6 +272,8 @@ class Writer:
             return cast(text, INDEX if node.dtype != INDEX else torch.int32, node.dtype)
         if node.op in RANDOM and (block := self._drawn_at_once(node)):
             return block
+        if (drawn := _compared(node)) and (block := self._drawn_at_once(drawn, node.src[1].arg)):
+            return block
         if node in self.coarse:
             return self.coarse[node].format(*(self.operand(s) for s in node.src))
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
@@ -282,9 +287,9 @@ class Writer:
                 operands.append(self.operand(s))
         return OPS[node.op](node, *operands)
 
-    def _drawn_at_once(self, node: Expr) -> str:
+    def _drawn_at_once(self, node: Expr, limit: float | None = None) -> str:
         """Random numbers along the last axis they change along, if their places follow each other
-        and every block begins with a counter; else nothing."""
+        and every block begins with a counter; else nothing. With a limit, which are below it."""
         place, count = node.src[1], PER_COUNTER[drawn(node)]
         axis = max(self.support(place), key=lambda a: a.dim, default=None)
         if axis is None or axis not in self.starts or ix.coefficient(place, axis.var) is not ix.ONE:
@@ -297,6 +302,8 @@ class Writer:
         first = self.index(ix.floordiv(rest, count))
         counter = self.let(f"({first}) + ({self.starts[axis]}) // {count} + {lanes}")
         seed, *bounds = (self.operand(s) for s in (node.src[0], *node.src[2:]))
+        if limit is not None:
+            return below_block(self.shape(self.support(place)), counter, seed, limit)
         return random_block(node, self.shape(self.support(place)), counter, seed, *bounds)
 
     def _lifted(self, text: str, dtype: str) -> str:
@@ -330,6 +337,14 @@ class Writer:
         ok = self.let(f"({place} >= 0) & ({place} < {size})")
         self._check(f"({ok} == 0)", node)
         return self.let(f"tl.where({ok}, {place}, 0).to({self.index_type})")
+
+
+def _compared(node: Expr) -> Expr | None:
+    """The uniform numbers of which a node says which are below a constant."""
+    if node.op != "lt" or not node.src[1].is_const or node.src[0].op != "rand":
+        return None
+    known = node.src[0].dtype == torch.float32 and 0 < node.src[1].arg < 1
+    return node.src[0] if known else None
 
 
 def is_index(e: Expr) -> bool:

@@ -15,7 +15,14 @@ import torch
 from tilewright import config
 from tilewright.codegen.triton.configs import Config, configs, power
 from tilewright.codegen.triton.emit import RANDOM, Support, Writer, is_index
-from tilewright.codegen.triton.folds import Fold, Scanning, folds_of, scans_of
+from tilewright.codegen.triton.folds import (
+    Fold,
+    Scanning,
+    Together,
+    WelfordFold,
+    folds_of,
+    scans_of,
+)
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.scatter import write_scatter
@@ -33,6 +40,7 @@ BAD_INDEX = 1
 IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
 WORKSPACE, COUNTERS = "workspace", "counters"
 LARGEST = 2**31 - 1
+LANES = 16  # rows of a block across which each has its own mean and deviations
 
 
 @dataclass(frozen=True)
@@ -348,6 +356,7 @@ class Kernel:
             self.accumulated[m.name] = list(folds_of([m], axis, w).values())
             for fold in self.accumulated[m.name]:
                 fold.begin()
+        self._before()
         with ExitStack() as loops:
             for k, v in enumerate(self.shape.serial):
                 last = k == len(self.shape.serial) - 1
@@ -361,6 +370,16 @@ class Kernel:
             for fold in self.accumulated[m.name]:
                 fold.end()
             self.stores([m])
+
+    def _before(self) -> None:
+        """Rows that are the same in all rounds of the serial loops, as a layer's weights, are
+        loaded before them."""
+        made = frozenset[str]().union(*(m.writes for m in self.shape.members))
+        for node in loads(*(e for m in self.shape.members for e in m.exprs)):
+            moves = any(n.op in ("reduce", "scan") or n.arg in made or n in self.shape.serial
+                        for n in walk(node))  # fmt: skip
+            if not moves:
+                self.w.operand(node)
 
     def _rounds(self, v: Expr) -> str:
         """How often a serial loop runs: a scalar, also where it depends on the program."""
@@ -394,8 +413,11 @@ class Kernel:
         w = self.w
         self._at = segment
         folds = folds_of(segment.members, axis, w)
+        for node, fold in folds.items():
+            if isinstance(fold, WelfordFold) and fold.counted:
+                fold.together = self._together(node, axis)
         for pair in pairs:
-            fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair))
+            fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair.largest))
             folds[pair.largest] = self.online[pair.total] = fold
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
@@ -440,7 +462,16 @@ class Kernel:
             if not m.reduce:
                 self.stores([m])
 
-    def _apart(self, pair: Pair) -> int:
+    def _together(self, node: Expr, axis: Axis) -> Together:
+        """Where memory runs across, four warps have sixteen rows of a block at once."""
+        if self.shape.across:
+            rows = min(LANES, *(c.kwargs[axis.block] for c in self.configs))
+            return Together((f"{axis.block} // {rows}", str(rows)), 0)
+        rest = f"{axis.block} // {SIDE}"
+        apart = self._apart(node)
+        return Together((str(SIDE), rest), 0) if apart else Together((rest, str(SIDE)), 1)
+
+    def _apart(self, fold: Expr) -> int:
         """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
         of a row that begins anywhere it has every so many-th element."""
         if self.shape.across:
@@ -448,7 +479,7 @@ class Kernel:
         x = self.shape.parallel[0]
         if not x.loops:
             return 0
-        for n in loads(pair.largest):
+        for n in loads(fold):
             if self.lean is not None and self.lean.steps(n.src[0]):
                 continue
             step = ix.coefficient(n.src[0], x.var)

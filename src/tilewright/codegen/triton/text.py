@@ -192,6 +192,12 @@ def random_block(e: Expr, shape: str, counter: str, seed: str, *bounds: str) -> 
     return cast(f"tl.reshape({numbers}, {shape})", made, e.dtype)
 
 
+def below_block(shape: str, counter: str, seed: str, limit: float) -> str:
+    """Which of them are below a number between zero and one: they are steps of 2**-24."""
+    least = math.ceil(torch.tensor(limit, dtype=torch.float32).item() * 2**24)
+    return f"tl.reshape(tri.below_block({seed}, {counter}, {least << 8}), {shape})"
+
+
 PER_COUNTER = {"rand": 4, "randn": 4, "rand64": 2, "randint": 2}
 
 
