@@ -6,6 +6,7 @@ a card that is not there: `Target("sm_90")` is complete without one.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -37,6 +38,14 @@ _CXX_FLAGS: dict[Isa, tuple[str, ...]] = {
                "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }  # fmt: skip
+
+# Instructions that multiply pairs of bfloat16 and add to float32, the best first: what cpuinfo must
+# list, and the compiler's flags.
+_UNITS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx_bf16": (frozenset({"amx_tile", "amx_bf16"}), ("-mamx-tile", "-mamx-bf16")),
+    "avx512_bf16": (frozenset({"avx512_bf16"}), ("-mavx512bf16",)),
+}
+_ARCH_PRCTL, _REQUEST, _TILES = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
 
 _CPU_DTYPES = frozenset({torch.float32, torch.float64})
 _SM80_DTYPES = frozenset(
@@ -92,6 +101,7 @@ class Target:
     shared_memory: int = 0  # GPU: most one block may ask for, bytes
     shared_memory_per_sm: int = 0
     threads_per_sm: int = 0
+    units: tuple[str, ...] = ()  # CPU: with AVX-512, those of `amx_bf16` and `avx512_bf16` it has
     dtypes: frozenset[torch.dtype] = frozenset()  # what its multiply-add units take
 
     def __post_init__(self) -> None:
@@ -122,7 +132,13 @@ class Target:
         self._default("cores", 1)
         self._default("l1", 32 * KIB)
         self._default("l2", 1 * MIB)
-        self._default("dtypes", _CPU_DTYPES)
+        unknown = [u for u in self.units if u not in _UNITS or self.isa != "avx512"]
+        if unknown:
+            raise TilewrightError(
+                f"{self.arch}-{self.isa} has no {unknown[0]}",
+                hint=f"with avx512 there are {', '.join(_UNITS)}",
+            )
+        self._default("dtypes", _CPU_DTYPES | ({torch.bfloat16} if self.units else set()))
 
     def _default(self, name: str, value: object) -> None:
         if not getattr(self, name):
@@ -140,7 +156,8 @@ class Target:
                 f"cpp.simdlen={config.cpp.simdlen} needs {isa}, and this CPU has {found.isa}",
                 hint="leave cpp.simdlen at None for the widest set this CPU has",
             )
-        return cls(found.arch, isa, found.cores, found.l1, found.l2)
+        units = found.units if isa == found.isa else ()
+        return cls(found.arch, isa, found.cores, found.l1, found.l2, units=units)
 
     @classmethod
     def of(cls, device: torch.device | str) -> Target:
@@ -194,6 +211,10 @@ class Target:
         """Compiler flags that allow the instruction set, and nothing beyond it."""
         return _CXX_FLAGS.get(self.isa, ())
 
+    def flags_for(self, unit: str) -> tuple[str, ...]:
+        """The flags of a kernel that multiplies by one of the units."""
+        return (*self.cxx_flags, *_UNITS[unit][1])
+
     @property
     def key(self) -> str:
         """All facts as text, for cache keys; equal on machines of the same kind."""
@@ -245,9 +266,12 @@ def _cache_bytes(level: int) -> int:
 def _detect_host() -> Target:
     arch = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     isa: Isa = "scalar"
+    units: tuple[str, ...] = ()
     if arch == "x86_64":
         try:
-            isa = _widest_isa(_cpu_flags(Path("/proc/cpuinfo").read_text()))
+            flags = _cpu_flags(Path("/proc/cpuinfo").read_text())
+            isa = _widest_isa(flags)
+            units = _units(flags) if isa == "avx512" else ()
         except OSError:
             isa = _isa_from_torch()
     return Target(
@@ -256,7 +280,23 @@ def _detect_host() -> Target:
         cores=len(os.sched_getaffinity(0)),
         l1=_cache_bytes(1),
         l2=_cache_bytes(2),
+        units=units,
     )
+
+
+def _units(cpu_flags: frozenset[str]) -> tuple[str, ...]:
+    """Those of a CPU, without AMX where Linux does not give its registers to this process."""
+    found = [name for name, (needed, _) in _UNITS.items() if needed <= cpu_flags]
+    return tuple(name for name in found if name != "amx_bf16" or _may_use_tiles())
+
+
+def _may_use_tiles() -> bool:
+    """A process has to ask before it uses AMX's registers; it may ask again. What is refused, by a
+    kernel before 5.16 or by a sandbox, is done without."""
+    try:
+        return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILES) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def _isa_from_torch() -> Isa:

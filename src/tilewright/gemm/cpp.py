@@ -19,6 +19,7 @@ from tilewright.codegen.cpp.text import CTYPE
 from tilewright.gemm.cpp_source import (
     FETCHED,
     Config,
+    Unit,
     element,
     is_in_place,
     lanes_of,
@@ -41,6 +42,9 @@ FEW = 16  # rows of a product that is read once and not packed
 REGISTERS = {"avx512": 28, "avx2": 12, "scalar": 8}  # for sums; others hold what is multiplied
 TILES = {"avx512": ((14, 2), (9, 3), (28, 1)), "avx2": ((6, 2), (4, 3), (12, 1)),
          "scalar": ((4, 2),)}  # fmt: skip
+# Of tiles of pairs, the sums held at once; and how much faster than vectors of floats.
+PAIRED: dict[Unit, tuple[int, int, float]] = {"amx_bf16": (32, 2, 10.0),
+                                              "avx512_bf16": (14, 2, 2.0)}  # fmt: skip
 DEPTHS = (384, 768, 256)  # steps of k between two visits to the sums
 # Nanoseconds per element on one core of an EPYC of 2021 (AVX2): the fits that ordered what was
 # measured there.
@@ -90,7 +94,9 @@ class CppCandidate:
     def _source(self) -> CxxSource:
         text, arguments = self._written
         kinds = cast(tuple[ArgKind, ...], tuple(kind for kind, _ in arguments))
-        return CxxSource(text, "kernel", kinds, self.problem.target.cxx_flags)
+        target, unit = self.problem.target, self.config.unit
+        flags = target.flags_for(unit) if unit else target.cxx_flags
+        return CxxSource(text, "kernel", kinds, flags)
 
 
 def _kernel_name(problem: GemmProblem) -> str:
@@ -164,6 +170,7 @@ def configurations(problem: GemmProblem) -> Iterator[Config]:
     """All that make sense, in no order."""
     _, m, n, _ = problem.hints
     for q in (problem.n, problem.m):
+        yield from _paired(problem, q)
         yield from _packed(problem, q)
     yield from _dots(problem, *((problem.m, problem.n) if m <= n else (problem.n, problem.m)))
     yield from _streams(problem, *((problem.m, problem.n) if m <= n else (problem.n, problem.m)))
@@ -177,7 +184,7 @@ def _varied(problem: GemmProblem, configs: Iterable[Config]) -> list[Config]:
     kinds: dict[tuple[object, ...], Config] = {}
     for c in found:
         if estimate(problem, c) <= 1.2 * best:
-            kinds.setdefault((c.way, c.q, c.rows, c.pack_p), c)
+            kinds.setdefault((c.way, c.unit, c.q, c.rows, c.pack_p), c)
     first = list(kinds.values())
     return [*first, *(c for c in found if c not in first)]
 
@@ -206,6 +213,24 @@ def _packed(problem: GemmProblem, q: Expr) -> Iterator[Config]:
             qc = max(1, min(512, problem.target.l2 // 4 // (pc * size)) // width) * width
             for pack in (False, True) if in_place else (True,):
                 yield Config("packed", _name(q), rows, vecs, kc, pc, qc, pack, True)
+
+
+def _paired(problem: GemmProblem, q: Expr) -> Iterator[Config]:
+    """Pairs of bfloat16, where the processor multiplies them."""
+    if any(o.dtype != torch.bfloat16 for o in problem.operands):
+        return
+    if sum_dtype(problem) != torch.float32:
+        return
+    l2 = problem.target.l2
+    for unit, (rows, vecs, _) in PAIRED.items():
+        if unit not in problem.target.units:
+            continue
+        width = vecs * lanes_of(problem)
+        for most in (768, 1536):
+            kc = _up(_depth(problem, most), 32)
+            pc = max(1, min(256, l2 // 4 // (kc * 2)) // rows) * rows
+            qc = max(1, min(512, l2 // 4 // (pc * 4)) // width) * width
+            yield Config("packed", _name(q), rows, vecs, kc, pc, qc, True, True, unit)
 
 
 def _dots(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
@@ -271,6 +296,7 @@ def estimate(problem: GemmProblem, c: Config) -> float:
     k *= len(problem.operands) // 2
     width = c.vecs * (1 if c.way == "dot" else lanes_of(problem))
     arithmetic = _up(p, c.rows) * _up(q, width) * k / (6 * lanes_of(problem)) / _efficiency(c)
+    arithmetic /= PAIRED[c.unit][2] if c.unit else 1
     packing = 0.0
     if c.way == "packed":
         packing = q * k * _packing(problem, c.q, "q")

@@ -20,6 +20,8 @@ from tilewright.ir.expr import Expr, const, load, loads, substitute, var
 from tilewright.ir.program import Store
 
 Way = Literal["packed", "stream", "dot"]
+Unit = Literal["", "avx512_bf16", "amx_bf16"]  # what multiplies; none: the sums' own vectors
+UNITS = {"avx512_bf16": "PAIRS", "amx_bf16": "TILES"}  # as `tw_pairs.h` has them
 # What vectors of float32 are made of on their way from memory into registers.
 FETCHED = frozenset({torch.bfloat16, torch.float16, torch.int8, torch.uint8})
 SUM = "the sum over k"  # what the epilogue's product is made of: an element of the finished row
@@ -39,10 +41,12 @@ class Config:
     qc: int
     pack_p: bool
     pack_q: bool
+    unit: Unit = ""
 
     @property
     def description(self) -> str:
-        values = {"WAY": self.way, "Q": self.q, "ROWS": self.rows, "VECS": self.vecs,
+        values = {"UNIT": self.unit} if self.unit else {}
+        values |= {"WAY": self.way, "Q": self.q, "ROWS": self.rows, "VECS": self.vecs,
                   "KC": self.kc, "PC": self.pc, "QC": self.qc, "PACK_P": int(self.pack_p),
                   "PACK_Q": int(self.pack_q)}  # fmt: skip
         return ", ".join(f"{k}={v}" for k, v in sorted(values.items()))
@@ -131,6 +135,7 @@ class _Source:
     def __init__(self, problem: GemmProblem, config: Config, threads: int) -> None:
         self.problem, self.config, self.threads = problem, config, threads
         self.dtype = sum_dtype(problem)
+        self.packed = torch.bfloat16 if config.unit else self.dtype  # what operands are packed as
         self.pointers: dict[str, str] = {}
         self.numbers: dict[Expr, str] = {}
         self.q = problem.n if config.q == "n" else problem.m
@@ -146,10 +151,12 @@ class _Source:
                  "PC": c.pc, "QC": c.qc, "PASSES": len(self.problem.operands) // 2,
                  "THREADS": self.threads}  # fmt: skip
         flags = {"PACK_P": c.pack_p, "PACK_Q": c.pack_q, "ALONG_Q": self.along is self.q}
-        lines = [f"using T = {CTYPE[self.dtype]};"]
+        lines = [f"using T = {CTYPE[self.dtype]};", f"using E = {CTYPE[self.packed]};"]
         lines += [f"using {t} = {self._type(loop, packed)};" for t, loop, packed in
                   (("PT", self.p, c.pack_p), ("QT", self.q, c.pack_q))]  # fmt: skip
         lines.append(f"static constexpr tw::gemm::Way WAY = tw::gemm::{c.way.upper()};")
+        if c.unit:
+            lines.append(f"static constexpr tw::gemm::Unit UNIT = tw::gemm::{UNITS[c.unit]};")
         lines += [f"static constexpr int64_t {k} = {v};" for k, v in facts.items()]
         lines += [f"static constexpr bool {k} = {str(v).lower()};" for k, v in flags.items()]
         batch, *_, k_size = self.problem.sizes
@@ -183,10 +190,12 @@ class _Source:
         names = [*self.pointers.values(), *self.numbers.values()]
         head = [f"{t} {name}" for t, name in zip(types, names, strict=True)]
         struct = [*(f"{h};" for h in head), *lines]
-        text = f'{PRELUDE}#include "tw_gemm.h"\nnamespace {{\nstruct Product {{\n'
+        header, walk = ("tw_pairs.h", "Pairs") if self.config.unit else ("tw_gemm.h", "Loops")
+        text = f'{PRELUDE}#include "{header}"\nnamespace {{\nstruct Product {{\n'
         text += "\n".join("    " + line for line in struct)
         text += f'\n}};\n}}\nextern "C" void kernel({", ".join(head)}) {{\n'
-        text += f"    tw::gemm::run(Product{{{', '.join(names)}}});\n}}\n"
+        made = f"Product{{{', '.join(names)}}}"
+        text += f"    tw::gemm::run<Product, tw::gemm::{walk}>({made});\n}}\n"
         return text, tuple(arguments)
 
     def _function(self, head: str, body: Callable[[Writer], None]) -> list[str]:
@@ -261,7 +270,7 @@ class _Source:
 
     def _rows(self, name: str, loop: Expr) -> list[str]:
         """Rows of an operand, each contiguous along k."""
-        head = (f"void {name}_rows(int64_t pass, T* out, int64_t stride, int64_t batch, int64_t k0,"
+        head = (f"void {name}_rows(int64_t pass, E* out, int64_t stride, int64_t batch, int64_t k0,"
                 " int64_t kc, int64_t r0, int64_t rows)")  # fmt: skip
         k = self.problem.k
 
@@ -270,11 +279,11 @@ class _Source:
                 with w.block("for (int64_t i = 0; i < rows; ++i)"):
                     w.line(f"const int64_t {loop.arg} = r0 + i;")
                     self._fill(w, o, k, ("k0", "kc"), "out[i*stride + at]")
-            elif is_in_place(self.problem, o, loop):
+            elif self._turns(o, loop):
                 self._turn(w, o, (loop, "r0"), k, ("out", "stride", "rows", "kc"))
             else:
                 with w.block(f"for (int64_t base = 0; base < kc; base += {TURNED_ROWS})"):
-                    w.line(f"alignas(64) T some[{TURNED_ROWS}*PC];")
+                    w.line(f"alignas(64) E some[{TURNED_ROWS}*PC];")
                     w.line(_rest(TURNED_ROWS))
                     with w.block("for (int64_t i = 0; i < steps; ++i)"):
                         w.line("const int64_t k = k0 + base + i;")
@@ -286,7 +295,7 @@ class _Source:
 
     def _panel(self) -> list[str]:
         """A panel of Q: `width` columns next to each other for every step of k."""
-        head = ("void q_panel(int64_t pass, T* out, int64_t batch, int64_t k0, int64_t kc,"
+        head = ("void q_panel(int64_t pass, E* out, int64_t batch, int64_t k0, int64_t kc,"
                 " int64_t q0, int64_t cols)")  # fmt: skip
         k, width = self.problem.k, self.width
 
@@ -299,11 +308,11 @@ class _Source:
                     self._fill(w, o, self.q, ("q0", "count"), f"out[i*{width} + at]")
                 w.line("};")
                 w.line(f"if (cols == {width}) fill({width}); else fill(cols);")
-            elif is_in_place(self.problem, o, k):
+            elif self._turns(o, k):
                 self._turn(w, o, (self.q, "q0"), self.q, ("out", str(width), "kc", "cols"))
             else:
                 with w.block(f"for (int64_t base = 0; base < kc; base += {TURNED_K})"):
-                    w.line(f"alignas(64) T some[{width}*{TURNED_K}];")
+                    w.line(f"alignas(64) E some[{width}*{TURNED_K}];")
                     w.line(_rest(TURNED_K))
                     w.line("const int64_t k1 = k0 + base;")
                     with w.block("for (int64_t i = 0; i < cols; ++i)"):
@@ -312,7 +321,7 @@ class _Source:
                     w.line(f"tw::transpose_tile(out + base*{width}, {width}, some, {TURNED_K}, "
                            "steps, cols);")  # fmt: skip
             with w.block(f"for (int64_t i = 0; cols < {width} && i < kc; ++i)"):
-                w.line(f"for (int64_t at = cols; at < {width}; ++at) out[i*{width} + at] = T(0);")
+                w.line(f"for (int64_t at = cols; at < {width}; ++at) out[i*{width} + at] = E(0);")
 
         operands = side(self.problem, self.q)
         return self._function(head, lambda w: self._passes(w, operands, lambda o: one(w, o)))
@@ -332,9 +341,15 @@ class _Source:
                     for v in (first, second))  # fmt: skip
         return second if two > one else first
 
+    def _turns(self, o: Operand, loop: Expr) -> bool:
+        """Whether memory is packed by turning it around: it is of the type, along a loop."""
+        found = element(self.problem, o)
+        is_one = step(self.problem, o, loop) is ix.ONE
+        return found is not None and found.dtype == self.packed and is_one
+
     def _fill(self, w: Writer, o: Operand, loop: Expr, span: tuple[str, str], to: str) -> None:
         """Elements along a loop, from `span[0]` on."""
-        value = cast(o.value, self.dtype)
+        value = cast(o.value, self.packed)
         w.hoist([value], loop, ())
         w.line("#pragma omp simd")
         with w.block(f"for (int64_t at = 0; at < {span[1]}; ++at)"):

@@ -477,14 +477,14 @@ int64_t worth_threads(const S& s) {
     return worth < 2 ? 1 : worth < limit ? int64_t(worth) : limit;
 }
 
-template <class S>
+template <class S, template <class> class Walk = Loops>
 void run(const S& s) {
     using T = typename S::T;
     const int64_t batches = s.batches();
     if (batches <= 0 || s.p_size() <= 0 || s.q_size() <= 0) return;
     const int64_t threads = worth_threads(s);
     const bool alone = batches >= threads;  // each thread has whole products
-    const Loops<S> loops(s, alone ? 1 : threads);
+    const Walk<S> loops(s, alone ? 1 : threads);
     const int64_t together = rounded_up(loops.shared(), 16), own = rounded_up(loops.OWN, 16);
     const Scratch scratch(sizeof(T) * (alone ? threads * (together + own) : together + threads * own));
     T* const memory = (T*)scratch.data();
