@@ -99,10 +99,13 @@ def load_backend(backend: str) -> str | Callable[..., Any]:
 
 
 class _Call:
-    """The observable results of one call: outputs, inputs afterwards, gradients."""
+    """The observable results of calls: outputs, inputs afterwards, gradients. All gradients are
+    along the directions of the first call, rounded as its results are: a float64 reference along
+    others would be the reference of something else."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._directions: list[torch.Tensor] = []
         self.stage = "forward"
 
     def observe(self, function: Callable[..., Any], sample: Sample) -> Any:
@@ -114,9 +117,21 @@ class _Call:
         gradients = None
         if self._group.direction == "backward":
             self.stage = "backward"
-            gradients = _gradients(sample.differentiable(output), inputs)
+            gradients = self._gradients(sample.differentiable(output), inputs)
         written = [t.detach() for t in inputs]
         return {"output": _listed(output), "gradients": gradients, "inputs": written}
+
+    def _gradients(self, output: Any, inputs: list[torch.Tensor]
+                   ) -> list[torch.Tensor | None] | None:  # fmt: skip
+        outputs = [t for t in tree_leaves(output) if _is_tensor(t) and t.requires_grad]
+        wanted = [t for t in inputs if t.requires_grad]
+        if not outputs or not wanted:
+            return None
+        if [d.shape for d in self._directions] != [t.shape for t in outputs]:
+            seed()
+            self._directions = [torch.randn(t.shape).to(t.device, t.dtype) for t in outputs]
+        directions = [d.to(t.dtype) for d, t in zip(self._directions, outputs, strict=True)]
+        return list(torch.autograd.grad(outputs, wanted, directions, allow_unused=True))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -126,17 +141,6 @@ def _is_tensor(value: Any) -> bool:
 def _listed(output: Any) -> Any:
     """Named result tuples as plain lists: eager and compiled may name their types apart."""
     return list(output) if isinstance(output, tuple) else output
-
-
-def _gradients(output: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor | None] | None:
-    outputs = [t for t in tree_leaves(output) if _is_tensor(t) and t.requires_grad]
-    wanted = [t for t in inputs if t.requires_grad]
-    if not outputs or not wanted:
-        return None
-    seed()
-    # float32 first, so that the float64 reference is given the same directions.
-    directions = [torch.randn(t.shape).to(t.device, t.dtype) for t in outputs]
-    return list(torch.autograd.grad(outputs, wanted, directions, allow_unused=True))
 
 
 def run(group: Group, sample: Sample, backend: str) -> Outcome:

@@ -211,9 +211,12 @@ def _mirrors(j: Expr, size: Expr, low: Expr) -> tuple[tuple[Expr, Expr], ...]:
         aten.replication_pad3d_backward.default)  # fmt: skip
 def _replication_pad_backward(ctx: Lowering, grad: Tensor, t: Tensor,
                               padding: Sequence[ix.IndexLike]) -> Tensor:  # fmt: skip
-    into = Tensor(t.size, grad.dtype, grad.device, zero(grad.dtype))
-    return ctx.scatter(into, grad.size, _source(padding, t.size, _replicate),
-                       lambda *i: grad.at(i), mode="add")  # fmt: skip
+    """Added up in the compute type, and rounded once."""
+    source = grad.to(compute_type(grad.dtype))
+    into = Tensor(t.size, source.dtype, grad.device, zero(source.dtype))
+    found = ctx.scatter(into, grad.size, _source(padding, t.size, _replicate),
+                        lambda *i: source.at(i), mode="add")  # fmt: skip
+    return found.to(grad.dtype)
 
 
 # ---- turned and repeated

@@ -522,11 +522,12 @@ def _unfold_backward(ctx: Lowering, grad: Tensor, sizes: Any, dim: int, size: ix
     width, stride = ix.value_of(ix.as_index(size)), ix.value_of(ix.as_index(step))
     if width and stride and width <= MOST_WINDOWS * stride:
         return _sum_of_windows(grad, into, dim, width, stride)
+    source = grad.to(compute_type(grad.dtype))
     return ctx.scatter(
-        into, grad.size,
+        _blank(into.size, source), grad.size,
         lambda *i: replaced(i[:-1], dim, ix.add(ix.mul(i[dim], step), i[-1])),
-        lambda *i: grad.at(i), mode="add",
-    )  # fmt: skip
+        lambda *i: source.at(i), mode="add",
+    ).to(grad.dtype)  # fmt: skip
 
 
 def _sum_of_windows(grad: Tensor, into: Tensor, dim: int, width: int, step: int) -> Tensor:
