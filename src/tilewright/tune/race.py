@@ -26,7 +26,9 @@ FINAL = 1.05
 FINALISTS = 16
 LIBRARY = 1.5  # on a noisy machine a library within this factor of the best is in the finals
 LEAST_TURNS, MOST_TURNS = 12, 1024  # looked at after the first, then at twice as many
-QUIET, NOISY = 0.8, 0.3  # seconds after which the finals end: more does not settle a noisy machine
+# Seconds after which the finals end, those with a library as well: more does not settle a noisy
+# machine.
+QUIET, NOISY = 0.5, 0.3
 # Of the time: where memory lies changes a time by as much (H200), so more turns would not tell what
 # the next tuning will find.
 SETTLED = 0.001
@@ -78,7 +80,8 @@ def _within(fastest: Sequence[ChoiceCaller], factor: float, library: float) -> l
 
 def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float) -> None:
     """Turns among choices in order of preference, until it is clear who is to be preferred or so
-    many seconds are over. Sets their `timing`, and `lost` of all but the one to take.
+    many seconds are over, first without libraries and then with them. Sets their `timing`, and
+    `lost` of all but the one to take.
 
     What is to replace a library meets it again with nobody else there: how fast a card runs what
     keeps it at its limit of power depends on what ran before, and among many that is mostly others.
@@ -86,7 +89,6 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
     others = [c for c in choices if not c.trial.is_library]
     last = list(choices)
     if 0 < len(others) < len(choices):
-        seconds /= 2
         near = _run(others, take, late, seconds)
         last = [c for c in choices if c.trial.is_library or c in near]
     taken = next(iter(_run(last, take, late, seconds)), None)
