@@ -417,7 +417,7 @@ class Kernel:
             if isinstance(fold, WelfordFold) and fold.counted:
                 fold.together = self._together(node, axis)
         for pair in pairs:
-            fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair.largest))
+            fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair.largest, axis))
             folds[pair.largest] = self.online[pair.total] = fold
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
@@ -463,27 +463,26 @@ class Kernel:
                 self.stores([m])
 
     def _together(self, node: Expr, axis: Axis) -> Together:
-        """Where memory runs across, four warps have sixteen rows of a block at once."""
+        """Where memory runs across, a block has sixteen rows of pairs."""
         if self.shape.across:
             rows = min(LANES, *(c.kwargs[axis.block] for c in self.configs))
             return Together((f"{axis.block} // {rows}", str(rows)), 0)
-        rest = f"{axis.block} // {SIDE}"
-        apart = self._apart(node)
-        return Together((str(SIDE), rest), 0) if apart else Together((rest, str(SIDE)), 1)
+        wide = max((n.dtype.itemsize for n in loads(node)), default=4)
+        side = SIDE if self._apart(node, axis) else max(1, 16 // wide)
+        lengths = f"{axis.block} // {side}", str(side)
+        return Together(lengths[::-1], 0) if self._apart(node, axis) else Together(lengths, 1)
 
-    def _apart(self, fold: Expr) -> int:
+    def _apart(self, fold: Expr, axis: Axis) -> int:
         """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
         of a row that begins anywhere it has every so many-th element."""
         if self.shape.across:
             return ROWS
-        x = self.shape.parallel[0]
-        if not x.loops:
-            return 0
         for n in loads(fold):
-            if self.lean is not None and self.lean.steps(n.src[0]):
+            if axis.var not in free_vars(n.src[0]) or (
+                self.lean is not None and self.lean.steps(n.src[0])):  # fmt: skip
                 continue
-            step = ix.coefficient(n.src[0], x.var)
-            if step is None or ix.mod(ix.mul(step, n.dtype.itemsize), 16) is not ix.ZERO:
+            first = substitute(n.src[0], {axis.var: ix.ZERO})
+            if ix.mod(ix.mul(first, n.dtype.itemsize), 16) is not ix.ZERO:
                 return SIDE
         return 0
 
