@@ -469,8 +469,8 @@ class Kernel:
             return Together((f"{axis.block} // {rows}", str(rows)), 0)
         wide = max((n.dtype.itemsize for n in loads(node)), default=4)
         side = SIDE if self._apart(node, axis) else max(1, 16 // wide)
-        lengths = f"{axis.block} // {side}", str(side)
-        return Together(lengths[::-1], 0) if self._apart(node, axis) else Together(lengths, 1)
+        rest, own = f"{axis.block} // {side}", str(side)
+        return Together((own, rest), 0) if self._apart(node, axis) else Together((rest, own), 1)
 
     def _apart(self, fold: Expr, axis: Axis) -> int:
         """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
@@ -573,9 +573,10 @@ class Kernel:
             return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
         masked = f", {mask}, other=0" if mask else ""
         if self.lean is not None and (stepped := self.lean.place(node.src[0])):
-            if both := "" if conditions else self.lean.halves(support):
-                return self.lean.load(f"{self.pointer(node.arg)} + ({stepped})", both, policy)
             place = stepped
+            pieces = self.lean.pieces(support, node.dtype.itemsize)
+            if pieces and not conditions:
+                masked = f", {pieces}, other=0"
         return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{policy})"
 
     def _one_per_row(self, support: Support) -> bool:

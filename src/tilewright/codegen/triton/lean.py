@@ -2,9 +2,10 @@
 
 Of a row of an odd length no thread can load neighbours at once: most rows begin between two places
 of sixteen bytes. The lanes of an axis that leans begin at the last such place before its row.
-Pieces of sixteen bytes that are whole in the row are moved at once. Blocks that hold an end of the
-row have a loop of their own: all others need no masks. What is left of a result at the two ends of
-its row is stored by a tile of two pieces.
+Pieces of sixteen bytes that hold something of the row are loaded at once: they are memory as a
+whole, and what is not of the row is not used. Those that are whole in the row are stored at once;
+what is left of a result at the two ends of its row is stored by a tile of two pieces. Blocks that
+hold an end of the row have a loop of their own: all others need no masks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Lean:
         self.kernel, self.w, self.axis = kernel, kernel.w, axis
         self.start = axis.lean
         self._stepping = True  # whether lanes follow each other in memory
-        self._halved = False  # whether a block holds elements beside whole pieces
+        self._folding = False  # whether a block with an end of the row is folded
         self.w.ends[axis] = self.w.support(axis.lean)
 
     @classmethod
@@ -55,6 +56,7 @@ class Lean:
             w.know(self.axis.var, f"{a}index")
         else:
             block = self.axis.block
+            w.line(f"{a}over = ({a}slide + {a}numel + {n - 1}) // {n} * {n}")
             w.line(f"{a}full = {a}numel // {block}")
             w.line(f"{a}all = ({a}numel + {n - 1} + {block} - 1) // {block}")
 
@@ -76,18 +78,13 @@ class Lean:
         more = "" if apart is ix.ZERO else f" + {self.w.index(apart)}"
         return f"{a}start + {a}lane{more}"
 
-    def halves(self, support: Support) -> tuple[str, str] | None:
-        """The masks of whole pieces and of the rest, in a block that holds both."""
-        if not self._halved:
-            return None
-        a = self.axis.name
+    def pieces(self, support: Support, size: int) -> str:
+        """The mask of a load of elements of a size in a block that holds an end of the row; empty:
+        that of the row. A piece of more than sixteen bytes may not be memory as a whole."""
+        if not self._folding or size * self.axis.piece > 16:
+            return ""
         rest = self.w.mask(support - {self.axis})
-        both = f" & {rest}" if rest else ""
-        return f"{a}whole{both}", f"{a}mask & ({a}whole == 0){both}"
-
-    def load(self, pointer: str, masks: tuple[str, str], policy: str) -> str:
-        pieces, others = (f"tl.load({pointer}, {mask}, other=0{policy})" for mask in masks)
-        return f"tl.where({self.axis.name}whole, {pieces}, {others})"
+        return f"{self.axis.name}some" + (f" & {rest}" if rest else "")
 
     # ---- loops
 
@@ -109,13 +106,13 @@ class Lean:
                 self._lanes(f"({a}offset % {a}all)")
                 whole = f"({a}lane >= {a}head) & ({a}lane < {a}tail)"
                 if folds:
-                    w.line(f"{a}whole = {whole}")
+                    w.line(f"{a}some = {a}lane < {a}over")
                     w.line(f"{a}mask = ({a}index >= 0) & ({a}index < {a}numel)")
                 else:
                     w.line(f"{a}mask = {whole}")
-                self._halved = folds
+                self._folding = folds
                 round_()
-                self._halved = False
+                self._folding = False
 
         for loop in (ends, inside) if back else (inside, ends):
             loop()
