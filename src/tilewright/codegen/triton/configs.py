@@ -206,15 +206,21 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 132 us in
     blocks of 4096, 155 us in blocks of 8192), eight where each has a place too (argmax of 32768
     bfloat16 119 us, 187 us). Rows that are walked again should be in cache until then, so fewer
-    of them are at work (log softmax of 50257 bfloat16 470 us with 32 warps, 512 us with 16). With
-    fewer rows than the card runs programs, each gets more threads. Rows that no cache keeps until
-    then are fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
+    of them are at work (log softmax of 50257 bfloat16 487 us with 16 warps, 550 us with 8). Rows
+    that begin anywhere have short blocks, for the ends have masks (training's cross entropy of
+    50257 bfloat16 199 us in blocks of 2048 with 4 warps, 207 us by 4096 with 8). With fewer rows
+    than the card runs programs, each gets more threads. Rows that no cache keeps until then are
+    fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
     x = shape.parallel[0]
     choices = [(1, 4096, 8), (1, 2048, 4), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
+    leans = any(a.lean is not None for a in shape.inner)
+    if leans:
+        choices = [(1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (1, 1024, 4)]
     if shape.again and max(a.likely for a in shape.inner) <= MOST_KEPT // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
     elif shape.again:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
+        choices[:2] = choices[1::-1] if leans else choices[:2]
     if folds(shape, "argmin", "argmax"):
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:
@@ -240,7 +246,9 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
     bfloat16 62 us, 69 us in small blocks without; gradient of bias and gelu 218 us, 420 us). Of
     means and deviations a thread has sixteen rows, all of them under way at once: few threads, for
     each has its part in joining them in the end (var of 256 rows of 512 columns 67 us with two
-    warps, 69 us with four, 101 us with eight; of 1024 rows of 131072 65 us and 72 us)."""
+    warps, 69 us with four, 101 us with eight; of 1024 rows of 131072 64 us and 72 us). Programs
+    that are too few to wait for each other's loads have the next ones under way (batch norm,
+    channels last: 28 us, 71 us without)."""
     x = shape.parallel[0]
     bx = 8 * vector
     while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
@@ -253,8 +261,10 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
     choices = [(bx, 256, share, 3), (bx, 128, share, 3), (bx, 64, 8, 3), (bx, 256, share, 1),
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
     if folds(shape, "welford"):
-        choices = [(bx, 128, 16 * vector, 1), (bx, 128, 8 * vector, 3), (bx, 128, 8 * vector, 1),
-                   (bx, 64, 4 * vector, 4)]  # fmt: skip
+        choices = [(bx, 128, 16 * vector, 1), (bx, 64, 4 * vector, 4), (bx, 128, 8 * vector, 3),
+                   (bx, 128, 8 * vector, 1)]  # fmt: skip
+        if x.likely < 8 * bx * target.sms:
+            choices[:2] = choices[1::-1]
     for columns, br, each, ahead in choices:
         rows = tuple((a.block, _round_of(a, br, 64)) for a in shape.inner)
         longest = max(size for _, size in rows)
