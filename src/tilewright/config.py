@@ -320,7 +320,8 @@ class Triton(Group):
 
     enable_persistent_tma_matmul: bool = option(
         False,
-        "Offer products whose operands the card fetches through tensor descriptors (sm_90 on).",
+        "Offer products whose operands the card fetches through tensor descriptors (sm_90 on). "
+        "Off, they are offered where rows of the result start anywhere: libraries are slow there.",
         affects_code=True,
     )
     cudagraphs: bool = option(

@@ -213,6 +213,18 @@ def test_descriptors_need_aligned_rows() -> None:
     assert template.limits(dynamic.problem) == ""  # there may be any number of rows
 
 
+def test_descriptors_are_offered_where_the_library_is_slow() -> None:
+    """A vocabulary of odd size: the result's rows start anywhere, those of the operands do not."""
+    hidden, weights = torch.randn(2048, 768).bfloat16(), torch.randn(1001, 768).bfloat16().t()
+    odd = problem("mm", hidden, weights)
+    even = problem("mm", hidden, weights[:, :1000])
+    with config.patch({"triton.enable_persistent_tma_matmul": False}):
+        names = [[c.name for c in PROVIDER.candidates(made.problem, "default")]
+                 for made in (odd, even)]  # fmt: skip
+    assert any("persistent_tma" in n for n in names[0])
+    assert not any("tma" in n for n in names[1])
+
+
 # ---- sizes known when it runs
 
 

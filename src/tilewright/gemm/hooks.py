@@ -17,6 +17,7 @@ from tilewright.codegen.triton.emit import Writer
 from tilewright.codegen.triton.kernel import BAD_INDEX, coarse, narrow, valued
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
+from tilewright.gemm.padded import is_misaligned
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
@@ -432,8 +433,12 @@ def keeps_zero(value: Expr, k: Expr) -> bool:
 
 
 def tma_limits(problem: GemmProblem) -> str:
-    """Why operands cannot be read through tensor descriptors, or an empty string."""
-    if not config.triton.enable_persistent_tma_matmul:
+    """Why operands cannot be read through tensor descriptors, or an empty string.
+
+    Without being asked for they are offered where the library is out of the race: a result whose
+    rows start anywhere, of operands whose rows do not (2048x50257x768 in bfloat16 on an H200: 273
+    us, 284 us without descriptors, 1677 us by the library)."""
+    if not config.triton.enable_persistent_tma_matmul and not is_misaligned(problem):
         return "triton.enable_persistent_tma_matmul is off"
     if problem.target.capability < (9, 0):
         return "cards before Hopper have no tensor descriptors"
