@@ -106,10 +106,10 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         return compiled(graph, EVERYTHING)
 
     def forward(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
-        return compiled(graph, Boundary(_facts().num_forward_returns, role="forward"))
+        return compiled(graph, Boundary(capture.visible(_facts()), role="forward"))
 
     def backward(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
-        donated = tuple(_facts().bw_donated_idxs or ())
+        donated = capture.donated(_facts())
         return compiled(graph, Boundary(visible=0, donated=donated, role="backward"))
 
     aot = aot_autograd(

@@ -346,8 +346,8 @@ def _with_gradients(entry: Entry, forward: Compiled, backward: Compiled, setting
     make: Any = runtime_wrappers.AOTDispatchAutograd.post_compile
     graph = entry.backward_graph
     facts = entry.wrapper["fw_metadata"]
-    if facts.bw_donated_idxs:
-        backward = _sparing(backward, tuple(facts.bw_donated_idxs))
+    if given := donated(facts):
+        backward = _sparing(backward, given)
         facts.bw_donated_idxs = []
     own = {
         "compiled_fw_func": forward,
@@ -363,6 +363,17 @@ def _with_gradients(entry: Entry, forward: Compiled, backward: Compiled, setting
         return make(spec(**entry.wrapper, **own))
     own.pop("bw_compiler")
     return make(**entry.wrapper, **own)
+
+
+def visible(facts: Any) -> int:
+    """How many results of a forward pass are seen outside, the tokens that come first included."""
+    return facts.num_forward_returns + len(facts.tokens)
+
+
+def donated(facts: Any) -> tuple[int, ...]:
+    """Which arguments of a backward pass nobody else has. torch does not count the tokens before
+    what a forward pass returns: a result of the user's would pass for something saved."""
+    return () if facts.tokens else tuple(facts.bw_donated_idxs or ())
 
 
 def _sparing(backward: Compiled, donated: tuple[int, ...]) -> Compiled:

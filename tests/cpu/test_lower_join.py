@@ -30,6 +30,14 @@ def test_cat(dynamic: bool) -> None:
     check(function, torch.randn(4, 6, 5), torch.randn(4, 6, 5), dynamic=dynamic, grad=True)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_differences_of_differences(dim: int) -> None:
+    """Their gradients are padded and added up time and again: what is kept of one in between has
+    several pieces, for each lane of a vector."""
+    check(lambda x: torch.diff(x, 4, dim), torch.randn(5, 5), grad=True)
+    check(lambda x: torch.diff(x, 3, dim), torch.randn(70, 6), grad=True)
+
+
 def test_cat_promotes() -> None:
     check(lambda x, y: torch.cat([x, y], 0) + 1, torch.randn(3, 2).bfloat16(), torch.randn(4, 2))
     check(lambda x, y: torch.cat([x, y], 0) * 2, torch.arange(3, dtype=torch.int8), torch.ones(2))

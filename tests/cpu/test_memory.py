@@ -109,6 +109,16 @@ def test_what_was_saved_for_backward_is_overwritten() -> None:
     assert re.search(r"buf\d+ = arg\d+  # memory used again", backward)
 
 
+def test_a_result_is_kept_though_effects_come_before_it() -> None:
+    """The inverse is saved as well as returned, behind a token: it is not the backward pass's."""
+    x = torch.tensor([[-1.5]], requires_grad=True)
+    y = compiled(torch.linalg.inv)(x)
+    seen = y.detach().clone()
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient, -(1 / x**2).detach())
+    torch.testing.assert_close(y.detach(), seen, rtol=0, atol=0)
+
+
 # ---- how much is alive
 
 

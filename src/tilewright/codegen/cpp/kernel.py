@@ -127,8 +127,12 @@ class Kernel:
         self.rewritten = _rewritten(self.members)
         self.outer = (*self.shape.outer, *self.shape.serial)
         self.carried: dict[str, Carried] = carried(self)
+        self._place_locals()
         self.lane = self.outer[-1] if self.shape.lanes else None
-        self.tiled = self.lane is not None and any(s.inner for s in self.shape.segments)
+        # every lane has its own part of a row that is kept
+        rows = bool(self.rows) and not self.shape.serial
+        inner = any(s.inner for s in self.shape.segments)
+        self.tiled = self.lane is not None and (rows or inner)
         self.lanes = self._lanes() if self.tiled else 0
 
     # ---- naming
@@ -193,7 +197,6 @@ class Kernel:
 
     def function(self, number: int) -> Function:
         """The whole group as a function of its own."""
-        self._place_locals()
         body = self.w
         if self.shape.serial:
             write_serial(self)
