@@ -8,7 +8,7 @@ Widths differ between models on purpose: no model can profit from the kernels an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -519,7 +519,9 @@ def lstm(size: str) -> Case:
     return Case(module, (ids[:, :-1].contiguous(),), token_loss(ids[:, 1:].contiguous()))
 
 
-MODELS: dict[str, Callable[[str], Case]] = {
+Factory = Callable[[str], Case]
+
+MODELS: dict[str, Factory] = {
     "gpt": gpt,
     "bert": bert,
     "t5": t5,
@@ -531,15 +533,17 @@ MODELS: dict[str, Callable[[str], Case]] = {
 }
 
 
-def build(name: str, size: str = "small", seed: int = 0) -> Case:
+def build(
+    name: str, size: str = "small", seed: int = 0, zoo: Mapping[str, Factory] = MODELS
+) -> Case:
     """The named model with seeded weights and inputs, in training mode."""
-    if name not in MODELS:
-        raise KeyError(f"no model {name!r}; the zoo has {', '.join(MODELS)}")
+    if name not in zoo:
+        raise KeyError(f"no model {name!r}; the zoo has {', '.join(zoo)}")
     if size not in SIZES:
         raise KeyError(f"no size {size!r}; sizes are {', '.join(SIZES)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        case = MODELS[name](size)
+        case = zoo[name](size)
     case.module.train()
     return case
 

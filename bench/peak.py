@@ -10,15 +10,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import EAGER, REFERENCE, Result, difference
-from bench.models import build
+from bench.models import MODELS, build
+from bench.more_models import MORE
 from bench.suites import Options, Row, Table, model_calls, selected_models
 
 
 def peak_suite(options: Options) -> Table:
     """Every model, inference and training: bytes beyond parameters and inputs."""
     table: Table = {}
-    for name in selected_models(options):
-        case = build(name)
+    more = [] if options.quick else [name for name in MORE if options.only.search(name)]
+    for name in [*selected_models(options), *more]:
+        case = build(name, zoo={**MODELS, **MORE})
         for pass_ in ("inference", "training"):
             label = f"{name} {pass_}"
             torch._dynamo.reset()

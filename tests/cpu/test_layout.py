@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tilewright.graph.gradients import one_by_one
 from tilewright.graph.layout import channels_last
 
 aten = torch.ops.aten
@@ -110,3 +111,60 @@ def test_results_of_expanded_operands(name: str, dtype: torch.dtype, dynamic: bo
 
 def _tensors(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+# ---- gradients of wide convolutions
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "groups"),
+    [(1, 1, 1, 1), ((1, 1), 0, 2, 1), ((2, 1), (0, 1), 1, 1), ((1, 2), 2, (1, 2), 2)],
+)
+def test_gradients_of_a_wide_convolution_are_eagers(
+    stride: Any, padding: Any, dilation: Any, groups: int
+) -> None:
+    x = torch.randn(2, 12, 11, 10, requires_grad=True)
+    w = torch.randn(4, 12 // groups, 3, 3, requires_grad=True)
+    b = torch.randn(4, requires_grad=True)
+
+    def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = F.conv2d(x.sin(), w, b, stride, padding, dilation, groups)
+        return (y * y).sum()
+
+    compiled = torch.compile(loss, backend="tilewright")
+    expected = torch.autograd.grad(loss(x, w, b), (x, w, b))
+    actual = torch.autograd.grad(compiled(x, w, b), (x, w, b))
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def wide(x: Tensor, w: Tensor, g: Tensor, *mask: bool) -> list[Tensor | None]:
+    found = aten.convolution_backward(g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "mask", "apart"),
+    [
+        (8, 3, (True, True, True), True),
+        (8, 3, (True, True, False), True),
+        (8, 3, (False, True, True), False),
+        (7, 3, (True, True, False), False),
+        (8, 1, (True, True, False), False),
+    ],
+)
+def test_an_image_is_not_needed_for_its_own_gradient(
+    channels: int, kernel: int, mask: tuple[bool, ...], apart: bool
+) -> None:
+    x, w = torch.randn(2, channels, 6, 5), torch.randn(4, channels, kernel, kernel)
+    g = torch.randn(2, 4, 6 + 3 - kernel, 5 + 3 - kernel)
+    gm = traced(lambda x, w, g: wide(x, w, g, *mask), x, w, g)
+    expected = gm(x, w, g)
+    one_by_one(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    for ours, theirs in zip(gm(x, w, g), expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert len(convolutions(gm)) == apart

@@ -126,6 +126,8 @@ NORMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "layer of two": (lambda x, w, b: F.layer_norm(x, (5, 6), None, w + b), (4, 5, 6)),
     "rms": (lambda x, w, b: torch.ops.aten._fused_rms_norm(x, [6], w, 1e-5)[0] + b, (4, 5, 6)),
     "batch": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (4, 6, 5)),
+    "group": (lambda x, w, b: F.group_norm(x, 3, w, b), (4, 6, 5)),
+    "group of one": (lambda x, w, b: F.group_norm(x, 1, None) * w.sum() + b.sum(), (3, 6, 2, 5)),
     "flat batch": (lambda x, w, b: F.batch_norm(x, w.detach().clone(), b.detach().exp(), None, None,
                                                 True), (7, 6)),
 }  # fmt: skip
@@ -146,6 +148,17 @@ def test_a_normalised_value_is_computed_again() -> None:
     model = torch.nn.LayerNorm(50)
     kept = saved(lambda x: F.gelu(model(x)), leaf(40, 50))
     assert sum(n for _, n in kept) <= 40 * 50 + 2 * 40 + 2 * 50  # input, statistics, parameters
+
+
+def test_group_norms_are_computed_again_from_the_convolution_they_are_of() -> None:
+    x, v, w = leaf(2, 4, 9, 9), leaf(8, 4, 3, 3), leaf(8, 8, 3, 3)
+
+    def program(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        y = F.silu(F.group_norm(F.conv2d(x, v, padding=1), 2))
+        return F.group_norm(F.conv2d(y, w, padding=1), 2).square()
+
+    images = [n for _, n in saved(program, x, v, w) if n == 2 * 8 * 9 * 9]
+    assert len(images) == 3  # two results of convolutions, and the operand of one
 
 
 def test_checkpointing_is_the_users_choice() -> None:

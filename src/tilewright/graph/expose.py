@@ -191,6 +191,22 @@ def _rms_norm(make: _Builder) -> None:
     _norm(make, _as_it_is, weight=2, bias=None, mean=False)
 
 
+def _group_norm(make: _Builder) -> None:
+    batch, channels, _, groups = make.node.args[3:7]
+    if isinstance(channels, int) and isinstance(groups, int):
+
+        def shapes(make: _Builder, t: Node) -> Node:
+            if t.meta["val"].dim() == 1:
+                return _per_channel(make, t)
+            wide = make(aten.expand.default, make(aten.unsqueeze.default, t, 2),
+                        [batch, groups, channels // groups])  # fmt: skip
+            flat = make(aten.clone.default, wide, memory_format=torch.contiguous_format)
+            rank = make.node.meta["val"][0].dim()
+            return make(aten.view.default, flat, [batch, channels, *[1] * (rank - 2)])
+
+        _norm(make, shapes, weight=1, bias=2, mean=True)
+
+
 def _batch_norm(make: _Builder) -> None:
     # otherwise the statistics are the running ones
     if make.node.target is aten._native_batch_norm_legit.no_stats or make.node.args[5]:
@@ -204,6 +220,7 @@ RULES: dict[Any, Callable[[_Builder], None]] = {
     aten._log_softmax.default: _log_softmax,
     aten.native_layer_norm.default: _layer_norm,
     aten._fused_rms_norm.default: _rms_norm,
+    aten.native_group_norm.default: _group_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm,
 }
