@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from bench.gpu_memory import BACKENDS, compile_ahead
 from bench.gpu_programs import PROGRAMS
 
 Lines = list[str]
+Key = tuple[int, str]  # (steps of a chain, backend)
 
 
 class Clock:
@@ -53,51 +56,57 @@ def memory(clock: Clock, raw: dict[str, Any]) -> Lines:
 
 
 AT_ONCE = 4  # calls between two waits for the device: more would measure its queue
+ROUNDS = 150
 
 
-def host_time(call: Callable[[], Any], rounds: int = 150) -> float:
-    """Median microseconds of a call from Python, the device never waited for inside."""
-    for _ in range(300):
-        call()
-    times: list[float] = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        call()
-        start = time.perf_counter()
-        for _ in range(AT_ONCE):
+def host_times(calls: dict[Key, Callable[[], Any]], rounds: int = ROUNDS) -> dict[Key, float]:
+    """Median microseconds of calls from Python, the device never waited for inside. They take
+    turns: a machine's speed drifts by a half within seconds, and is to be the same for all."""
+    for call in calls.values():
+        for _ in range(100):
             call()
-        times.append((time.perf_counter() - start) / AT_ONCE * 1e6)
+    times: dict[Key, list[float]] = {key: [] for key in calls}
+    for _ in range(rounds):
+        for key, call in calls.items():
+            torch.cuda.synchronize()
+            call()
+            start = time.perf_counter()
+            for _ in range(AT_ONCE):
+                call()
+            times[key].append((time.perf_counter() - start) / AT_ONCE * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(times)
+    return {key: statistics.median(found) for key, found in times.items()}
 
 
 UNFUSED = {"max_fusion_size": 1, "realize_opcount_threshold": 0, "realize_reads_threshold": 0}
 
 
 def _chain(steps: int) -> Callable[[Tensor], Tensor]:
-    """As many kernels, with `UNFUSED`: each needs the largest of a row or column of the last."""
+    """As many kernels, with `UNFUSED`: each needs the largest of a row or column of the last.
+    Every one has code of its own, to which Dynamo attaches what it compiles."""
 
     def f(x: Tensor) -> Tensor:
         for k in range(steps // 2):
             x = x - x.amax(k % 2, keepdim=True)
         return x * 2 + 1 if steps % 2 else x
 
-    return f
+    def one(x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    made = f if steps > 1 else one
+    return FunctionType(made.__code__.replace(), made.__globals__, closure=made.__closure__)
 
 
 STEPS = (1, 11, 100)
 COLUMNS = ("eager", "tilewright", "replayed", "nothing", "inductor")  # the reference last: slowest
 
 
-def _call_time(steps: int, backend: str) -> float:
-    torch._dynamo.reset()
-    fn = _chain(steps) if steps > 1 else torch.relu
-    x = torch.randn(64, 64, device="cuda")
+def _compiled_call(steps: int, backend: str) -> Callable[[], Any]:
+    fn, x = _chain(steps), torch.randn(64, 64, device="cuda")
     call = _with_mode(fn, backend)
-    with torch.no_grad():
-        if backend != "nothing":
-            torch.testing.assert_close(call(x), fn(x))
-        return host_time(functools.partial(call, x))
+    if backend != "nothing":
+        torch.testing.assert_close(call(x), _chain(steps)(x))
+    return functools.partial(call, x)
 
 
 def calls(clock: Clock, raw: dict[str, Any]) -> Lines:
@@ -109,13 +118,17 @@ def calls(clock: Clock, raw: dict[str, Any]) -> Lines:
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     print(*lines, sep="\n", flush=True)
     found: dict[int, dict[str, float]] = {steps: {} for steps in STEPS}
-    for steps, times in found.items():
-        for backend in COLUMNS[:-1]:
+    made: dict[Key, Callable[[], Any]] = {}
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for steps, backend in itertools.product(STEPS, COLUMNS[:-1]):
             metrics.reset()
-            times[backend] = math.nan if clock.over() else _call_time(steps, backend)
+            made[steps, backend] = _compiled_call(steps, backend)
             if backend == "tilewright":
-                times["kernels"] = metrics.generated_kernel_count
-        print(_call_row(steps, times), flush=True)
+                found[steps]["kernels"] = metrics.generated_kernel_count
+        for (steps, backend), took in host_times(made).items():
+            found[steps][backend] = took
+    print(*(_call_row(steps, times) for steps, times in found.items()), sep="\n", flush=True)
     command = [sys.executable, "-m", "bench.gpu", "--worker", "calls"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reference:
         timer = threading.Timer(max(1.0, clock.end - time.perf_counter()), reference.kill)
@@ -141,8 +154,10 @@ def _call_row(steps: int, times: dict[str, float]) -> str:
 
 def calls_worker() -> None:
     """In a process of its own: the reference's microseconds, a line for each graph."""
-    for steps in STEPS:
-        print(json.dumps([steps, _call_time(steps, "inductor")]), flush=True)
+    with torch.no_grad():
+        for steps in STEPS:
+            took = host_times({(steps, "inductor"): _compiled_call(steps, "inductor")})
+            print(json.dumps([steps, took[steps, "inductor"]]), flush=True)
 
 
 def _with_mode(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:

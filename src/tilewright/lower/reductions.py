@@ -10,7 +10,8 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const
+from tilewright.ir.expr import Expr, const, loads
+from tilewright.ir.program import Nest
 from tilewright.lower.context import Fill, Lowering
 from tilewright.lower.fold import (
     Dims,
@@ -59,7 +60,26 @@ def _folded(ctx: Lowering, kind: str, t: Tensor, dim: Dims, keepdim: bool,
 @lowers(aten.sum.default, aten.sum.dim_IntList)
 def _sum(ctx: Lowering, t: Tensor, dim: Dims = None, keepdim: bool = False, *,
          dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    return _folded(ctx, "sum", t, dim, keepdim)
+    parts = _partial_sums(ctx, t) if dtype_of(ctx) == t.dtype else None
+    if parts is None:
+        return _folded(ctx, "sum", t, dim, keepdim)
+    return fold(ctx, "sum", parts, dims_of(t, dim), keepdim, t.dtype, stride=stride_of(ctx))
+
+
+def _partial_sums(ctx: Lowering, t: Tensor) -> Tensor | None:
+    """`t` before it is rounded, if it is made of sums in the compute type: parts of a sum are not
+    rounded. Such are the gradients of a norm's parameters, of which every instance has its own."""
+    if t.body.op != "cast" or t.body.src[0].dtype != compute_type(t.dtype) or _is_wide(t.dtype):
+        return None
+    read = {load.arg for load in loads(t.body)}
+    summed = {b for n in ctx.program.nodes if isinstance(n, Nest) and n.reduce for b in n.writes}
+    if not read & summed:
+        return None
+    return Tensor(t.size, t.body.src[0].dtype, t.device, t.body.src[0])
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    return compute_type(dtype) == dtype
 
 
 @lowers(aten.nansum.default)

@@ -203,7 +203,7 @@ class Writer:
         """`e` in the index type, as part of an index."""
         match e.op:
             case "const":
-                return str(e.arg)
+                return _whole(e.arg)
             case "iadd":
                 return "(" + " + ".join(self.index(s) for s in e.src) + ")"
             case "imul":
@@ -337,6 +337,11 @@ class Writer:
         ok = self.let(f"({place} >= 0) & ({place} < {size})")
         self._check(f"({ok} == 0)", node)
         return self.let(f"tl.where({ok}, {place}, 0).to({self.index_type})")
+
+
+def _whole(number: int) -> str:
+    """Triton takes what needs 32 bits for unsigned, and that divides nothing signed."""
+    return f"tl.full([], {number}, tl.int64)" if number.bit_length() == 32 else str(number)
 
 
 def _compared(node: Expr) -> Expr | None:
