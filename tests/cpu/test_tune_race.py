@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.cpu.fake_trials import Fake, FakeClock, aten, choose, use
+from tests.cpu.fake_trials import Fake, FakeClock, FakeTime, aten, choose, use
 from tilewright import config
 from tilewright.testing import fresh_cache
 from tilewright.tune.results import Timing, beats, preferred, timing
@@ -88,6 +88,21 @@ def test_who_replaces_a_library_outruns_it(clock):
     assert choose(library, near, best).winner is near
     library.us = 99.0
     assert choose(library, near, best).winner is library
+
+
+def test_a_library_is_compared_when_time_is_up_before_it_meets_the_others(clock, monkeypatch):
+    library, others = aten(100.0), [Fake("a", 99.5), Fake("b", 99.4)]
+    took: Counter[str] = Counter()
+    now = FakeTime(monkeypatch)
+
+    def slow(trial: Fake) -> None:
+        took[trial.name] += 1
+        now.advance(2.0 if took["a"] > 12 else 0.0)
+
+    clock.on_sample = slow
+    with config.patch(autotune_budget_seconds=1.0):
+        assert choose(library, *others).winner is library
+    assert took["mm"] < 12 < took["a"]
 
 
 def test_what_many_others_do_to_a_library_does_not_count(clock):

@@ -93,7 +93,10 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
         last = [c for c in choices if c.trial.is_library or c in near]
     taken = next(iter(_run(last, take, late, seconds)), None)
     for choice in choices:
-        choice.lost = choice.final and taken is not None and choice is not taken
+        if taken is None:  # no time was left: what is known of the libraries as well has to do
+            choice.final |= choice.trial.is_library
+        else:
+            choice.lost = choice.final and choice is not taken
 
 
 def _run(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float
