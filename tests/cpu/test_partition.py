@@ -150,6 +150,21 @@ def test_a_normalised_value_is_computed_again() -> None:
     assert sum(n for _, n in kept) <= 40 * 50 + 2 * 40 + 2 * 50  # input, statistics, parameters
 
 
+@pytest.mark.parametrize("name", ["layer", "rms", "group"])
+def test_a_norm_that_loops_use_keeps_its_layout(name: str) -> None:
+    norm, size = NORMS[name]
+    x, w, b = leaf(*size[::-1]), leaf(6), leaf(6)
+
+    def program(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = norm(x.cos().permute(2, 1, 0), w, b)
+        return y, y.sin()
+
+    expected = program(x, w, b)
+    actual = torch.compile(program, backend="tilewright")(x, w, b)
+    assert [t.stride() for t in actual] == [t.stride() for t in expected]
+    torch.testing.assert_close(actual, expected)
+
+
 def test_group_norms_are_computed_again_from_the_convolution_they_are_of() -> None:
     x, v, w = leaf(2, 4, 9, 9), leaf(8, 4, 3, 3), leaf(8, 8, 3, 3)
 

@@ -152,6 +152,7 @@ def _norm(make: _Builder, shapes: _Shapes, weight: int, bias: int | None, mean: 
         if parameter is not None:
             value = make(op, value, shapes(make, _in_type(make, parameter, wide)))
     value = _in_type(make, value, out.dtype)
+    value.meta["val"] = out  # laid out as the norm's result is, which its operand need not be
     for result in results:
         result.replace_all_uses_with(value)
         node.graph.erase_node(result)
