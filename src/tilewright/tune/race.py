@@ -28,7 +28,7 @@ LIBRARY = 1.5  # on a noisy machine a library within this factor of the best is 
 LEAST_TURNS, MOST_TURNS = 12, 1024  # looked at after the first, then at twice as many
 # Seconds after which the finals end, those with a library as well: more does not settle a noisy
 # machine.
-QUIET, NOISY = 0.5, 0.3
+QUIET, NOISY = 0.4, 0.3
 # Of the time: where memory lies changes a time by as much (H200), so more turns would not tell what
 # the next tuning will find.
 SETTLED = 0.001
