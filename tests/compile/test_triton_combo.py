@@ -17,12 +17,12 @@ from tilewright.testing import run_and_get_code
 from tilewright.tune import kernels
 
 
-def launched(fn: Callable[..., Any], *args: Tensor, dynamic: bool = False,
+def launched(fn: Callable[..., Any], *args: Tensor, dynamic: bool = False, asked: bool = True,
              **options: Any) -> tuple[int, str]:  # fmt: skip
     """How many kernels are launched, and their text; the results are eager's."""
     metrics.reset()
     expected = fn(*(a.clone() for a in args))
-    with as_cuda(), config.patch(combo_kernels=True, **options):
+    with as_cuda(), config.patch(combo_kernels=asked, **options):
         compiled = torch.compile(fn, backend="tilewright", dynamic=dynamic)
         found, code = run_and_get_code(compiled, *args)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -54,6 +54,17 @@ def test_ck_1_in_place() -> None:
 @pytest.mark.parametrize(("most", "launches"), [(8, 1), (3, 2), (2, 3)])
 def test_ck_4_the_most_kernels_of_a_launch(most: int, launches: int) -> None:
     assert launched(six, *SIX, combo_kernel_max_num_nodes=most)[0] == launches
+
+
+@pytest.mark.parametrize(("pieces", "launches"), [(4, 4), (5, 1), (40, 2)])
+def test_many_small_pieces_of_one_result_share_launches(pieces: int, launches: int) -> None:
+    """Without being asked to: a launch takes longer than they do."""
+
+    def joined(*x: Tensor) -> Tensor:
+        return torch.cat([t * (k + 1) for k, t in enumerate(x)], -1)
+
+    inputs = [torch.randn(3, 5 + k % 9) for k in range(pieces)]
+    assert launched(joined, *inputs, asked=False)[0] == launches
 
 
 def rows(*x: Tensor) -> list[Tensor]:

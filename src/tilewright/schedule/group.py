@@ -31,6 +31,9 @@ NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either si
 MOST_TRIES = 3  # of one pair of groups
 MOST_OPEN = 4  # launches that a group is tried with
 MOST_SHARED = 32 << 20  # bytes a kernel that shares its launch moves: a few microseconds
+PIECES_APART = 4  # small kernels of a card that fill one buffer; more of them share launches
+PIECES_TOGETHER = 32  # by so many
+SMALL_PIECE = 4 << 20  # bytes it moves: a fourth of the time of a launch (H200: 4.4 us, 2026-11-15)
 LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
 
@@ -248,17 +251,23 @@ class Search:
 
     def combine(self) -> None:
         """Let groups that need nothing of each other share a launch: those that fill parts of one
-        buffer, and all that are alike where `combo_kernels` asks for it."""
-        fit = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
-               if not self.shape[k].serial and self._may_share(k)]  # fmt: skip
+        buffer (on a card if they are many: a launch takes as long as a small kernel), and all that
+        are alike where `combo_kernels` asks for it."""
+        ranked = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
+                  if not self.shape[k].serial]  # fmt: skip
         writers: dict[str, list[int]] = {}
-        for k in fit:
+        for k in ranked:
             for b, touch in self.touch[k].items():
                 if touch.writes:
                     writers.setdefault(b, []).append(k)
         for ks in writers.values():
-            self._share_launches(ks, 1 << 30)
+            if config.combo_kernels or not self._target(ks[0]).is_gpu:
+                self._share_launches([k for k in ks if self._may_share(k, MOST_SHARED)], 1 << 30)
+            elif len(ks) > PIECES_APART:
+                small = [k for k in ks if self._may_share(k, SMALL_PIECE)]
+                self._share_launches(small, PIECES_TOGETHER)
         if config.combo_kernels:
+            fit = [k for k in ranked if self._may_share(k, MOST_SHARED)]
             kinds: dict[tuple[torch.device, bool, int], list[int]] = {}
             for k in fit:
                 kind = combo_kind(self.shape[k])
@@ -267,13 +276,13 @@ class Search:
             for ks in kinds.values():
                 self._share_launches(ks, config.combo_kernel_max_num_nodes)
 
-    def _may_share(self, k: int) -> bool:
-        """On a card a launch is shared where that is asked for, by kernels that take about as long
-        as a launch, and are not to be cut into chunks."""
+    def _may_share(self, k: int, most: int) -> bool:
+        """On a card a launch is shared by kernels that move little, and are not to be cut into
+        chunks."""
         target, fit = self._target(k), self.shape[k]
         if not target.is_gpu:
             return True
-        return (config.combo_kernels and self.prices.bytes(self.touch[k]) <= MOST_SHARED
+        return (self.prices.bytes(self.touch[k]) <= most
                 and shared(fit, target) < 2 and not starved(fit, target))  # fmt: skip
 
     def _share_launches(self, ks: Sequence[int], most: int) -> None:
