@@ -113,6 +113,27 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def widened(x: Tensor, w: Tensor, v: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    norm = aten._native_batch_norm_legit_no_training
+    wide = norm(F.conv2d(x, w), None, None, mean, variance, 0.1, 1e-5)
+    return F.conv2d(F.silu(wide[0]), v, stride=2, groups=v.shape[0]).softmax(1)
+
+
+def test_what_makes_a_wide_image_alone_lays_it_out_for_the_convolution_that_takes_it() -> None:
+    args = (X, torch.randn(12, 3, 1, 1), torch.randn(12, 1, 3, 3), torch.randn(12), torch.rand(12))
+    gm = traced(widened, *args)
+    assert channels_last(gm.graph)
+    for node in convolutions(gm):
+        assert node.meta["val"].is_contiguous(memory_format=torch.channels_last)
+    copies = gm.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert {tuple(n.meta["val"].shape) for n in copies} == {(2, 3, 10, 9), (2, 12, 4, 4)}
+    with torch.no_grad():
+        actual = torch.compile(widened, backend="tilewright")(*args)
+    expected = widened(*args)
+    assert actual.stride() == expected.stride()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 # ---- gradients of wide convolutions
 
 

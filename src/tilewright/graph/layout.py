@@ -12,6 +12,7 @@ which makes an expanded one contiguous: from then on it does say something. And 
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any
 
 import torch
@@ -33,37 +34,75 @@ def channels_last(graph: torch.fx.Graph) -> bool:
     """Lay out images with their channels last, where that pays; says whether it did."""
     images = [n for n in graph.find_nodes(op="call_function", target=aten.convolution.default)
               if _is_image(n)]  # fmt: skip
-    if not _pays(images) or _results_meet(graph):
+    if _results_meet(graph):
         return False
-    if _folds_channels(graph):
-        return _wide_ones(images)
-    before = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
-    moved: set[Node] = set()
-    for node in list(graph.nodes):
-        if node.op == "output":
-            _give_back(node, before, moved)
-        elif node in images:
-            _convert(node, moved)
-        elif moved.intersection(node.all_input_nodes):
-            _follow(node, before, moved)
+    if not _pays(images) or _folds_channels(graph):
+        return _wide_ones(graph, images)
+    _lay_out(graph, set(images), set(graph.nodes))
     return True
 
 
-def _wide_ones(images: list[Node]) -> bool:
-    """Only convolutions of images that are large beside their results have channels last, and only
-    themselves: the library would make a copy of each that is laid out otherwise, and what a skip
-    connection is put beside is most of what is alive."""
-    wide = [n for n in images if _bytes(n.args[0]) >= 2 * _bytes(n)]
+def _lay_out(graph: torch.fx.Graph, images: set[Node], following: set[Node]) -> None:
+    """Give convolutions channels last, and the calls that go along with them."""
+    before = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
+    moved: set[Node] = set()
+    for node in list(graph.nodes):
+        if node in images:
+            _convert(node, moved)
+        elif moved.intersection(node.all_input_nodes):
+            if node.op != "output" and node in following:
+                _follow(node, before, moved)
+            else:
+                _give_back(node, before, moved)
+
+
+def _wide_ones(graph: torch.fx.Graph, images: list[Node]) -> bool:
+    """Only convolutions of images that are large beside their results have channels last, and what
+    makes those images alone of others: the library would make a copy of each that is laid out
+    otherwise, and what a skip connection is put beside, or what a bottleneck widens, is most of
+    what is alive."""
+    wide = {n for n in images if _bytes(n.args[0]) >= 2 * _bytes(n) and not _is_single(n)}
+    following: set[Node] = set()
+    made = set(wide)
     for node in wide:
-        before = node.meta["val"]
-        _convert(node, set())
-        if not _same_strides(before, node.meta["val"]):
-            with node.graph.inserting_after(node):
-                kept: dict[str, Any] = {"memory_format": torch.contiguous_format}
-                back = node.graph.call_function(aten.clone.default, (node,), kept)
-            node.replace_all_uses_with(back, lambda user, back=back: user is not back)
-            back.meta = {**node.meta, "val": before}
+        _trace(node.args[0], {node}, following, made.union(images), made)
+    if wide:
+        _lay_out(graph, made, following)
     return bool(wide)
+
+
+def _trace(value: Any, users: set[Node], following: set[Node], images: set[Node],
+           made: set[Node]) -> None:  # fmt: skip
+    """Note the calls that make `value` elementwise of what a convolution gives, for `users` alone,
+    and that convolution."""
+    chain: list[Node] = []
+    while value.op == "call_function" and {u for u in value.users if u.users} <= {*users, *chain}:
+        if value in images:
+            following.update(chain)
+            made.add(value)
+            return
+        if not _is_elementwise(value):
+            return
+        chain.append(value)
+        full = [n for n in value.all_input_nodes
+                if _tensor(n) is None or _bytes(n) >= _bytes(chain[0])]  # fmt: skip
+        if len(full) != 1:
+            return
+        value = full[0]
+
+
+def _is_elementwise(node: Node) -> bool:
+    return node.target is operator.getitem or node.target is aten.clone.default or (
+        isinstance(node.target, OpOverload)
+        and (torch.Tag.pointwise in node.target.tags
+             or node.target is aten._native_batch_norm_legit_no_training.default)
+    )  # fmt: skip
+
+
+def _is_single(node: Node) -> bool:
+    """Whether a convolution looks at single pixels: the library takes those as they are."""
+    weight = _tensor(node.args[1])
+    return weight is not None and weight.shape[2:].numel() == 1
 
 
 def _bytes(node: Any) -> int:
