@@ -164,3 +164,15 @@ def test_variances_of_rows_in_pieces_stay_in_their_threads() -> None:
     made = build(kernel)
     assert "tri.several_more(" in kernel.text
     assert made.widest("ld.global") == 16 and made.shared <= 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_channels_stay_in_their_threads(dtype: torch.dtype) -> None:
+    """H200: rows of 65536 are walked in large blocks, and what neighbours have in common goes
+    through no shared memory."""
+    x, w = _empty(16, 512, 64, 64, dtype=dtype), _empty(512, dtype=dtype)
+    (kernel,) = kernels_of(lambda x, w: F.silu(F.group_norm(x, 32, w, w)), x, w)
+    made = build(kernel)
+    assert kernel.config.kwargs["RBLOCK"] == 16384
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert made.shared <= 1024 and made.spills == 0

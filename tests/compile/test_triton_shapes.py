@@ -3,6 +3,7 @@ scatters, gathers, dynamic sizes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -420,3 +421,18 @@ def test_variances_far_from_zero(shape: tuple[int, ...], dim: int, outlier: floa
     torch.testing.assert_close(
         [f.double() for f in found], list(torch.var_mean(x.double(), dim)), rtol=2e-5, atol=0
     )
+
+
+@pytest.mark.parametrize(("dtype", "side"), [(torch.bfloat16, 8), (torch.float32, 4)])
+@pytest.mark.parametrize("shape", [(2, 4, 96), (9, 32, 2048), (9, 32, 1096)])
+def test_a_channel_s_scale_is_loaded_once_for_neighbours(
+    shape: tuple[int, ...], dtype: torch.dtype, side: int
+) -> None:
+    """Rows that are held and rows that are walked, with ends and without: what a thread's
+    neighbours have in common is one load."""
+    x, w, b = (_normal(*s, dtype=dtype) for s in (shape, shape[1:2], shape[1:2]))
+    kernels = check(lambda x, w, b: F.silu(F.group_norm(x, 2, w, b)), x, w, b,
+                    rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)  # fmt: skip
+    text = "\n".join(k.text for k in kernels)
+    assert 0 < text.count("tri.each(") == len(re.findall(rf"tri\.each\(\w+, {side}\)", text))
+    assert "tri.fast_sigmoid(" in text or dtype == torch.float32

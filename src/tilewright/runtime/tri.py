@@ -219,6 +219,15 @@ def online(m, s, v, axis: tl.constexpr):
     return top, s * libdevice.exp2((m - base) * log2e) + tl.reduce(libdevice.exp2(away), axis, add)
 
 
+@jit
+def each(values, count: tl.constexpr):
+    """Every value of a row so many times, one after the other."""
+    x: tl.constexpr = values.shape[0]
+    r: tl.constexpr = values.shape[1]
+    wide = tl.broadcast_to(tl.expand_dims(values, 2), [x, r, count])
+    return tl.reshape(wide, [x, r * count])
+
+
 # ---- rows that several programs share
 
 
@@ -300,7 +309,8 @@ def fast_exp(x):
 
 @jit
 def fast_sigmoid(x):
-    return libdevice.fast_dividef(tl.full(x.shape, 1.0, x.dtype), 1.0 + fast_exp(-x))
+    power = libdevice.exp2(x * -1.4426950408889634)
+    return libdevice.fast_dividef(tl.full(x.shape, 1.0, x.dtype), 1.0 + power)
 
 
 @jit

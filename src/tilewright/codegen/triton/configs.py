@@ -197,25 +197,23 @@ def _round_of(axis: Axis, most: int, least: int) -> int:
 
 def _piece_of(shape: Shape, axis: Axis, most: int) -> int:
     """No more than the pieces of a row that have something in common: it is loaded once then, not
-    for every element."""
+    for every eight elements."""
     piece = shape.pieces(axis)
-    return min(most, piece) if piece >= 1024 else most
+    return min(most, piece) if piece >= 1024 and most <= 8192 else most
 
 
 def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
-    """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 132 us in
-    blocks of 4096, 155 us in blocks of 8192), eight where each has a place too (argmax of 32768
-    bfloat16 119 us, 187 us). Rows that are walked again should be in cache until then, so fewer
-    of them are at work (log softmax of 50257 bfloat16 487 us with 16 warps, 550 us with 8). Rows
-    that begin anywhere have short blocks, for the ends have masks (training's cross entropy of
-    50257 bfloat16 199 us in blocks of 2048 with 4 warps, 207 us by 4096 with 8). With fewer rows
-    than the card runs programs, each gets more threads. Rows that no cache keeps until then are
-    fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
+    """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 127 us in
+    blocks of 2048, 132 us of 4096, 155 us of 8192; of 50257 199, 207 and 300 us), eight where each
+    has a place too (argmax of 32768 bfloat16 119 us, 187 us). Rows that are walked again should be
+    in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 485 us with 16
+    warps, 550 us with 8). With fewer rows than the card runs programs, each gets more threads, and
+    more loads if it walks again (group norm of 512 rows of 65536 bfloat16 43 us in blocks of 16384,
+    47 us of 4096). Rows that no cache keeps until then are fetched ahead (batch norm of 256 rows of
+    200704 bfloat16 79 us, 86 us)."""
     x = shape.parallel[0]
-    choices = [(1, 4096, 8), (1, 2048, 4), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
+    choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
     leans = any(a.lean is not None for a in shape.inner)
-    if leans:
-        choices = [(1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (1, 1024, 4)]
     if shape.again and max(a.likely for a in shape.inner) <= MOST_KEPT // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
     elif shape.again:
@@ -225,6 +223,8 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:
         choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]
+        if shape.again and not shape.ahead:
+            choices.insert(0, (1, 16384, 16))
     aheads = [4] * len(choices) if shape.ahead else [0] * len(choices)
     if shape.ahead:  # what is fetched ahead may not fit
         choices, aheads = [*choices, choices[1]], [*aheads, 1]

@@ -25,7 +25,7 @@ from tilewright.codegen.triton.text import (
 )
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
-from tilewright.ir.expr import INDEX, Expr, loads, walk
+from tilewright.ir.expr import INDEX, Expr, loads, var, walk
 from tilewright.ir.ops import INDEX_OPS
 
 Support = frozenset[Axis]
@@ -113,6 +113,14 @@ class Writer:
             if e in scope:
                 return scope[e]
         return None
+
+    def stand_in(self, axis: Axis, name: str, block: str) -> Expr:
+        """A variable that runs along an axis in blocks of its own; their masks end in `mask`."""
+        made = var(name, axis.extent)
+        self._axis[made] = axis
+        self.ends_of_rows[axis] = block, f"{name}mask"
+        self.know(made, name)
+        return made
 
     # ---- shapes
 
@@ -218,6 +226,8 @@ class Writer:
             return ()
         if node.op in INDEX_OPS:
             return tuple(_atoms(node))
+        if node in self.coarse and "{1}" not in self.coarse[node]:
+            return node.src[:1]
         if drawn := _compared(node):
             return drawn.src
         if node.op in ("load", "index"):
@@ -275,7 +285,7 @@ class Writer:
         if (drawn := _compared(node)) and (block := self._drawn_at_once(drawn, node.src[1].arg)):
             return block
         if node in self.coarse:
-            return self.coarse[node].format(*(self.operand(s) for s in node.src))
+            return self.coarse[node].format(*(self.operand(s) for s in self._needs(node)))
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
         for k, s in enumerate(node.src):
