@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import kernels_of
 from tests.compile.interp import Interpreter, check
 from tests.traffic import rotary, rotary_in_turns, rotary_whole
 from tilewright.testing import run_and_get_code
@@ -382,11 +383,15 @@ def test_a_long_row_that_is_turned_is_stored_by_a_kernel_of_its_own() -> None:
 
 @pytest.mark.parametrize("side", [32, 25])
 def test_what_pieces_of_a_row_have_in_common_is_loaded_once_for_each(side: int) -> None:
-    """The scale of a channel, where blocks of the loop lie inside channels."""
+    """The scale of a channel, once for all neighbours of a thread; where blocks of the loop lie
+    inside channels, once for each."""
     x, w = torch.randn(20, 32, side, side), torch.randn(32)
     found, (text,) = _code(lambda x, w: F.group_norm(x, 1, w), x, w)
     torch.testing.assert_close(found, F.group_norm(x, 1, w), rtol=1e-4, atol=1e-5)
-    assert ("(rfirst + rend - roffset)) // (1024)" in text) == (side == 32)
+    assert ("tri.each(" in text) == (side == 32)
+    x = torch.empty(600, 32, side, side)  # enough rows for short blocks
+    (kernel,) = kernels_of(lambda x, w: F.group_norm(x, 1, w), x, w)
+    assert ("(rfirst + rend - roffset)) // (1024)" in kernel.text) == (side == 32)
 
 
 def test_remainders_follow_the_lanes_inside_a_piece() -> None:
@@ -396,7 +401,9 @@ def test_remainders_follow_the_lanes_inside_a_piece() -> None:
     x, v, w = torch.randn(20, 20, 2048), torch.randn(20), torch.randn(2048)
     found, (text,) = _code(f, x, v, w)
     torch.testing.assert_close(found, f(x, v, w))
-    assert "% (2048) + rbase" in text
+    assert "% (2048)" in text and "% (2048) + rbase" not in text  # in blocks of several pieces
+    (kernel,) = kernels_of(f, torch.empty(600, 20, 2048), v, w)
+    assert "% (2048) + rbase" in kernel.text
 
 
 @pytest.mark.parametrize(
