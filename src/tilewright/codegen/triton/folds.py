@@ -289,10 +289,14 @@ class WelfordFold(Fold):
         if self.counted:
             assert self.axis is not None
             w, a, count = self.w, self.axis, self._names[2]
-            rounds = f"({a.name}last - {a.name}first - {a.name}base + {a.block} - 1) // {a.block}"
-            w.line(f"{count} = tl.maximum({rounds}, 0).to({TYPE[self.dtype]})")
-            seen = self._seen("1", count)
-            w.line(f"{count} = tl.reduce({seen}, {1 + self.together.own}, tri.add)")
+            own, lanes = self.together.count, self.together.lanes
+            lane = f"tl.arange(0, {lanes})[None, :]"
+            left = f"tl.maximum({a.name}last - {a.name}first, 0)"
+            rest = f"{left} % {a.block}"
+            last = f"{rest} - {lane} * ({own})" if self.together.own else (
+                f"({rest} - {lane} + {lanes} - 1) // ({lanes})")  # fmt: skip
+            some = f"tl.minimum(tl.maximum({last}, 0), {own})"
+            w.line(f"{count} = ({left} // {a.block} * ({own}) + {some}).to({TYPE[self.dtype]})")
         two_by_two = f"tl.reduce(({names}), 1, tri.welford, keep_dims=True)"
         self.w.line(f"{results} = {f'{by}({names})' if by else two_by_two}")
         return made
