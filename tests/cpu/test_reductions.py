@@ -302,3 +302,14 @@ def test_softmax_keeps_plain_loops_on_the_cpu() -> None:
     (step,) = plan.steps
     kinds = [n for m in step.group.members for n in m.reduce]
     assert len(kinds) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_halves_are_summed_beside_another_use_of_them(dtype: torch.dtype) -> None:
+    x, y = (torch.arange(65) / 8).half(), torch.ones(65, dtype=dtype)
+
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y * x.to(dtype), x.sum(0) + x
+
+    actual = torch.compile(program, backend="tilewright")(x, y)
+    torch.testing.assert_close(actual, program(x, y))

@@ -9,6 +9,7 @@ import torch
 
 from tilewright.codegen.cpp.text import CTYPE, OPS, index_op_text, index_text, literal
 from tilewright.errors import CodegenError
+from tilewright.ir import build
 from tilewright.ir.expr import Expr, loads, walk
 from tilewright.ir.ops import INDEX_OPS
 
@@ -116,6 +117,8 @@ class Writer:
             return ()
         if node.op in INDEX_OPS or node.op == "load":  # their operands become one index text
             return tuple(n for n in _atoms(node) if n.op not in ("var", "const", "sym"))
+        if _is_of_half(node):
+            return (build.cast(node.src[0], torch.float32),)
         return node.src[0].src if _only_rounds(node) else node.src
 
     def _define(self, node: Expr) -> None:
@@ -132,6 +135,9 @@ class Writer:
         elif _only_rounds(node):
             kind = CTYPE[node.src[0].dtype]
             self._temporary(node, f"tw::rounded<{kind}>({self.value(node.src[0].src[0])})")
+        elif _is_of_half(node):
+            (wide,) = self._needs(node)
+            self._temporary(node, OPS["cast"](node, self.value(wide)))
         elif node.op in OPS:
             operands = [self.value(s) for s in node.src]
             self._temporary(node, OPS[node.op](node, *operands))
@@ -142,6 +148,14 @@ class Writer:
         name = self.fresh()
         self.line(f"const {CTYPE[node.dtype]} {name} = {text};")
         self.know(node, name)
+
+
+def _is_of_half(node: Expr) -> bool:
+    """Whether a half becomes something other than a float: by way of the float, which every use
+    shares. Converted twice in one loop, its sum came out wrong (g++ 12.2, and right again with
+    `-fno-code-hoisting`; 2026-11-15)."""
+    return (node.op == "cast" and node.src[0].dtype == torch.float16
+            and node.dtype not in (torch.float16, torch.float32))  # fmt: skip
 
 
 def _only_rounds(node: Expr) -> bool:
