@@ -32,8 +32,8 @@ _COMPARING_TESTS = (
     ("TestInductorOpInfo", "test_comprehensive"),
     ("TestEagerFusionOpInfo", "test_aot_autograd_exhaustive"),
 )
-# Times eager's largest error, if ours are no larger on the whole: which of a hundred thousand sums
-# comes out worst is chance.
+# Times eager's largest error, and times its mean one: sums in another order are as exact, and which
+# of a hundred thousand comes out worst is chance.
 _LUCK = 1.1
 
 
@@ -144,7 +144,7 @@ def _as_good_as_eager(
     position: int,
 ) -> bool:
     """Within tolerance of the float64 result, or nearer to it than eager, element by element
-    or in both the largest error (about) and the mean one."""
+    or, about, in both the largest and the mean error."""
     if not e.is_floating_point():
         return False
     reference = _reference_leaf(exact, position)
@@ -166,7 +166,7 @@ def _as_good_as_eager(
     allowed = torch.maximum(theirs, atol + rtol * r.abs())
     if bool((ours <= allowed).all()):
         return True
-    return bool(ours.max() <= _LUCK * theirs.max() and ours.mean() <= theirs.mean())
+    return bool(ours.max() <= _LUCK * theirs.max() and ours.mean() <= _LUCK * theirs.mean())
 
 
 def _reference_leaf(exact: Callable[[], Any], position: int) -> torch.Tensor | None:
