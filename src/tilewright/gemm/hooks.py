@@ -14,7 +14,8 @@ import torch
 
 from tilewright import config
 from tilewright.codegen.triton.emit import Writer
-from tilewright.codegen.triton.kernel import BAD_INDEX, coarse, narrow, valued
+from tilewright.codegen.triton.facts import coarse, narrow, valued
+from tilewright.codegen.triton.kernel import BAD_INDEX
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
 from tilewright.gemm.padded import is_misaligned

@@ -30,7 +30,7 @@ import torch
 
 from tilewright import caches, metrics
 from tilewright import config as options
-from tilewright.codegen.triton.kernel import imports
+from tilewright.codegen.triton.facts import imports
 from tilewright.codegen.triton.text import TYPE
 from tilewright.errors import TilewrightError
 from tilewright.gemm.heuristics import GemmConfig

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 
 from tilewright.codegen.triton.configs import Config
-from tilewright.codegen.triton.kernel import Kernel, TritonKernel, imports
+from tilewright.codegen.triton.facts import imports
+from tilewright.codegen.triton.kernel import Kernel, TritonKernel
 from tilewright.codegen.triton.shape import Shape
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Program

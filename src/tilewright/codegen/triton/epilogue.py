@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tilewright.codegen.triton.emit import RANDOM
-from tilewright.codegen.triton.kernel import imports
+from tilewright.codegen.triton.facts import imports
 from tilewright.codegen.triton.text import OPS, TYPE, number
 from tilewright.graph.user_kernels import Launch
 from tilewright.ir.expr import Expr, loads, syms

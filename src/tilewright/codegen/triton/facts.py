@@ -1,0 +1,142 @@
+"""What is known of a group's expressions before its Triton kernel is written: which indices fit 32
+bits, which operations need not be exact, which numbers are not only sizes, where stores may meet.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tilewright.codegen.triton.emit import is_index
+from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SILU, STEPS
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, loads, rewrite, walk
+from tilewright.ir.ops import INDEX_OPS, TABLE
+from tilewright.ir.program import Buffer, Nest, Store
+
+LARGEST = 2**31 - 1
+
+
+def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buffer],
+           largest: int) -> list[Expr] | None:  # fmt: skip
+    """Numbers that must be below 2**31 at a call for 32-bit indices to do; None where they cannot.
+    Lanes outside an axis go `largest` beyond its end."""
+    for e in [*extents, *(n for n in walk(*exprs) if n.op in INDEX_OPS)]:
+        low, high = ix.bounds(e)
+        if (math.isfinite(high) and high + largest > LARGEST) or (
+            math.isfinite(low) and low < -LARGEST
+        ):
+            return None
+    spans = [_span(b.size, b.stride) for b in buffers]
+    assumed = [s for s in dict.fromkeys([*extents, *spans]) if ix.bounds(s)[1] + largest > LARGEST]
+    return None if any(ix.value_of(s) is not None for s in assumed) else assumed
+
+
+def coarse(exprs: Sequence[Expr], results: set[torch.dtype],
+           made: Mapping[str, Expr] | None = None) -> dict[Expr, str]:  # fmt: skip
+    """The text of operations that need not be exact, as all results are rounded to sixteen bits or
+    less. `made` are the values of the buffers the kernel makes."""
+    if not all(d.is_floating_point and d.itemsize <= 2 for d in results):
+        return {}
+    made = made or {}
+    nodes = list(walk(*exprs))
+    steps = [n for n in nodes if n.op in STEPS
+             or (n.op == "cast" and not n.dtype.is_floating_point)]  # fmt: skip
+    exact = {s for n in steps for s in n.src}
+    found = {n: COARSE[n.op] for n in nodes
+             if n.op in COARSE and n.dtype == torch.float32 and n not in exact}  # fmt: skip
+    alone = {s for n in nodes if not _adds_one(n) for s in n.src} | {*made.values(), *exprs}
+    for n in found:
+        if n.op == "erf" and n not in alone:
+            found[n] = ERF_BESIDE_ONE
+        elif n.op == "div" and _is_sum(made.get(n.src[1].arg, n.src[1])):
+            found[n] = BY_A_SUM  # of a row: its reciprocal is computed once
+        elif n.op == "div" and _is_power_of_minus(n.src[1], n.src[0]):
+            found[n] = SILU
+    return found
+
+
+def imports(lines: Sequence[str]) -> list[str]:
+    body = "\n".join(lines)
+    helpers = [name for name in ("tri", "tri_special") if re.search(rf"\b{name}\.", body)]
+    found = ["import triton", "import triton.language as tl"]
+    if "libdevice." in body:
+        found.append("from triton.language.extra import libdevice")
+    if helpers:
+        found.append(f"from tilewright.runtime import {', '.join(helpers)}")
+    return found
+
+
+def valued(exprs: Sequence[Expr], stores: Sequence[Store]) -> frozenset[Expr]:
+    """Symbols that are numbers of the program, such as seeds, and not only sizes."""
+    found: set[Expr] = set()
+    for node in walk(*exprs):
+        if node.op == "load":
+            operands = node.src[1:]
+        elif node.op == "index":
+            operands = node.src[:1]
+        elif node.op not in TABLE or (TABLE[node.op].result == "bool" and all(
+            is_index(s) or s.is_const for s in node.src
+        )):  # fmt: skip
+            continue  # index arithmetic, or a comparison of indices
+        else:
+            operands = node.src
+        found |= {s for s in operands if s.op == "sym"}
+    found |= {s.value for s in stores if s.value.op == "sym"}
+    return frozenset(found)
+
+
+def positions(members: Sequence[Nest]) -> dict[str, int]:
+    """Buffers of numbers that are positions and nothing else, and likely how many places there
+    are."""
+    found: dict[str, int] = {}
+    exprs = [e for m in members for e in m.exprs]
+    for node in walk(*exprs):
+        if node.op == "index":
+            size = ix.likely(node.src[1])
+            for n in loads(node.src[0]):
+                found[n.arg] = min(size, found.get(n.arg, size))
+    plain = [rewrite(e, lambda node, src: ix.ZERO if node.op == "index" else None) for e in exprs]
+    for n in loads(*plain):
+        found.pop(n.arg, None)
+    return found
+
+
+def meeting(members: Sequence[Nest], buffers: Mapping[str, Buffer]) -> dict[str, str]:
+    """Buffers that stores may meet in, as they go to positions that were read, and how they combine
+    where what they leave depends on which comes first."""
+    stores = [s for m in members for s in m.stores if any(n.op == "index" for n in walk(s.index))]
+    return {s.buffer: s.mode for s in stores if s.mode == "set" or (
+        s.mode in ("add", "mul") and buffers[s.buffer].dtype.is_floating_point)}  # fmt: skip
+
+
+def _adds_one(e: Expr) -> bool:
+    return e.op in ("add", "sub") and any(s.is_const and abs(s.arg) == 1 for s in e.src)
+
+
+def _is_power_of_minus(e: Expr, x: Expr) -> bool:
+    """Whether this is `exp(-x) + 1`, which is as large as it is small."""
+    powers = [s for s in e.src if s.op == "exp"] if _adds_one(e) and e.op == "add" else []
+    return bool(powers) and powers[0].src[0].op == "neg" and powers[0].src[0].src[0] is x
+
+
+def _is_sum(e: Expr) -> bool:
+    return e.op == "reduce" and e.arg.kind == "sum"
+
+
+def _span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
+    return ix.add(1, *(ix.mul(ix.sub(n, 1), s) for n, s in zip(size, stride, strict=True)))
+
+
+def rewritten(members: Sequence[Nest]) -> set[str]:
+    """Buffers whose contents change after something in the kernel has read or written them."""
+    touched: set[str] = set()
+    found: set[str] = set()
+    for m in members:
+        touched |= m.reads
+        found |= touched & m.writes
+        touched |= m.writes
+    return found
