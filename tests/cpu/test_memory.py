@@ -175,6 +175,30 @@ def test_mp_5_groups_are_moved_across_the_peak() -> None:
     assert Facts(program, chosen).peak(range(4)) == 4 * 5120
 
 
+def test_mp_5_results_wait_with_what_is_there_for_them_alone() -> None:
+    """MP-5: each table's gradient is filled, then added to; a chain that frees more comes first."""
+    b = Build()
+    x, g, saved, end = b.input(8), *(b.buffer((n,)) for n in (1024, 4096, 16))
+    tables = [b.buffer((2048,)) for _ in range(3)]
+    view = b.view
+
+    def call(result: str, *operands: str) -> None:
+        b.call(torch.ops.aten.clone.default, tuple(map(view, operands)), result)
+
+    call(g, x)
+    call(saved, x)
+    for table in tables:
+        filled = b.buffer((2048,))
+        call(filled, x)
+        call(table, filled, g)
+    call(end, g, saved)
+    program = b.returns(*tables, end)
+    groups = [Group(call=node) for node in program.nodes if not isinstance(node, Nest)]
+    chosen, *_ = orders(program, groups)
+    assert Facts(program, groups).peak(range(len(groups))) == 4 * (1024 + 4096 + 4 * 2048)
+    assert Facts(program, chosen).peak(range(len(chosen))) == 4 * (1024 + 16 + 4 * 2048)
+
+
 def test_a_result_overwrites_an_operand_while_rows_are_summed_too() -> None:
     """Rows run one after the other: each is read, overwritten, and added to the sums of columns."""
 

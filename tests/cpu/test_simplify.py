@@ -273,6 +273,25 @@ def test_a_sum_of_products_is_one_product_of_what_is_side_by_side() -> None:
     ]  # fmt: skip
 
 
+def test_products_with_an_operand_in_common_are_one() -> None:
+    """As the gradient of `x @ x.T`; where the sum of what they do not share is not the larger."""
+
+    def gram(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        turned = aten.transpose(aten.bmm(aten.transpose(x, 1, 2), g), 1, 2)
+        return aten.add(aten.bmm(g, x), turned)
+
+    def same_left(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return aten.add(aten.mm(a, b), aten.mm(a, c))
+
+    joined = ["transpose.int", "add.Tensor", "bmm.default"]
+    assert after(gram, rand(3, 5, 5), rand(3, 5, 24)) == joined
+    assert (
+        after(gram, rand(3, 5, 5).bfloat16(), rand(3, 5, 24).bfloat16()).count("bmm.default") == 2
+    )
+    assert after(same_left, rand(8, 6), rand(6, 7), rand(6, 7)) == ["add.Tensor", "mm.default"]
+    assert after(same_left, rand(2, 90), rand(90, 50), rand(90, 50)).count("mm.default") == 2
+
+
 def test_other_summands_stay_summands() -> None:
     def fn(x: torch.Tensor, y: torch.Tensor, *sides: torch.Tensor) -> torch.Tensor:
         return aten.tanh(aten.add(aten.add(x, _sum(3, *sides)), y))

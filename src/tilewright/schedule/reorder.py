@@ -123,14 +123,28 @@ def _eased(facts: Facts, order: Order) -> Order:
 
 
 def _across(facts: Facts, order: Order, top: int) -> Iterator[Order]:
-    """Orders in which one group more runs after the peak, or one more before it."""
+    """Orders in which one group more runs after the peak, with what is there for it alone, as late
+    or as soon as it can; or one more before it."""
     place = {k: i for i, k in enumerate(order)}
     for i in range(top - 1, max(top - FARTHEST, -1), -1):
-        if all(place[f] > top for f in facts.feeds[order[i]]):
-            yield [*order[:i], *order[i + 1 : top + 1], order[i], *order[top + 1 :]]
+        needed = min((place[f] for f in facts.feeds[order[i]]), default=len(order))
+        if needed > top:
+            late = _with_its_own(facts, order[max(0, top - FARTHEST) : i + 1])
+            moved = [k for k in order[:top] if k in late]
+            for to in dict.fromkeys((needed, top + 1)):
+                yield [*(k for k in order[:to] if k not in late), *moved, *order[to:]]
     for i in range(top + 1, min(top + FARTHEST, len(order))):
         if all(place[n] < top for n in facts.needs[order[i]]):
             yield [*order[:top], order[i], *order[top:i], *order[i + 1 :]]
+
+
+def _with_its_own(facts: Facts, run: Sequence[int]) -> set[int]:
+    """The last of these groups, and those before it that nothing else needs."""
+    found = {run[-1]}
+    for k in reversed(run[:-1]):
+        if facts.feeds[k] and found.issuperset(facts.feeds[k]):
+            found.add(k)
+    return found
 
 
 # ---- the orders
