@@ -22,6 +22,7 @@ Order = list[int]
 
 MOST_MOVES = 8  # of groups across the peak
 FARTHEST = 12  # from it
+LARGE = 16  # part of all that is alive, that several groups are moved for
 
 
 def orders(program: Program, groups: list[Group]) -> list[list[Group]]:
@@ -88,6 +89,11 @@ class Facts:
                     alive -= self.size[b]
         return found
 
+    def makes(self, groups: set[int]) -> int:
+        """The bytes of what some groups make."""
+        made = {b for k in groups for b in self.touches[k] if self.users[b][0] in groups}
+        return sum(self.size[b] for b in made)
+
     def _taken_over(self, k: int, made: Sequence[str], left: Mapping[str, int]) -> int:
         """Bytes of what a kernel makes that may be where operands are that die in it."""
         if not self.in_place or not self.is_loops[k]:
@@ -114,7 +120,7 @@ def _eased(facts: Facts, order: Order) -> Order:
     profile = facts.profile(order)
     for _ in range(MOST_MOVES):
         top = max(profile)
-        moved = next(((new, found) for new in _across(facts, order, profile.index(top))
+        moved = next(((new, found) for new in _across(facts, order, profile.index(top), top)
                       if max(found := facts.profile(new)) < top), None)  # fmt: skip
         if moved is None:
             break
@@ -122,17 +128,24 @@ def _eased(facts: Facts, order: Order) -> Order:
     return order
 
 
-def _across(facts: Facts, order: Order, top: int) -> Iterator[Order]:
-    """Orders in which one group more runs after the peak, with what is there for it alone, as late
-    or as soon as it can; or one more before it."""
+def _across(facts: Facts, order: Order, top: int, most: int) -> Iterator[Order]:
+    """Orders in which one group more runs after the peak of `most` bytes, or one more before it. A
+    large result waits, as long as it can, with what is there for it alone."""
     place = {k: i for i, k in enumerate(order)}
-    for i in range(top - 1, max(top - FARTHEST, -1), -1):
-        needed = min((place[f] for f in facts.feeds[order[i]]), default=len(order))
-        if needed > top:
-            late = _with_its_own(facts, order[max(0, top - FARTHEST) : i + 1])
-            moved = [k for k in order[:top] if k in late]
-            for to in dict.fromkeys((needed, top + 1)):
-                yield [*(k for k in order[:to] if k not in late), *moved, *order[to:]]
+    low = max(0, top - FARTHEST)
+    for i in range(top - 1, low - 1, -1):
+        feeds = facts.feeds[order[i]]
+        if not all(place[f] > top for f in feeds):
+            continue
+        late = _with_its_own(facts, order[low : i + 1])
+        if len(late) == 1 or LARGE * facts.makes(late) < most:
+            yield [*order[:i], *order[i + 1 : top + 1], order[i], *order[top + 1 :]]
+            continue
+        soon = [k for k in order[low:top] if k not in late]
+        moved = [k for k in order[low:top] if k in late]
+        needed = min([place[f] for f in feeds], default=len(order))
+        for to in dict.fromkeys((needed, top + 1)):
+            yield [*order[:low], *soon, *order[top:to], *moved, *order[to:]]
     for i in range(top + 1, min(top + FARTHEST, len(order))):
         if all(place[n] < top for n in facts.needs[order[i]]):
             yield [*order[:top], order[i], *order[top:i], *order[i + 1 :]]
@@ -142,7 +155,7 @@ def _with_its_own(facts: Facts, run: Sequence[int]) -> set[int]:
     """The last of these groups, and those before it that nothing else needs."""
     found = {run[-1]}
     for k in reversed(run[:-1]):
-        if facts.feeds[k] and found.issuperset(facts.feeds[k]):
+        if 0 < len(facts.feeds[k]) <= len(found) and found.issuperset(facts.feeds[k]):
             found.add(k)
     return found
 
