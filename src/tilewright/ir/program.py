@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -248,3 +248,14 @@ class Program:
     def visible(self) -> set[str]:
         """The buffers that results are in."""
         return {o.buffer for o in self.outputs if isinstance(o, View)}
+
+
+def rewritten(members: Sequence[Nest]) -> set[str]:
+    """Buffers whose contents change after something in the kernel has read or written them."""
+    touched: set[str] = set()
+    found: set[str] = set()
+    for m in members:
+        touched |= m.reads
+        found |= touched & m.writes
+        touched |= m.writes
+    return found

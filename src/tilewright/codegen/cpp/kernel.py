@@ -33,7 +33,7 @@ from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, loads, substitute, walk
 from tilewright.ir.ops import TABLE
-from tilewright.ir.program import Nest, Program, Store
+from tilewright.ir.program import Nest, Program, Store, rewritten
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import all_loops, terms
 from tilewright.schedule.segments import Segment
@@ -124,7 +124,7 @@ class Kernel:
         exprs = [e for m in self.members for e in m.exprs]
         self.flag = uses_flag(*exprs)
         self.starts = _starts(self.members)
-        self.rewritten = _rewritten(self.members)
+        self.rewritten = rewritten(self.members)
         self.outer = (*self.shape.outer, *self.shape.serial)
         self.carried: dict[str, Carried] = carried(self)
         self._place_locals()
@@ -662,17 +662,6 @@ def _starts(members: Sequence[Nest]) -> dict[str, int]:
         for buffer, indices in m.indices.items():
             found.setdefault(buffer, []).extend(ix.poly(i).get((), 0) for i in indices)
     return {b: min(literals) for b, literals in found.items() if min(literals) > 0}
-
-
-def _rewritten(members: Sequence[Nest]) -> set[str]:
-    """Buffers whose contents change after something in the kernel has read or written them."""
-    touched: set[str] = set()
-    found: set[str] = set()
-    for m in members:
-        touched |= m.reads
-        found |= touched & m.writes
-        touched |= m.writes
-    return found
 
 
 __all__ = ["CppKernel", "Kernel", "Param", "generate"]

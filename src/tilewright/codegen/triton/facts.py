@@ -129,14 +129,3 @@ def _is_sum(e: Expr) -> bool:
 
 def _span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
     return ix.add(1, *(ix.mul(ix.sub(n, 1), s) for n, s in zip(size, stride, strict=True)))
-
-
-def rewritten(members: Sequence[Nest]) -> set[str]:
-    """Buffers whose contents change after something in the kernel has read or written them."""
-    touched: set[str] = set()
-    found: set[str] = set()
-    for m in members:
-        touched |= m.reads
-        found |= touched & m.writes
-        touched |= m.writes
-    return found

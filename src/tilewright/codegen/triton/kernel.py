@@ -20,7 +20,6 @@ from tilewright.codegen.triton.facts import (
     meeting,
     narrow,
     positions,
-    rewritten,
     valued,
 )
 from tilewright.codegen.triton.folds import (
@@ -41,7 +40,7 @@ from tilewright.codegen.triton.text import (
 )
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, walk
-from tilewright.ir.program import Nest, Program, Store
+from tilewright.ir.program import Nest, Program, Store, rewritten
 from tilewright.schedule.group import Group
 from tilewright.schedule.segments import Segment
 from tilewright.target import Target
