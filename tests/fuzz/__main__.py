@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from tests.fuzz.check import blame, difference
 from tests.fuzz.generate import Program, generate
 from tests.fuzz.shrink import shrink
+
+SHARE = 40  # programs of one process
+SUMMARY = re.compile(r"(\d+) programs, (\d+) differ from eager")
 
 
 def report(seed: int, found: str, attempts: int = 60) -> str:
@@ -38,23 +45,72 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200, help="how many programs to run")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
+    parser.add_argument("--device", default="cpu", help="where the programs run")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as generated")
     parser.add_argument("--keep-going", type=int, default=5, help="failures after which to stop")
     options = parser.parse_args()
-    failures, start, seed = 0, time.perf_counter(), options.seed
+    start = time.perf_counter()
+    torch.set_num_threads(2 if options.jobs == 1 else 1)
+    torch.set_default_device(options.device)
+    done = alone(options) if options.jobs == 1 else shared(options)
+    print(f"{done.programs} programs, {done.failures} differ from eager,"
+          f" {done.lost} processes died, {time.perf_counter() - start:.0f} s")  # fmt: skip
+    return 1 if done.failures or done.lost else 0
+
+
+@dataclass
+class Done:
+    programs: int = 0
+    failures: int = 0
+    lost: int = 0  # processes that ended before their programs did
+
+
+def alone(options: argparse.Namespace) -> Done:
+    done, start = Done(), time.perf_counter()
     for seed in range(options.seed, options.seed + options.programs):
         found = difference(generate(seed))
+        done.programs += 1
         if found:
-            failures += 1
+            done.failures += 1
             text = f"seed {seed}: {found}\n{describe(generate(seed))}"
             print(text if options.no_shrink else report(seed, found), "=" * 80, flush=True)
-        if failures >= options.keep_going or time.perf_counter() - start > options.seconds:
+        if done.failures >= options.keep_going or time.perf_counter() - start > options.seconds:
             break
-    count, took = seed - options.seed + 1, time.perf_counter() - start
-    print(f"{count} programs, {failures} differ from eager, {took:.0f} s")
-    return 1 if failures else 0
+    return done
+
+
+def shared(options: argparse.Namespace) -> Done:
+    """The same by several processes, each with some of the programs: one that crashes takes few
+    others with it."""
+    done, start = Done(), time.perf_counter()
+    last = options.seed + options.programs
+
+    def run(first: int) -> None:
+        left = options.seconds - (time.perf_counter() - start)
+        if left <= 0 or done.failures >= options.keep_going:
+            return
+        count = min(SHARE, last - first)
+        command = [sys.executable, "-m", "tests.fuzz", "--programs", count, "--seed", first,
+                   "--seconds", left, "--device", options.device, "--keep-going", count,
+                   *["--no-shrink"][: options.no_shrink]]  # fmt: skip
+        ended = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+        *failures, summary = ended.stdout.strip().split("\n") or [""]
+        counts = re.match(SUMMARY, summary)
+        if failures or not counts:
+            print("\n".join(failures), flush=True)
+        if counts:
+            done.programs += int(counts[1])
+            done.failures += int(counts[2])
+        else:
+            done.lost += 1
+            print(f"seeds {first} to {first + count - 1}: exit {ended.returncode}\n"
+                  f"{ended.stderr[-1500:]}", flush=True)  # fmt: skip
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, range(options.seed, last, SHARE)))
+    return done
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
     sys.exit(main())

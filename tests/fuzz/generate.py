@@ -41,21 +41,25 @@ class Input:
 
     def make(self, sizes: dict[str, int]) -> Tensor:
         shape = tuple(sizes[n] if isinstance(n, str) else n for n in self.shape)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator("cpu").manual_seed(self.seed)
         t = _laid_out(lambda s: self._fill(s, generator), shape, self.layout)
         return t.requires_grad_() if self.grad else t
 
     def _fill(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """The same numbers on every device; they lie on the default one."""
+
+        def drawn(low: int, high: int) -> Tensor:
+            numbers = torch.randint(low, high, shape, generator=generator, device="cpu")
+            return numbers.to(torch.get_default_device())
+
         if self.dtype == torch.bool:
-            return torch.randint(0, 2, shape, generator=generator).bool()
+            return drawn(0, 2).bool()
         if self.highest:
-            return torch.randint(0, self.highest, shape, generator=generator)
+            return drawn(0, self.highest)
         if not self.dtype.is_floating_point:
-            low = 0 if self.dtype == torch.uint8 else -9
-            return torch.randint(low, 10, shape, generator=generator).to(self.dtype)
+            return drawn(0 if self.dtype == torch.uint8 else -9, 10).to(self.dtype)
         # multiples of an eighth: many sums and ties are exact in every type
-        steps = torch.randint(-24, 25, shape, generator=generator)
-        return (steps / 8).to(self.dtype)
+        return (drawn(-24, 25) / 8).to(self.dtype)
 
 
 def _laid_out(fill: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...],
@@ -129,7 +133,8 @@ class Program:
 
 
 def generate(seed: int) -> Program:
-    return _Growth(seed).grow()
+    with torch.device("cpu"):  # where a line that is not valid raises, and nothing else happens
+        return _Growth(seed).grow()
 
 
 class _Growth:
