@@ -133,6 +133,47 @@ _ROTATED = ("(lambda n: torch.cat((-n[..., n.shape[-1] // 2 :], n[..., : n.shape
             ),
             id="a row that ends where a quotient says",
         ),
+        pytest.param(
+            replace(
+                _program(
+                    (Input(("A",), torch.float32, "strided"),),
+                    (("{0}.chunk(2, 0)[-1].clamp_(-1, 1)", (0,)),),
+                    (1,),
+                ),
+                sizes=({"A": 9}, {"A": 31}),
+                dynamic=True,
+            ),
+            id="a part of a changed argument that is one of several",
+        ),
+        pytest.param(
+            _program(
+                (_MATRIX,),
+                (
+                    ("{0}.amax(-1)", (0,)),
+                    ("{0}.copy_({0}.flip(0))", (1,)),
+                    ("{0}[1:3]", (1,)),
+                ),
+                (2, 3),
+            ),
+            id="what is read backwards, returned with a view of it",
+        ),
+        pytest.param(
+            replace(
+                _program(
+                    (Input((5, 33), torch.float32, grad=True, seed=730924),),
+                    (
+                        (
+                            "torch.slice_scatter(torch.cat(({0}, {0} * 2), 1), {0} - 1, 1, 1, 34)",
+                            (0,),
+                        ),
+                        ("F.batch_norm({0}, None, None, training=True)", (1,)),
+                    ),
+                    (2,),
+                ),
+                exact=(True, True, False),
+            ),
+            id="loads of a row that no load motion takes beyond its stores",
+        ),
     ],
 )
 def test_found_before(program: Program) -> None:

@@ -217,7 +217,15 @@ class _Growth:
         for values, result in zip(self.values, results, strict=True):
             assert result is not None
             values.append(result)
+        if _mutates(text) and not self.exact[-1]:
+            self._blur(self.values[0][-1])
         return True
+
+    def _blur(self, changed: Tensor) -> None:
+        """What lies in memory that holds rounded numbers now is not exact any more."""
+        memory = changed.untyped_storage().data_ptr()
+        for k, t in enumerate(self.values[0]):
+            self.exact[k] &= t.untyped_storage().data_ptr() != memory
 
     def _operands(self, kind: Kind) -> list[int] | None:
         """Random values that suit the kind; recent ones are likelier."""

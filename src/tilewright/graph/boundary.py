@@ -8,6 +8,7 @@ who needs it apart from the argument.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,11 @@ def _through_argument(result: Node, final: dict[Node, Node]) -> Node:
     chain: list[Node] = []
     node = result
     while node not in final:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or not _is_view(node) or not _same_storage(node, source):
+        steps = _view_steps(node)
+        source = steps[-1].args[0] if steps else None
+        if not isinstance(source, Node) or not _same_storage(node, source):
             return result
-        if node.target is aten.as_strided.default:
-            return result  # its place is counted from the start of a storage, not from the tensor
-        chain.append(node)
+        chain += steps
         node = source
     made = final[node]
     for step in reversed(chain):
@@ -88,14 +88,21 @@ def _replay(step: Node, source: Node) -> Node:
     return made
 
 
+def _view_steps(node: Node) -> list[Node]:
+    """The calls that make it a view of what the last of them is given: one, or two where it is one
+    of several parts. None where it is no view."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return [node, node.args[0]] if _is_view(node.args[0]) else []
+    return [node] if _is_view(node) and isinstance(node.meta.get("val"), torch.Tensor) else []
+
+
 def _is_view(node: Node) -> bool:
-    """One tensor, in the memory of the first argument, by the op's own word."""
-    if not isinstance(node.target, OpOverload):
+    """In the memory of the first argument, by the op's own word, and counted from there."""
+    if not isinstance(node.target, OpOverload) or node.target is aten.as_strided.default:
         return False
     returns = node.target._schema.returns
     return (len(returns) == 1 and returns[0].alias_info is not None
-            and not returns[0].alias_info.is_write
-            and isinstance(node.meta.get("val"), torch.Tensor))  # fmt: skip
+            and not returns[0].alias_info.is_write)  # fmt: skip
 
 
 def _same_storage(a: Node, b: Node) -> bool:

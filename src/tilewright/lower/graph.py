@@ -280,10 +280,13 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
 
 
 def _claim(ctx: Lowering, t: Tensor, fake: torch.Tensor) -> Tensor:
-    """`t` in memory that no other storage's results use."""
+    """`t` in memory that no other storage's results use, laid out as they are."""
     storage = storage_of(fake)
-    if not is_stored(t) or ctx.owners.setdefault(t.body.arg, storage) != storage:
-        t = ctx.copy(t, ctx.sizes.tuple(fake.stride()))
+    stride = ctx.sizes.tuple(fake.stride())
+    found = as_view(t)
+    if (found is None or not same_layout(found, stride)
+            or ctx.owners.setdefault(found.buffer, storage) != storage):  # fmt: skip
+        t = ctx.copy(t, stride)
         ctx.owners[t.body.arg] = storage
     return t
 

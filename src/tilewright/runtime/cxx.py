@@ -38,6 +38,7 @@ INCLUDE = Path(__file__).parent / "include"
 # they forbid vectorisation and nobody looks at them. All else of IEEE arithmetic stays.
 # Unroll-and-jam took g++ 12 from 0.2 to 28 s on a column reduction of 40 lanes (AVX2, 2026-11-15).
 # Sinking moves loads under the condition of a `?:`: see `tw::masked` for what becomes of them.
+# Load motion (g++ 12.2) took loads of a row beyond its stores, where others were under conditions.
 FLAGS = (
     "-O3",
     "-std=c++20",
@@ -47,6 +48,7 @@ FLAGS = (
     "-ffp-contract=off",
     "-fno-loop-unroll-and-jam",
     "-fno-tree-sink",
+    "-fno-gcse-lm",
     "-fPIC",
     "-shared",
     "-pipe",
