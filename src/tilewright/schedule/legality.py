@@ -26,7 +26,7 @@ from tilewright.schedule.access import (
     users_of,
     within,
 )
-from tilewright.schedule.loops import is_fold, rename, split
+from tilewright.schedule.loops import halves, is_fold, rename, split, unused
 
 MOST_GUIDES = 6  # common buffers tried, until one brings the loops together
 
@@ -185,8 +185,8 @@ def _match_more(a: Nest, b: Nest, names: dict[Expr, Expr]) -> None:
 
 
 def _split_all(group: Fit, v: Expr, inner: Expr) -> Fit:
-    members = tuple(split(m, v, inner)[0] if v in all_loops(m) else m for m in group.members)
-    high, low = var(f"{v.arg}o", ix.floordiv(v.src[0], inner)), var(f"{v.arg}i", inner)
+    high, low = halves(v, inner, group.loops)
+    members = tuple(split(m, v, high, low) if v in all_loops(m) else m for m in group.members)
 
     def spread(loops: tuple[Expr, ...]) -> tuple[Expr, ...]:
         return tuple(w for u in loops for w in ((high, low) if u is v else (u,)))
@@ -232,10 +232,7 @@ def _renamed(group: Fit, names: Mapping[Expr, Expr], other: Fit) -> Fit:
     for v in group.loops:
         if v in result:
             continue
-        name, count = v.arg, 0
-        while name in used:
-            count += 1
-            name = f"{v.arg}_{count}"
+        name = unused(v.arg, used)
         used.add(name)
         result[v] = var(name, v.src[0])
     return Fit(tuple(rename(m, result) for m in group.members),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tilewright.ir import index as ix
@@ -42,16 +43,28 @@ def rename(nest: Nest, names: Mapping[Expr, Expr]) -> Nest:
                            [names.get(v, v) for v in nest.reduce])  # fmt: skip
 
 
-def split(nest: Nest, v: Expr, inner: Expr) -> tuple[Nest, Expr, Expr]:
-    """Loop `v` as two loops, the inner of extent `inner`, which divides its size."""
+def halves(v: Expr, inner: Expr, loops: Iterable[Expr]) -> tuple[Expr, Expr]:
+    """Two loops for `v`, the inner of extent `inner`, which divides its size; called as none of
+    `loops` is."""
+    taken = {u.arg for u in loops}
     outer = ix.floordiv(v.src[0], inner)
-    high, low = var(f"{v.arg}o", outer), var(f"{v.arg}i", inner)
-    mapping = {v: ix.add(ix.mul(high, inner), low)}
+    return var(unused(f"{v.arg}o", taken), outer), var(unused(f"{v.arg}i", taken), inner)
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """The name, or one like it that is not taken."""
+    others = (f"{name}_{k}" for k in itertools.count(1))
+    return next(n for n in itertools.chain([name], others) if n not in taken)
+
+
+def split(nest: Nest, v: Expr, high: Expr, low: Expr) -> Nest:
+    """Loop `v` as the two `halves` of it."""
+    mapping = {v: ix.add(ix.mul(high, low.src[0]), low)}
 
     def spread(vs: Sequence[Expr]) -> list[Expr]:
         return [w for u in vs for w in ((high, low) if u is v else (u,))]
 
-    return substitute_nest(nest, mapping, spread(nest.loops), spread(nest.reduce)), high, low
+    return substitute_nest(nest, mapping, spread(nest.loops), spread(nest.reduce))
 
 
 def split_divisions(nest: Nest) -> Nest:
@@ -64,7 +77,8 @@ def split_divisions(nest: Nest) -> Nest:
         found = _division(nest)
         if found is None:
             return nest
-        nest = split(nest, *found)[0]
+        v, inner = found
+        nest = split(nest, v, *halves(v, inner, (*nest.loops, *nest.reduce)))
     return nest
 
 

@@ -302,7 +302,7 @@ def _chunk(loop: Expr, count: int, shortest: int) -> tuple[Expr, Expr, Expr]:
     chunk = var(f"{loop.arg}p", ix.floordiv(ix.add(size, length - 1), length))
     left = ix.sub(size, ix.mul(chunk, length))
     even = ix.mod(size, length) is ix.ZERO
-    inner = var(f"{loop.arg}i", ix.as_index(length) if even else ix.minimum(length, left))
+    inner = var(f"{loop.arg}q", ix.as_index(length) if even else ix.minimum(length, left))
     return chunk, inner, ix.add(ix.mul(chunk, length), inner)
 
 
