@@ -27,6 +27,7 @@ class Fake:
     key: str = ""
     noise: float = 0.0
     base: float = 0.0  # microseconds before the machine is disturbed
+    disturbed: bool = False  # whether others have the machine
     wrong: str = ""
     build: Exception | None = None
     crash: BaseException | None = None
@@ -99,10 +100,12 @@ class FakeClock:
 class _FakeBench:
     def __init__(self, clock: FakeClock, trial: Fake) -> None:
         self.clock, self.trial = clock, trial
+        self.undisturbed = 0
 
     def sample(self) -> float:
         self.clock.samples += 1
         self.clock.on_sample(self.trial)
+        self.undisturbed += not self.trial.disturbed
         return self.trial.us * (1 + self.trial.noise * self.clock.random.gauss(0, 1))
 
     def level(self, us: float) -> None:

@@ -42,7 +42,8 @@ def test_the_sets_take_turns_between_samples_of_long_runs(monkeypatch):
         calls.append(which)
         busy(5e-4)
 
-    monkeypatch.setattr(clock, "TRIES", 1)
+    monkeypatch.setattr(clock, "ALONE", 1)
+    monkeypatch.setattr(clock, "_waits", lambda: 0)
     found = clock.of(CPU).bench(run, 4)
     calls.clear()
     for _ in range(8):
@@ -51,22 +52,29 @@ def test_the_sets_take_turns_between_samples_of_long_runs(monkeypatch):
 
 
 def test_a_batch_that_was_disturbed_is_taken_again(monkeypatch):
-    """Where others have the core, time passes and no work is done."""
-    now, worked, delays = [0], [0], list[int]()  # of runs to come; each batch is led by a run
-    fake = SimpleNamespace(perf_counter_ns=lambda: now[0], process_time_ns=lambda: worked[0])
+    """Where others have the core, one of our threads is made to wait."""
+    now, waits, delays = [0], [0], list[int]()  # of runs to come; each batch is led by a run
 
     def run(stream: int, which: int) -> None:
-        now[0] += 1_000_000 + 1000 * (delays.pop(0) if delays else 0)
-        worked[0] += 1_000_000
+        late = delays.pop(0) if delays else 0
+        now[0] += 1_000_000 + 1000 * late
+        waits[0] += late > 0
 
-    monkeypatch.setattr(clock, "time", fake)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+    monkeypatch.setattr(clock, "_waits", lambda: waits[0])
     found = clock.of(CPU).bench(run, 1)
-    delays += [0, 5000, 0, 700, 0, 0, 0, 900]
+    delays += [0, 5000, 0, 700, 0, 0, 0, 0, 0, 0, 0, 900]
     assert found.sample() == 1000.0
-    assert delays == [0, 900], "the third was undisturbed"
-    delays[:] = [0, 5000] * clock.TRIES
+    assert delays == [0, 900], "three were undisturbed"
+    before = found.undisturbed
+    delays[:] = [0, 5000] * 2
     assert found.sample() == 6000.0
+    assert found.undisturbed == before and not delays
+    delays[:] = [0, 2000] * 20
+    found.sample(), found.sample()
+    delays[:] = [0, 2000] * 20
+    assert found.sample() == 3000.0
+    assert len(delays) == 38, "it does not try for ever"
 
 
 def test_what_a_run_raises_is_raised():

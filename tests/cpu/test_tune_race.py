@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from tests.cpu.fake_trials import Fake, FakeClock, FakeTime, aten, choose, use
 from tilewright import config
 from tilewright.testing import fresh_cache
-from tilewright.tune.results import Timing, beats, preferred, timing
+from tilewright.tune import race
+from tilewright.tune.results import ADVANTAGE, Timing, beats, preferred, timing
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +122,77 @@ def test_what_many_others_do_to_a_library_does_not_count(clock):
         trial.base = trial.us
     clock.on_sample = hot
     assert choose(*trials).winner is trials[0]
+
+
+def slower_and_slower(clock: FakeClock, trials: list[Fake], part: float) -> None:
+    """Every sample is longer than the one before, whosever it is."""
+    scale = [1.0]
+
+    def drift(trial: Fake) -> None:
+        scale[0] *= 1 + part
+        trial.us = trial.base * scale[0]
+
+    for trial in trials:
+        trial.base = trial.us
+    clock.on_sample = drift
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_times_shown_together_are_of_one_moment(clock: FakeClock, is_quiet: bool) -> None:
+    """Of a machine that gets slower all the time: who left after the first look, after the first
+    race, or after the first turns has the time it would have at the end."""
+    clock.is_quiet = is_quiet
+    true = {"mm": 104.0, "far": 190.0, "near": 107.0, "second": 101.0, "first": 90.0, "last": 93.0}
+    trials = [Fake(name, us, provider="ATEN" if name == "mm" else "CPP", estimate=100.0)
+              for name, us in true.items()]  # fmt: skip
+    slower_and_slower(clock, trials, 0.002 if is_quiet else 0.0005)
+    verdict = choose(*trials)
+    assert verdict.winner.name == "first" and not verdict.why
+    scales = [verdict.times[name].median_us / us for name, us in true.items()]
+    assert not is_quiet or min(scales) > 1.05, "the machine did get slower"
+    assert max(scales) / min(scales) < 1.04
+
+
+def busy_machine(clock: FakeClock, trials: list[Fake], seed: int) -> None:
+    """Others have the cores for most of the time: a sample is often many times too long."""
+    rng = random.Random(seed)
+
+    def disturb(trial: Fake) -> None:
+        late = rng.choice([0.0, 0.0, rng.expovariate(1 / 200.0), 15000.0])
+        trial.us = trial.base * (1 + abs(rng.gauss(0, 0.01))) + late
+        trial.disturbed = late > 0
+
+    for trial in trials:
+        trial.base = trial.us
+    clock.is_quiet, clock.on_sample = False, disturb
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_wins_on_a_busy_machine_is_fast(clock: FakeClock, seed: int) -> None:
+    rng = random.Random(seed)
+    true = {f"t{k}": rng.uniform(300.0, 400.0) for k in range(5)} | {"best": 290.0, "mm": 330.0}
+    trials = [Fake(name, us, provider="ATEN" if name == "mm" else "CPP", estimate=100.0)
+              for name, us in true.items()]  # fmt: skip
+    busy_machine(clock, trials, seed)
+    verdict = choose(*trials)
+    assert true[verdict.winner.name] <= 1.04 * min(true.values())
+    fastest = min(verdict.times[name].median_us for name in true)
+    shown = verdict.times[verdict.winner.name].median_us
+    assert verdict.why or fastest >= (1 - ADVANTAGE) * shown
+    assert shown < 1.2 * true[verdict.winner.name], "and its time is its own"
+
+
+def test_it_is_said_why_one_that_seems_slower_is_taken(clock: FakeClock) -> None:
+    """A library that another is faster than, but not by more than the noise."""
+    trials = [aten(100.0, noise=0.08), Fake("other", 95.0, noise=0.08)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race, "MOST_TURNS", 16)
+        verdict = choose(*trials)
+    times = {name: t.median_us for name, t in verdict.times.items()}
+    assert verdict.winner is trials[0] and times["other"] < (1 - ADVANTAGE) * times["mm"]
+    assert re.fullmatch(
+        r"other is not faster for certain: times are known to \d+\.\d%", verdict.why
+    )
 
 
 def same_winners(clock: FakeClock, problems: int, noise: float, bias: float) -> tuple[float, float]:

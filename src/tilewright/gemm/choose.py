@@ -208,9 +208,7 @@ class _Chooser:
                 self.rejected[fused.name] = str(error)
             else:
                 return fused, f"analysed: {why}"
-        best = sorted(verdict.times.items(), key=lambda item: item[1].median_us)[:3]
-        times = ", ".join(f"{name} {t.median_us:.1f} us" for name, t in best)
-        return winner, f"{verdict.source}: {times}" if times else verdict.source
+        return winner, _told(verdict)
 
     def _subject(self, plans: Sequence[Plan]) -> select.Subject:
         problem = self.site.bare.problem
@@ -396,6 +394,18 @@ class _Chooser:
         result = list(self.groups)
         result[place] = Group(call=made, refused=dict(self.site.refused))
         return [g for k, g in enumerate(result) if k == place or k not in gone]
+
+
+def _told(verdict: select.Verdict) -> str:
+    """How it was chosen, for a reader: its time, those of the fastest others, and why it is taken
+    where one of them is faster."""
+    alive = {name: t for name, t in verdict.times.items() if name not in verdict.rejected}
+    own = verdict.winner.name
+    others = sorted(alive.keys() - {own}, key=lambda name: alive[name].median_us)[:2]
+    shown = [*([own] if own in alive else []), *others]
+    times = ", ".join(f"{name} {alive[name].median_us:.3g} us" for name in shown)
+    parts = [f"{verdict.source}: {times}" if times else verdict.source, verdict.why]
+    return "; ".join(p for p in parts if p)
 
 
 def _kind(plan: Plan) -> tuple[str, str, tuple[int, ...]]:

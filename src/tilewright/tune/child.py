@@ -254,8 +254,9 @@ def _clock(device: torch.device) -> Clock:
 _table = _Table()
 
 
-def sample(remote: Remote) -> float:
-    return _table.bench(remote).sample()
+def sample(remote: Remote) -> tuple[float, int]:
+    bench = _table.bench(remote)
+    return bench.sample(), bench.undisturbed
 
 
 def level(remote: Remote, us: float) -> None:
@@ -274,9 +275,11 @@ class Sampler:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
+        self.undisturbed = 0
 
     def sample(self) -> float:
-        return asked(functools.partial(sample, self._remote))
+        us, self.undisturbed = asked(functools.partial(sample, self._remote))
+        return us
 
     def level(self, us: float) -> None:
         asked(functools.partial(level, self._remote, us))

@@ -16,7 +16,7 @@ from typing import Literal
 
 from tilewright import config
 from tilewright.tune.clock import Bench
-from tilewright.tune.results import ADVANTAGE, Subject, Timing, Trial, timing
+from tilewright.tune.results import ADVANTAGE, Subject, Timing, Trial, least, timing
 
 Effort = Literal["none", "quick", "default", "max"]
 # For each effort: how far beyond the best estimate is still tried, and how many at most.
@@ -44,8 +44,12 @@ class ChoiceCaller:
     checked: bool = False  # its result was compared, and is right
     final: bool = False  # it was in the finals
     lost: bool = False  # and another of them is to be taken
+    margin: float = 0.0  # part of its time by which it may seem slower than others and be taken
     outdone: bool = False  # it is rejected by its estimate alone
     remembered: bool = False  # its time is of an earlier run
+    earlier: Timing | None = None  # what an earlier run found, where it is measured again
+    is_quiet: bool = True  # whether its samples are as often too short as too long
+    undisturbed: int = 0  # samples while which nobody else is known to have had a core
     build_seconds: float = 0.0
 
     @property
@@ -68,7 +72,14 @@ class ChoiceCaller:
         """As far as it is known; infinite without a sample."""
         if self.timing is not None:
             return self.timing
-        return timing(self.samples) if self.samples else Timing(math.inf, 0.0, 0)
+        if not self.samples:
+            return Timing(math.inf, 0.0, 0)
+        return timing(self.samples) if self.is_quiet else least(self.samples)
+
+    @property
+    def is_blurred(self) -> bool:
+        """Whether its samples only say how long it takes at most."""
+        return not self.is_quiet and not self.undisturbed
 
     def reject(self, reason: str, *, lasting: bool) -> None:
         self.reason, self.lasting = reason, lasting

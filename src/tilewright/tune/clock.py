@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import resource
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -26,14 +27,17 @@ LED = 2000.0  # microseconds of runs above which what starting them costs does n
 MOST_LAUNCHES = 200  # in one graph
 BATCH = 400.0  # microseconds of calls in a batch on a CPU
 MOST_CALLS = 1000  # in one batch
-TRIES = 4  # batches for a sample on a machine that others use
-UNDISTURBED = 0.95  # part of the time of all cores that a batch has at least
-LONG = 20e6  # nanoseconds of a batch that is neither led nor taken again: it would take too long
+# A sample is the shortest of so many batches in which nobody else had a core, if there are such in
+# this many nanoseconds, and if samples before it were not all disturbed.
+ALONE, TRYING, HOPELESS = 3, 10e6, 3
+LONG = 20e6  # nanoseconds of a batch that is neither led nor taken again: who is alone so long?
 IDLE = 0.02  # seconds after which a card may have lowered its clock
 WARM = 0.01  # seconds of work that bring it back
 
 
 class Bench(Protocol):
+    undisturbed: int  # samples while which nobody else is known to have had a core
+
     def sample(self) -> float:
         """Microseconds of one run."""
         ...
@@ -128,6 +132,8 @@ def between(work: Callable[[], object]) -> float:
 class _Replay:
     """Many launches in one graph, each on the next set."""
 
+    undisturbed = 1  # a card is not shared
+
     def __init__(self, clock: CudaClock, run: Run, sets: int, stream: torch.cuda.Stream) -> None:
         self._clock = clock
         self._run = run
@@ -220,38 +226,46 @@ class _Batch:
         self._next = 0
         self._calls = sets
         self._is_long = False
+        self._in_vain = 0  # samples in a row that were disturbed
+        self.undisturbed = 0
         self.sample()
         self._calls = _whole(BATCH / max(self.sample(), 0.1), sets, MOST_CALLS)
         if sets * self.sample() > BATCH:
             self._calls = 1  # the sets take turns between samples
 
     def sample(self) -> float:
-        """The least disturbed of a few batches: those in which others had a core, so that we worked
-        for less time than there was, are taken again."""
-        found = math.inf
-        for _ in range(TRIES):
-            took, worked = self._batch()
-            found = min(found, took)
-            undisturbed = worked >= UNDISTURBED * took * torch.get_num_threads()
+        """The shortest of a few batches: the first finds what others left in the caches."""
+        found, spent, alone = math.inf, 0, 0
+        while alone < ALONE:
+            took, waits = self._batch()
+            found, spent = min(found, took), spent + took
             self._is_long = took > LONG
-            if undisturbed or self._is_long:
+            alone += waits == 0 or waits * LONG < took
+            if self._is_long or spent > TRYING or self._in_vain >= HOPELESS:
                 break
+        self.undisturbed += alone > 0
+        self._in_vain = 0 if alone else self._in_vain + 1
         return found / 1000 / self._calls
 
     def _batch(self) -> tuple[int, int]:
-        """Nanoseconds of a batch, and of work in all threads."""
+        """Nanoseconds of a batch, and how often one of our threads was made to wait for another, or
+        for who else is on the machine."""
         run, sets, first = self._run, self._sets, self._next
         if self._calls == 1 and not self._is_long:  # what others leave in caches is not its own
             run(0, first)
-        worked, start = time.process_time_ns(), time.perf_counter_ns()
+        waits, start = _waits(), time.perf_counter_ns()
         for k in range(first, first + self._calls):
             run(0, k % sets)
-        took, worked = time.perf_counter_ns() - start, time.process_time_ns() - worked
+        took = time.perf_counter_ns() - start
         self._next = (first + self._calls) % sets
-        return took, worked
+        return took, _waits() - waits
 
     def level(self, us: float) -> None:
         """A batch costs nothing beside its calls."""
+
+
+def _waits() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 # ---- buffers

@@ -76,7 +76,8 @@ def _print_table(subject: Subject, verdict: Verdict, choices: Sequence[ChoiceCal
     from rich.table import Table
 
     title = f"{subject.title}: {verdict.winner.name} ({verdict.source}, {verdict.seconds:.2f} s)"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=verdict.why or None,
+                  caption_justify="left")  # fmt: skip
     for column in ("choice", "us", "of best", "spread", "samples", "estimate", "description"):
         table.add_column(column, justify="left" if column in ("choice", "description") else "right")
     rows = list(_rows(verdict, choices))
@@ -120,7 +121,7 @@ def logged(subject: Subject, verdict: Verdict) -> None:
         "subject": subject.title, "key": subject.key, "facts": subject.facts,
         "environment": records.environment(subject.device), "winner": verdict.winner.name,
         "description": verdict.winner.description, "source": verdict.source,
-        "complete": verdict.complete, "seconds": round(verdict.seconds, 4),
+        "complete": verdict.complete, "why": verdict.why, "seconds": round(verdict.seconds, 4),
         "times": times, "rejected": verdict.rejected,
     })  # fmt: skip
 

@@ -5,6 +5,10 @@ are sampled more in every round, and the last few take turns, so that a drift of
 machine meets all alike; only what happened in the same turn is compared. Whoever is near the border
 between being preferred and not takes many more turns, so that the next tuning decides the same. A
 library, which is what would run otherwise, is left only for what outruns it when they meet alone.
+
+Times that are shown or kept together are of one moment: those of an earlier one are expressed in it
+by what those that were there both times took (`express`). Where others use the machine they only
+ever make a sample longer, so there the shortest sample counts, of whatever turn.
 """
 
 from __future__ import annotations
@@ -12,14 +16,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tilewright.tune.choices import ChoiceCaller
-from tilewright.tune.results import ADVANTAGE, MOST_NOISE, Timing
+from tilewright.tune.results import ADVANTAGE, MOST_NOISE, Timing, least, timing
 
 FAR = 2.0  # times the best: one sample is enough to know
+LOOKS, LOOK = 5, 0.05  # on a noisy machine so many, but one where it takes more seconds
 # A round: who is within this factor of the best goes on, and takes so many samples more.
 ROUNDS = ((1.5, 2), (1.2, 3))
+# On a noisy machine: more of them, after the first two while that takes no more than such seconds.
+NOISY_ROUNDS, ROUND = ((2.0, 4), (1.4, 4)), 0.1
 # Who may still win, beside the noise; and how many. Generous: who is as fast as the best within the
 # least advantage has to be here every time, or equals would take turns in winning.
 FINAL = 1.05
@@ -33,6 +41,9 @@ QUIET, NOISY = 0.4, 0.3
 # the next tuning will find.
 SETTLED = 0.001
 FEWEST_TURNS = 4  # even then
+# Of a machine that others use some samples are of no use at all: so many turns all the same, unless
+# they take several times as long.
+FEWEST_NOISY, LONGER = 8, 4
 SURE = 1.25  # times the noise from the border: there are several looks, each may be mistaken
 
 Take = Callable[[ChoiceCaller], bool]  # takes a sample; False once the choice is rejected
@@ -40,22 +51,28 @@ Late = Callable[[], bool]  # whether time is up
 Turn = dict[ChoiceCaller, float]  # microseconds
 
 
-def look(choice: ChoiceCaller, best: float, take: Take) -> None:
-    """The first samples of a choice, fewer if it is far from the best time so far."""
-    for _ in range(2):
-        if not take(choice) or min(choice.samples) > FAR * best:
+def look(choice: ChoiceCaller, best: float, take: Take, is_quiet: bool = True) -> None:
+    """The first samples of a choice, fewer if it is far from the best time so far. On a noisy
+    machine it may only seem to be: there more, if that does not take long."""
+    began = time.perf_counter()
+    for count in range(1, (2 if is_quiet else LOOKS) + 1):
+        long = not is_quiet and count > 1 and time.perf_counter() - began > LOOK
+        if long or not take(choice) or (is_quiet and min(choice.samples) > FAR * best):
             return
 
 
-def halved(choices: Sequence[ChoiceCaller], take: Take, late: Late, library: float = 1.0
+def halved(choices: Sequence[ChoiceCaller], take: Take, late: Late, is_quiet: bool = True
            ) -> list[ChoiceCaller]:  # fmt: skip
-    """Those that may still win, fastest first, and a library within that factor of the best: timed
-    first, it may have met a machine that was busy with what was before."""
+    """Those that may still win, fastest first. On a noisy machine a library that is not far from
+    the best is among them: timed first, it may have met what was busy with something else."""
     alive = _fastest(choices)
-    for within, more in ROUNDS:
+    library = 1.0 if is_quiet else LIBRARY
+    for within, more in ROUNDS if is_quiet else NOISY_ROUNDS:
         alive = _few(_within(alive, within, library), max(FINALISTS, (len(alive) + 1) // 2))
-        for _ in range(more):
-            if late() or len(alive) == 1:
+        began = time.perf_counter()
+        for count in range(more):
+            long = not is_quiet and count >= 2 and time.perf_counter() - began > ROUND
+            if late() or len(alive) == 1 or long:
                 break
             alive = [c for c in alive if take(c)]
         alive = _fastest(alive)
@@ -73,12 +90,14 @@ def _fastest(choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
 
 
 def _within(fastest: Sequence[ChoiceCaller], factor: float, library: float) -> list[ChoiceCaller]:
+    """Those that are as fast as the best within a factor, or may be for all that is known."""
     best = fastest[0].time.median_us if fastest else 0.0
-    return [c for c in fastest if c.time.median_us
+    return [c for c in fastest if c.is_blurred or c.time.median_us
             <= best * (max(factor, library) if c.trial.is_library else factor)]  # fmt: skip
 
 
-def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float) -> None:
+def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float,
+           is_quiet: bool = True) -> None:  # fmt: skip
     """Turns among choices in order of preference, until it is clear who is to be preferred or so
     many seconds are over, first without libraries and then with them. Sets their `timing`, and
     `lost` of all but the one to take.
@@ -87,11 +106,14 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
     keeps it at its limit of power depends on what ran before, and among many that is mostly others.
     """
     others = [c for c in choices if not c.trial.is_library]
-    last = list(choices)
+    last, first = list(choices), dict[ChoiceCaller, Timing]()
     if 0 < len(others) < len(choices):
-        near = _run(others, take, late, seconds)
+        near = _run(others, _Turns(is_quiet), take, late, seconds)
+        first = {c: c.time for c in others if c.final}
         last = [c for c in choices if c.trial.is_library or c in near]
-    taken = next(iter(_run(last, take, late, seconds)), None)
+    taken = next(iter(_run(last, _Turns(is_quiet), take, late, seconds)), None)
+    if taken is not None and is_quiet:
+        express([c for c in first if c not in last], first)
     for choice in choices:
         if taken is None:  # no time was left: what is known of the libraries as well has to do
             choice.final |= choice.trial.is_library
@@ -99,68 +121,114 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
             choice.lost = choice.final and choice is not taken
 
 
-def _run(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float
+def express(choices: Sequence[ChoiceCaller], before: Mapping[ChoiceCaller, Timing]) -> None:
+    """Set the times of choices, which are of an earlier moment like all of `before`, to what they
+    would be now: by the others of `before`, which have been timed again."""
+    again = [(c.time.median_us, was.median_us) for c, was in before.items()
+             if c not in choices and not c.reason]  # fmt: skip
+    logs = [math.log(now / was) for now, was in again if now > 0 and was > 0]
+    scale = math.exp(statistics.median(logs)) if logs else 1.0
+    for choice in choices:
+        was = before[choice]
+        choice.timing = replace(was, median_us=scale * was.median_us, spread=scale * was.spread)
+
+
+@dataclass
+class _Turns:
+    """What was sampled, turn by turn, and what follows from it."""
+
+    is_quiet: bool
+    all: list[Turn] = field(default_factory=list[Turn])
+
+    def loss(self, choice: ChoiceCaller, best: ChoiceCaller) -> tuple[float, float]:
+        """What part of its time a choice could save, and how uncertain that is."""
+        sure = SURE * (1 + 6 / len(self.all))  # of few turns the spread itself is uncertain
+        if self.is_quiet:
+            ratio = _middle([turn[best] / max(turn[choice], 1e-9) for turn in self.all])
+            return 1 - ratio.median_us, sure * ratio.noise * ratio.median_us
+        fast, slow = least(best.samples), least(choice.samples)
+        part = fast.median_us / max(slow.median_us, 1e-9)
+        return 1 - part, sure * math.hypot(fast.noise, slow.noise) * part
+
+    def times(self, alive: Sequence[ChoiceCaller]) -> dict[ChoiceCaller, Timing]:
+        """Of all that took part, as those would have it that always did."""
+        known = dict.fromkeys(c for turn in self.all for c in turn if not c.reason)
+        if not self.is_quiet:
+            return {c: least(c.samples) for c in known}
+        found = paired(alive, self.all)
+        for choice in known.keys() - found.keys():
+            beside = [turn for turn in self.all if choice in turn]
+            parts = [1 - _Turns(True, beside).loss(choice, c)[0] for c in alive]
+            logs = [math.log(found[c].median_us / max(part, 1e-9))
+                    for c, part in zip(alive, parts, strict=True)]  # fmt: skip
+            own = timing([turn[choice] for turn in beside])
+            middle = math.exp(statistics.fmean(logs))
+            spread = own.spread * middle / max(own.median_us, 1e-9)
+            found[choice] = Timing(middle, spread, len(beside))
+        return found
+
+    def settle(self, alive: Sequence[ChoiceCaller]) -> None:
+        """Set the times of those that took part."""
+        if self.all and alive:
+            for choice, found in self.times(alive).items():
+                choice.timing, choice.final = found, True
+
+    def losses(self, alive: Sequence[ChoiceCaller]) -> dict[ChoiceCaller, tuple[float, float]]:
+        """What part of its time each could save by being the fastest, and how uncertain that is."""
+        if not alive or not self.all:
+            return {}
+        best = min(alive, key=lambda c: c.time.median_us)
+        found = {c: (0.0, 0.0) if c is best else self.loss(c, best) for c in alive}
+        # it may only seem to be the fastest
+        found[best] = 0.0, max((noise - loss for loss, noise in found.values()), default=0.0)
+        return found
+
+
+def _run(choices: Sequence[ChoiceCaller], turns: _Turns, take: Take, late: Late, seconds: float
          ) -> list[ChoiceCaller]:  # fmt: skip
     """The one to take, after as many turns as it needs, and the fastest; none where there was no
     time for any."""
     alive = list(choices)
-    turns: list[Turn] = []
     began = time.perf_counter()
     look_at = LEAST_TURNS
-    while len(turns) < MOST_TURNS and alive and not late():
+    while len(turns.all) < MOST_TURNS and alive and not late():
         # every other turn the other way round: who follows whom must not matter
-        order = alive if len(turns) % 2 == 0 else alive[::-1]
-        turns.append({c: c.samples[-1] for c in order if take(c)})
+        order = alive if len(turns.all) % 2 == 0 else alive[::-1]
+        turns.all.append({c: c.samples[-1] for c in order if take(c)})
         alive = [c for c in alive if not c.reason]
-        slow = time.perf_counter() - began > seconds
-        if len(turns) < (FEWEST_TURNS if slow else look_at):
+        took = time.perf_counter() - began
+        slow = took > seconds and (turns.is_quiet or len(turns.all) >= FEWEST_NOISY
+                                   or took > LONGER * seconds)  # fmt: skip
+        if len(turns.all) < (FEWEST_TURNS if slow else look_at):
             continue
-        look_at = 2 * len(turns)
-        _settle(alive, turns)
-        open_ = _open(alive, turns)
+        look_at = 2 * len(turns.all)
+        turns.settle(alive)
+        open_ = _open(turns.losses(alive))
         if slow or not open_:
             break
         alive = [c for c in alive if c in open_ or c.trial.is_library]
-    _settle(alive, turns)
+    turns.settle(alive)
     libraries = [c for c in alive if c.trial.is_library]
-    losses = _losses(alive, turns)
+    losses = turns.losses(alive)
     fastest = [c for c, (loss, _) in losses.items() if loss == 0]
+    blurred = [c for c in libraries if c.is_blurred]
+    if blurred:  # nobody is known to be faster
+        return [blurred[0], *fastest]
     for choice, (loss, noise) in losses.items():
-        is_close = loss <= max(ADVANTAGE, min(MOST_NOISE, noise))
-        if is_close and (choice in libraries or _outruns(choice, libraries, turns)):
+        choice.margin = max(ADVANTAGE, min(MOST_NOISE, noise))
+        if loss <= choice.margin and (choice in libraries or _outruns(choice, libraries, turns)):
             return [choice, *fastest]
     return fastest
 
 
-def _outruns(choice: ChoiceCaller, libraries: Sequence[ChoiceCaller], turns: Sequence[Turn]
-             ) -> bool:  # fmt: skip
+def _outruns(choice: ChoiceCaller, libraries: Sequence[ChoiceCaller], turns: _Turns) -> bool:
     """Whether it is faster than the libraries by enough: to be nearly as fast as the one that is
     would not be enough."""
-    return all(_loss(c, choice, turns)[0] > ADVANTAGE for c in libraries)
+    return all(turns.loss(c, choice)[0] > ADVANTAGE for c in libraries)
 
 
-def _settle(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> None:
-    """Set the times of choices from their turns."""
-    if turns and alive:
-        for choice, found in paired(alive, turns).items():
-            choice.timing, choice.final = found, True
-
-
-def _losses(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]
-            ) -> dict[ChoiceCaller, tuple[float, float]]:  # fmt: skip
-    """What part of its time each could save by being the fastest, and how uncertain that is."""
-    if not alive or not turns:
-        return {}
-    best = min(alive, key=lambda c: c.time.median_us)
-    found = {c: (0.0, 0.0) if c is best else _loss(c, best, turns) for c in alive}
-    # it may only seem to be the fastest
-    found[best] = 0.0, max((noise - loss for loss, noise in found.values()), default=0.0)
-    return found
-
-
-def _open(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> set[ChoiceCaller]:
+def _open(losses: Mapping[ChoiceCaller, tuple[float, float]]) -> set[ChoiceCaller]:
     """Those that more turns are needed of; none where it is clear who is preferred."""
-    losses = _losses(alive, turns)
     open_: set[ChoiceCaller] = set()
     for choice, (loss, noise) in losses.items():
         margin = noise if noise > SETTLED else 0.0
@@ -177,13 +245,6 @@ def _open(alive: Sequence[ChoiceCaller], turns: Sequence[Turn]) -> set[ChoiceCal
         | {c for c, (loss, noise) in losses.items() if loss < min(noise, ADVANTAGE)}
         | {c for c, (loss, _) in losses.items() if loss == 0}
     )
-
-
-def _loss(choice: ChoiceCaller, best: ChoiceCaller, turns: Sequence[Turn]) -> tuple[float, float]:
-    """What part of its time a choice could save, turn by turn, and how uncertain that is."""
-    ratio = _middle([turn[best] / max(turn[choice], 1e-9) for turn in turns])
-    sure = SURE * (1 + 6 / len(turns))  # of few turns the spread itself is uncertain
-    return 1 - ratio.median_us, sure * ratio.noise * ratio.median_us
 
 
 def _middle(parts: Sequence[float]) -> Timing:

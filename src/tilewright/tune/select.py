@@ -25,7 +25,15 @@ from tilewright.tune.choices import ChoiceCaller, Effort, Preprocessing, Saver, 
 from tilewright.tune.clock import Clock
 from tilewright.tune.failures import explained, is_a_rejection
 from tilewright.tune.records import Choice, Row
-from tilewright.tune.results import Source, Subject, Timing, Trial, Verdict, preferred
+from tilewright.tune.results import (
+    ADVANTAGE,
+    Source,
+    Subject,
+    Timing,
+    Trial,
+    Verdict,
+    preferred,
+)
 
 __all__ = [
     "AlgorithmSelectorCache", "Subject", "Timing", "Trial", "Verdict", "add_feedback_saver",
@@ -226,7 +234,8 @@ class _Tuning:
         times = {c.name: c.time for c in self.choices if c.samples or c.timing is not None}
         rejected = {c.name: c.reason for c in self.choices if c.reason}
         seconds = time.perf_counter() - self.began
-        verdict = Verdict(winner.trial, times, rejected, seconds, source, self.complete)
+        verdict = Verdict(winner.trial, times, rejected, seconds, source, self.complete,
+                          self._why(winner))  # fmt: skip
         if source in ("measured", "remembered"):
             tried = [c for c in self.choices if c.name in times or c.reason]
             told = {c: _milliseconds(c) for c in tried}
@@ -234,6 +243,20 @@ class _Tuning:
         display.logged(self.subject, verdict)
         self.shown.decided(verdict, self.choices)
         return verdict
+
+    def _why(self, winner: ChoiceCaller) -> str:
+        """Why it is taken, where another is shown to be faster by enough to matter."""
+        timed = [c for c in self.choices if c.time.samples and not c.reason]
+        best = min(timed, key=lambda c: c.time.median_us, default=winner)
+        if best.time.median_us >= (1 - ADVANTAGE) * winner.time.median_us:
+            return ""
+        if winner.remembered:
+            return "as decided when they were measured"
+        if not (winner.final and best.final):
+            return f"there was no time for it to meet {best.name}"
+        if winner.is_blurred:
+            return f"the machine was busy: {winner.name} was never timed undisturbed"
+        return f"{best.name} is not faster for certain: times are known to {winner.margin:.1%}"
 
     # ---- records
 
@@ -264,14 +287,17 @@ class _Tuning:
                 choice.timing, choice.remembered, choice.final = row.timing, True, row.final
 
     def missing(self, choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
-        """Those to measure: without a time, or with one that was interrupted and may yet win."""
+        """Those to measure: without a time, or with one that was interrupted and may yet win. Where
+        others use the machine, what comes anew meets who was the fastest."""
         timed = [c for c in choices if c.time.samples and not c.reason]
         best = min((c.time.median_us for c in timed), default=math.inf)
-        open_ = [c for c in timed if c.remembered and not c.final
+        anew = len(timed) < len(choices)
+        apart = anew and not self.clock.is_quiet
+        open_ = [c for c in timed if c.remembered and (apart or not c.final)
                  and c.time.median_us <= (race.FINAL + c.time.noise) * best]  # fmt: skip
-        if len(open_) > 1 or len(timed) < len(choices):
+        if len(open_) > 1 or anew:
             for choice in open_:
-                choice.remembered, choice.timing = False, None
+                choice.remembered, choice.timing, choice.earlier = False, None, choice.timing
         return [c for c in choices if not c.reason and not c.time.samples]
 
     def keep(self) -> None:
@@ -300,18 +326,28 @@ class _Tuning:
             hopeful = self._hopeful(order) if clock.is_quiet else order
             self._look(self._built(hopeful, all_first=not clock.is_quiet))
             tried = [c for c in order if c.samples and not c.reason]
-            library = 1.0 if clock.is_quiet else race.LIBRARY
-            fastest = race.halved(tried, self._take, self._late, library)
-            if not self._late():
-                finalists = self._levelled(self._verified(fastest))
-                race.finals([c for c in order if c in finalists], self._take, self._late,
-                            self.selector.patience if clock.is_quiet else race.NOISY)  # fmt: skip
+            self._finals(order, race.halved(tried, self._take, self._late, clock.is_quiet))
         finally:
             self.keep()
             for choice in order:
                 choice.bench = None
             self.shown.stopped()
         return {c: _milliseconds(c) for c in order}
+
+    def _finals(self, order: Sequence[ChoiceCaller], fastest: Sequence[ChoiceCaller]) -> None:
+        """Let the last few take turns; the times of the others are then expressed in theirs."""
+        if self._late():
+            return
+        quiet = self.clock.is_quiet
+        finalists = self._levelled(self._verified(fastest))
+        before = {c: c.time for c in order if c.samples and not c.reason}
+        race.finals([c for c in order if c in finalists], self._take, self._late,
+                    self.selector.patience if quiet else race.NOISY, quiet)  # fmt: skip
+        if not quiet or not any(c.final for c in finalists):
+            return
+        race.express([c for c in before if c not in finalists], before)
+        then = {c: c.earlier or c.time for c in self.choices if c.earlier or c.remembered}
+        race.express([c for c in then if c.remembered], then)
 
     def _hopeful(self, order: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
         """Look at those that need no compiler; then the others, but for what these outdo."""
@@ -334,7 +370,7 @@ class _Tuning:
         times = [c.time.median_us for c in self.choices if c.time.samples and not c.reason]
         best = min(times, default=math.inf)
         for choice in choices:
-            race.look(choice, best, self._take)
+            race.look(choice, best, self._take, self.clock.is_quiet)
             best = min(best, choice.time.median_us) if not choice.reason else best
             self.shown.tried(choice)
             if self._late() and math.isfinite(best):
@@ -478,9 +514,12 @@ class _Tuning:
             kind = "gpu" if self.subject.device.type == "cuda" else "cpu"
             self.selector.count(f"benchmarking.Benchmarker.benchmark_{kind}")
             remote = _remote(choice)
+            choice.is_quiet = self.clock.is_quiet
             choice.bench = (self.clock.bench(choice.trial.run, self.subject.sets)
                             if remote is None else child.Sampler(remote))  # fmt: skip
-        return choice.bench.sample()
+        us = choice.bench.sample()
+        choice.undisturbed = choice.bench.undisturbed
+        return us
 
     def _late(self) -> bool:
         return time.perf_counter() >= self.deadline
