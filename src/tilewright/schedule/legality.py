@@ -78,6 +78,8 @@ def is_alone(nest: Nest) -> str:
         return "it scatters"
     if any(loads(s.index) for s in nest.stores):
         return "it stores at gathered indices"
+    if any(v.src[0] is ix.ZERO for v in nest.loops):
+        return "it has no points"  # those of others must not become its own
     return "it scans" if is_fold(nest, "scan") else ""
 
 

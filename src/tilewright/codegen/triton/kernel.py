@@ -13,7 +13,7 @@ import torch
 
 from tilewright import config
 from tilewright.codegen.triton.configs import Config, configs, power
-from tilewright.codegen.triton.emit import RANDOM, Support, Writer
+from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.facts import (
     coarse,
     imports,
@@ -669,7 +669,7 @@ class Kernel:
         for m in members:
             for store in m.stores:
                 if scatters(m):
-                    write_scatter(self, store)
+                    write_scatter(self, store, self._walked(m))
                 else:
                     self._store(store)
 
@@ -679,11 +679,16 @@ class Kernel:
             self.w.operand(store.value), store.value.dtype, self.buffers[store.buffer].dtype
         )
 
-    def place(self, store: Store) -> tuple[str, Support]:
-        """The addresses a store goes to, and the part of the tile they are over."""
+    def _walked(self, nest: Nest) -> Support:
+        """The part of the tile that the points of a nest are."""
+        return frozenset(a for a in self.shape.axes if any(v in a.loops for v in nest.loops))
+
+    def place(self, store: Store, points: Support = NOWHERE) -> tuple[str, Support]:
+        """The addresses a store goes to, and the part of the tile they are over: all that changes
+        where it goes or what it is, and the points given."""
         w = self.w
         have = w.support(store.index)
-        want = w.covered(w.support(*store.exprs))
+        want = w.covered(points | w.support(*store.exprs))
         text = w.spread(w.index(store.index), have, want)
         text = (self.lean.place(store.index) if self.lean is not None else "") or text
         return f"{self.pointer(store.buffer)} + ({text})", have | want

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.codegen.triton.emit import NOWHERE, Support
 from tilewright.ir.program import Store
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ _NATIVE = {
 keep a NaN."""
 
 
-def write_scatter(k: Kernel, store: Store) -> None:
+def write_scatter(k: Kernel, store: Store, points: Support) -> None:
+    """The store of a nest that has these `points`: each of them counts, also where it is to the
+    same place and of the same value as others are."""
     w = k.w
     value = k.value(store)
     mask = [] if store.mask is None else [w.operand(store.mask)]
-    place, support = k.place(store)
+    place, support = k.place(store, NOWHERE if store.mode == "set" else points)
     k.written.add(store.buffer)
     where = w.mask(support, *mask)
     if store.mode == "set":
@@ -39,14 +42,13 @@ def write_scatter(k: Kernel, store: Store) -> None:
         masked = f", mask={where}" if where else ""
         w.line(f'tl.atomic_{store.mode}({place}, {value}{masked}, sem="relaxed")')
         return
-    _exchange(k, store, value, where or "True")
+    _exchange(k, store, value, where or "True", support)
 
 
-def _exchange(k: Kernel, store: Store, value: str, where: str) -> None:
+def _exchange(k: Kernel, store: Store, value: str, where: str, support: Support) -> None:
     """Read, combine and exchange until nobody came between."""
     w = k.w
     dtype = k.buffers[store.buffer].dtype
-    support = w.covered(w.support(*store.exprs))
     tile = w.shape(support)
     place = w.let(f"tl.broadcast_to({w.spread(w.index(store.index), support, support)}, {tile})")
     held = w.let(f"tl.broadcast_to({where}, {tile})" if where != "True"

@@ -474,7 +474,7 @@ def _tiles(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
     last = outer[-1]
     along = run_along(program, members, outer)
     largest = max(along.values(), default=0)
-    turned = [v for v in outer[:-1] if along.get(v, 0) * 8 >= largest
+    turned = [v for v in outer[:-1] if v in along and along[v] * 8 >= largest
               and hint(v.src[0]) >= SHORTEST_TILE]  # fmt: skip
     dynamic = any(ix.value_of(v.src[0]) is None for v in outer[1:])
     if hint(last.src[0]) < SHORTEST_TILE or not (turned or (dynamic and hint(last.src[0]) >= 64)):
