@@ -288,6 +288,20 @@ def test_mp_4_a_pool_of_unknown_size_waits_for_it() -> None:
 # ---- MP-10
 
 
+def test_a_result_nobody_reads_gives_no_memory() -> None:
+    """It may not be there: attention on a card returns nothing for some of its results."""
+    matrix = torch.randn(16, 16)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = torch.linalg.eigh(x)[0]
+        return values, torch.sin(x + values)
+
+    plan = plan_of(function, matrix @ matrix.t())
+    (call,) = [step.group.call for step in plan.steps if step.group.call is not None]
+    assert call.results[1] is not None, "the vectors, as large as the last result"
+    assert call.results[1] not in [old for step in plan.steps for _, old in step.reuse]
+
+
 def test_mp_10_dead_buffers_are_reused_and_live_slices_are_not() -> None:
     """MP-10"""
 

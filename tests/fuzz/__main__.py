@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.compile.as_cuda import as_cuda
 from tests.fuzz.check import blame, difference
 from tests.fuzz.generate import Program, generate
 from tests.fuzz.shrink import shrink
 
+CARD = "card"
+DEVICES = f"cpu, cuda, or {CARD}: kernels of a card in Triton's interpreter"
 SHARE = 40  # programs of one process
 SUMMARY = re.compile(r"(\d+) programs, (\d+) differ from eager")
 
@@ -45,15 +48,21 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200, help="how many programs to run")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
-    parser.add_argument("--device", default="cpu", help="where the programs run")
+    parser.add_argument("--device", default="cpu", help=DEVICES)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as generated")
     parser.add_argument("--keep-going", type=int, default=5, help="failures after which to stop")
     options = parser.parse_args()
     start = time.perf_counter()
     torch.set_num_threads(2 if options.jobs == 1 else 1)
-    torch.set_default_device(options.device)
-    done = alone(options) if options.jobs == 1 else shared(options)
+    if options.jobs > 1:
+        done = shared(options)
+    elif options.device == CARD:
+        with as_cuda():
+            done = alone(options)
+    else:
+        torch.set_default_device(options.device)
+        done = alone(options)
     print(f"{done.programs} programs, {done.failures} differ from eager,"
           f" {done.lost} processes died, {time.perf_counter() - start:.0f} s")  # fmt: skip
     return 1 if done.failures or done.lost else 0

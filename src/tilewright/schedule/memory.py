@@ -242,9 +242,12 @@ def _pass_on(program: Program, steps: Sequence[Step]) -> None:
             steps[since].free.remove(old)
             for between in range(since + 1, k):
                 live[between] += hint_bytes(program.buffers[b])
+        # a result nobody reads may not be there at all: attention on a card leaves some out
+        unread = () if step.group.call is None else step.group.call.results
         for b in step.free:
             buffer = program.buffers[b]
-            if buffer.kind == "temporary" and b not in shared and buffer.is_dense:
+            if (buffer.kind == "temporary" and b not in shared and b not in unread
+                    and buffer.is_dense):  # fmt: skip
                 idle.setdefault(_block(buffer), []).append((k, b))
 
 

@@ -50,7 +50,8 @@ def _exchange(k: Kernel, store: Store, value: str, where: str, support: Support)
     w = k.w
     dtype = k.buffers[store.buffer].dtype
     tile = w.shape(support)
-    place = w.let(f"tl.broadcast_to({w.spread(w.index(store.index), support, support)}, {tile})")
+    index = w.spread(w.index(store.index), w.support(store.index), support)
+    place = w.let(f"tl.broadcast_to({index}, {tile})")
     held = w.let(f"tl.broadcast_to({where}, {tile})" if where != "True"
                  else f"tl.full({tile}, 1, tl.int1)")  # fmt: skip
     given = w.let(f"tl.broadcast_to({value}, {tile})")

@@ -1,0 +1,67 @@
+"""Random programs as a card would run them, and those of them that came out wrong once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.compile.as_cuda import as_cuda
+from tests.fuzz.check import difference
+from tests.fuzz.generate import Input, Line, Program, generate
+
+
+def _program(inputs: tuple[Input, ...], *lines: tuple[str, tuple[int, ...]]) -> Program:
+    """All values but the inputs are results."""
+    made = tuple(Line(text, operands, exact=True) for text, operands in lines)
+    count = len(inputs) + len(lines)
+    return Program(inputs, made, tuple(range(len(inputs), count)), (True,) * count)
+
+
+_ROWS = Input((33, 1), torch.float32)
+_INTO_ONE = "torch.zeros_like({0}).index_add_(0, torch.zeros(17, dtype=torch.long), {0}[:17])"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            _program(
+                (Input((1, 31, 2), torch.float32),),
+                ("{0}[1:].add_(1)", (0,)),
+                ("{0} * 2", (0,)),
+            ),
+            id="nothing is changed where there is nothing",
+        ),
+        pytest.param(
+            _program((Input((65, 31), torch.float32),), ("(-{0})[1::2, 1::2]", (0,))),
+            id="no loop that memory runs along",
+        ),
+        pytest.param(
+            replace(
+                _program((Input(("A", "B"), torch.float32),), ("(-{0})[1::2, 1::2] * 2", (0,))),
+                sizes=({"A": 64, "B": 31}, {"A": 33, "B": 130}),
+                dynamic=True,
+            ),
+            id="no loop that memory runs along, of any size",
+        ),
+        *(
+            pytest.param(
+                _program((replace(_ROWS, dtype=dtype),), (_INTO_ONE, (0,))),
+                id=f"many of {dtype} are added to one",
+            )
+            for dtype in (torch.float32, torch.float64, torch.int64, torch.int16)
+        ),
+    ],
+)
+def test_found_before(program: Program) -> None:
+    with as_cuda():
+        assert difference(program) == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("seed", [0, 2, 4, 5])
+def test_random_programs(seed: int) -> None:
+    with as_cuda():
+        assert difference(generate(seed)) == "", f"seed {seed}"
