@@ -39,6 +39,16 @@ _INTO_ONE = "torch.zeros_like({0}).index_add_(0, torch.zeros(17, dtype=torch.lon
             id="no loop that memory runs along",
         ),
         pytest.param(
+            _program(
+                (Input((2, 1), torch.float64), Input((1, 1, 3), torch.int64)),
+                (
+                    "torch.scatter(torch.minimum({0}, {1} ^ {1}), 0, {1} * 0, 2).clone() + 1",
+                    (0, 1),
+                ),
+            ),
+            id="a row that is overwritten in part before it is read",
+        ),
+        pytest.param(
             replace(
                 _program((Input(("A", "B"), torch.float32),), ("(-{0})[1::2, 1::2] * 2", (0,))),
                 sizes=({"A": 64, "B": 31}, {"A": 33, "B": 130}),

@@ -14,6 +14,7 @@ from functools import cached_property
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.program import Nest, Program
+from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import accesses, all_loops
 from tilewright.schedule.loops import is_fold, rename, substitute_nest
@@ -412,6 +413,7 @@ def _cannot_hand_over(group: Group, shape: Shape) -> str:
     flat = shape.flat()
     axis_of = {m.name: axis for s, axis in flat.segments for m in s.members}
     makers = {(s.buffer, s.index): m for m in flat.members for s in m.stores}
+    stored: dict[str, list[Expr]] = {}  # where, by the members so far
     for m in flat.members:
         own = {s.buffer: s.index for s in m.stores}
         for node in loads(*m.exprs):
@@ -420,6 +422,9 @@ def _cannot_hand_over(group: Group, shape: Shape) -> str:
             maker = makers.get((node.arg, node.src[0]))
             if maker is None:
                 return f"{node.arg} is read at other places than it is made"
+            if any(not disjoint(other, node.src[0]) for other in stored.get(node.arg, ())
+                   if other is not node.src[0]):  # fmt: skip
+                return f"{node.arg} is made in parts that overlap"
             again = not shape.persistent and axis_of[maker.name] is not None and not maker.reduce
             if not again or maker is m:
                 continue
@@ -430,6 +435,8 @@ def _cannot_hand_over(group: Group, shape: Shape) -> str:
                 return f"{node.arg} cannot be computed twice"
         rewritten |= seen & m.writes
         seen |= m.reads | m.writes
+        for s in m.stores:
+            stored.setdefault(s.buffer, []).append(s.index)
     return ""
 
 
