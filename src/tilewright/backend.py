@@ -24,7 +24,7 @@ from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.partition import partitioner
 from tilewright.lower.table import family
 from tilewright.pipeline import Compiled, compile_graph, decide
-from tilewright.runtime import native, triton_build
+from tilewright.runtime import cxx, native, triton_build
 from tilewright.schedule.plan import Schedule
 
 Inputs = Sequence[Any]
@@ -74,7 +74,7 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
-    with config.patch(chosen), decompositions.keep_whole(), _undisturbed():
+    with _interruptible(), config.patch(chosen), decompositions.keep_whole(), _undisturbed():
         name = capture.key(gm, example_inputs) if compile_one is compile_graph else None
         entry = capture.find(name) if name is not None else None
         native.start()  # built beside all that follows, where it is not yet
@@ -93,7 +93,8 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
             recording: capture.Recording | None) -> Callable[..., Any]:  # fmt: skip
     def compiled(graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
         # outside the tracing modes: literals are folded with real tensors
-        with config.patch(chosen), _disable_current_modes(), _undisturbed():
+        with (_interruptible(), config.patch(chosen), _disable_current_modes(),
+              _undisturbed()):  # fmt: skip
             user_kernels.rename(graph.graph)
             if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
@@ -126,6 +127,17 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         with capture.watching(recording):
             function = aot(gm, example_inputs)
     return recording.returned(function, example_inputs)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Generator[None]:
+    """After Ctrl-C nothing more is built, and the user sees no more of the way to where it was than
+    there is above us."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        cxx.abandon()
+        raise KeyboardInterrupt(*stop.args) from None
 
 
 @contextlib.contextmanager

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import stat
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ import torch
 
 from tilewright import caches, config
 from tilewright.errors import BuildError, TilewrightError
-from tilewright.runtime import cxx, store
+from tilewright.runtime import compilers, cxx, store
 
 SCALE = """#include "tw.h"
 extern "C" void {name}(const float* __restrict x, float* __restrict o, int64_t n, double by) {{
@@ -277,6 +281,33 @@ def test_readers_see_whole_files_only() -> None:
             writer.join()
     assert all(data in contents for data in seen)
     assert [file.name for file in target.parent.iterdir()] == [target.name]
+
+
+def test_drafts_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """Those that nobody can still be writing, by the next one that writes there."""
+    old, new = tmp_path / ".a.so.1.0.tmp", tmp_path / ".b.so.2.0.tmp"
+    for draft in (old, new):
+        draft.write_bytes(b"half")
+    long_ago = time.time() - 2 * store.ABANDONED
+    os.utime(old, (long_ago, long_ago))
+    store.put_atomic(tmp_path / "c.bin", b"whole")
+    assert sorted(f.name for f in tmp_path.iterdir()) == [new.name, "c.bin"]
+
+
+def test_compilers_are_ended_and_started_again() -> None:
+    """An interrupt ends what is being built; what is asked for again is built then."""
+    sources = [cxx.CxxSource(f'extern "C" void kernel(long* out) {{ *out = {k}; }}', "kernel",
+                             ("ptr",)) for k in range(6)]  # fmt: skip
+    under_way = cxx.submit(sources)
+    cxx.abandon()
+    for future in under_way.futures:
+        with contextlib.suppress(CancelledError, compilers.Ended):
+            future.result(timeout=20)
+    assert any(f.cancelled() or f.exception() is not None for f in under_way.futures)
+    out = torch.zeros(1, dtype=torch.int64)
+    for k, kernel in enumerate(cxx.build(sources)):
+        kernel.function(out)
+        assert out.item() == k
 
 
 def test_a_failed_writer_leaves_nothing(cache: Path) -> None:

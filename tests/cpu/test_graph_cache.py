@@ -17,14 +17,14 @@ from tilewright.testing import fresh_cache
 SCRIPT = """
 import json, torch
 from tilewright import metrics
-from tilewright.runtime import cxx
+from tilewright.runtime import compilers
 
 started = []
-run = cxx.subprocess.run
+run = compilers.run
 def spy(command, *args, **kwargs):
     started.append(command)
     return run(command, *args, **kwargs)
-cxx.subprocess.run = spy
+compilers.run = spy
 
 def f(x, w):
     return (torch.nn.functional.layer_norm(x, (16,), w) * 2).sum(), x.gelu() if False else x.tanh()

@@ -99,7 +99,11 @@ def timed(folder: Path) -> int:
 def test_interrupted_while_timing(tmp_path: Path) -> None:
     run = program(tmp_path, "slow_9")
     run.until("at slow_9")
-    assert "KeyboardInterrupt" in run.interrupt(group=True)
+    said = run.interrupt(group=True)
+    last = said.splitlines()[-1]
+    assert last.startswith("KeyboardInterrupt: while mm 33x24x20 float32 was tuned:")
+    assert last.endswith("what was measured is kept, and the next run goes on from there")
+    assert "select.py" not in said, "nobody wants to read the whole way there"
     assert run.left() == []
     again = timed(tmp_path)
     assert 0 < again <= COUNT - 6, "what was measured is not measured again, but for who may win"
@@ -113,6 +117,7 @@ def test_interrupted_while_building(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in run.interrupt(group=False)
     assert run.left() == []
     assert time.monotonic() - begin < 60
+    assert not list(tmp_path.rglob("*.tmp")), "nor half a file"
 
 
 @pytest.mark.parametrize("seconds", ["0", "3"])

@@ -28,7 +28,7 @@ import torch
 
 from tilewright import caches, config
 from tilewright.errors import BuildError
-from tilewright.runtime import native, store
+from tilewright.runtime import compilers, native, store
 from tilewright.target import Target
 
 ArgKind = Literal["ptr", "int", "float"]
@@ -118,6 +118,12 @@ def submit(sources: Sequence[CxxSource]) -> Submitted:
     return Submitted(tuple(_workshop.kernel(source) for source in sources))
 
 
+def abandon() -> None:
+    """Build nothing of what is under way: the program was interrupted. What is asked for again is
+    built then."""
+    _workshop.abandon()
+
+
 def key_of(source: CxxSource) -> str:
     """What a kernel is kept under: of its source, the headers, the compiler and the flags."""
     return _Order.of(source).key
@@ -169,6 +175,14 @@ class _Workshop:
             if self._pool is not None:
                 self._pool.shutdown(wait=False)
             self._pool = None
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._kernels = {k: f for k, f in self._kernels.items() if f.done()}
+            if self._pool is not None and self._pid == os.getpid():
+                self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+        compilers.end()
 
 
 _workshop = _Workshop()
@@ -230,14 +244,7 @@ def _run(source: CxxSource, order: _Order, output: Path) -> None:
     command = (*order.command, "-x", "c++", "-", "-x", "none", "-o", str(output), *order.link)
     for attempt in (1, 2):
         try:
-            done = subprocess.run(
-                command,
-                input=source.text,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT,
-                check=False,
-            )
+            done = compilers.run(command, timeout=_TIMEOUT, text=source.text)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(
                 f"the C++ compiler could not build {source.name}: {error}",

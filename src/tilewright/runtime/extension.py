@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright import config, metrics
-from tilewright.runtime import store
+from tilewright.runtime import compilers, store
 
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 
@@ -40,9 +40,9 @@ def load(source: Path) -> Any:
     if not path.exists():
         command = [compiler, *FLAGS, f"-I{include}", "-x", "c++", str(source), "-o"]
         try:
-            store.put_atomic(path, lambda draft: subprocess.run(
-                [*command, str(draft)], check=True, capture_output=True, timeout=600))  # fmt: skip
-        except (subprocess.SubprocessError, OSError):
+            store.put_atomic(path, lambda draft: compilers.run(
+                [*command, str(draft)], timeout=600).check_returncode())  # fmt: skip
+        except (subprocess.SubprocessError, OSError, compilers.Ended):
             metrics.counters[source.stem]["the extension could not be built"] += 1
             return None
     name = f"tw_{source.stem}"

@@ -15,13 +15,17 @@ import itertools
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tilewright import config
 from tilewright.errors import TilewrightError
 
+ABANDONED = 86400.0  # seconds after which nobody is still writing a draft
+
 _serial = itertools.count()
+_tidied: set[Path] = set()
 
 
 def root() -> Path:
@@ -78,7 +82,19 @@ def put_atomic(target: Path, content: bytes | Callable[[Path], object]) -> Path:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+    _tidy(target.parent)
     return target
+
+
+def _tidy(folder: Path) -> None:
+    """Remove drafts of processes that were killed, the first time that one writes to a folder."""
+    if folder in _tidied:
+        return
+    _tidied.add(folder)
+    with contextlib.suppress(OSError):
+        for draft in folder.glob(".*.tmp"):
+            if time.time() - draft.stat().st_mtime > ABANDONED:
+                draft.unlink(missing_ok=True)
 
 
 def get(target: Path) -> bytes | None:

@@ -76,6 +76,9 @@ class AlgorithmSelectorCache:
         tuning = _Tuning(self, subject, [caller(t) for t in trials])
         try:
             return tuning.verdict()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"while {subject.title} was tuned: what was measured is kept, "
+                                    "and the next run goes on from there") from None  # fmt: skip
         finally:
             tuning.keep()
 

@@ -1,0 +1,55 @@
+"""Compilers that run for this process, so that an interrupt can end them all.
+
+Who waits for a compiler does so in a thread, and Python waits for its threads before it ends: after
+Ctrl-C it would otherwise go on to build all that was ordered.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Sequence
+
+_lock = threading.Lock()
+_running: set[subprocess.Popen[str]] = set()
+_ended = 0  # how often all of them were
+
+
+class Ended(Exception):
+    """The program was interrupted meanwhile."""
+
+
+def run(command: Sequence[str], *, timeout: float, text: str = ""
+        ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a compiler to its end with a text to read, and take what it says."""
+    with _lock:
+        before = _ended
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        _running.add(process)
+    with process:
+        try:
+            said, errors = process.communicate(text, timeout)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            with _lock:
+                _running.discard(process)
+    if process.returncode and before != _ended:
+        raise Ended
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
+
+
+def end() -> None:
+    """End all that run."""
+    global _ended
+    with _lock:
+        _ended += 1
+        for process in _running:
+            process.kill()
