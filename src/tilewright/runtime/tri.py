@@ -220,6 +220,16 @@ def online(m, s, v, axis: tl.constexpr):
 
 
 @jit
+def one(values):
+    """A number for each row as a column of them; of one row the number itself, which meets any tile
+    as it is laid out."""
+    if values.shape[0] == 1:
+        return tl.reduce(values, 0, add)
+    else:
+        return values[:, None]
+
+
+@jit
 def each(values, count: tl.constexpr):
     """Every value of a row so many times, one after the other."""
     x: tl.constexpr = values.shape[0]

@@ -154,7 +154,8 @@ def _rows(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """Whole rows, several of them where they are short; 16 elements per thread (H200: softmax of
     1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way)."""
     x = shape.parallel[0]
-    rows = [(a.block, power(a.size or 1)) for a in shape.inner]
+    rows = [(a.block, power(a.size // max(a.piece, 1) * max(a.piece, 1) if a.size else 1))
+            for a in shape.inner]  # fmt: skip
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
@@ -206,19 +207,17 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 127 us in
     blocks of 2048, 132 us of 4096, 155 us of 8192; of 50257 199, 207 and 300 us), eight where each
     has a place too (argmax of 32768 bfloat16 119 us, 187 us). Rows that are walked again should be
-    in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 485 us with 16
-    warps, 550 us with 8). With fewer rows than the card runs programs, each gets more threads, and
-    more loads if it walks again (group norm of 512 rows of 65536 bfloat16 43 us in blocks of 16384,
-    47 us of 4096). Rows that no cache keeps until then are fetched ahead (batch norm of 256 rows of
-    200704 bfloat16 79 us, 86 us)."""
+    in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 445 us with 32
+    warps, 497 us with 16, 605 us with 8). With fewer rows than the card runs programs, each gets
+    more threads, and more loads if it walks again (group norm of 512 rows of 65536 bfloat16 43 us
+    in blocks of 16384, 47 us of 4096). Rows that no cache keeps until then are fetched ahead (batch
+    norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
     x = shape.parallel[0]
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
-    leans = any(a.lean is not None for a in shape.inner)
     if shape.again and max(a.likely for a in shape.inner) <= MOST_KEPT // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
     elif shape.again:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
-        choices[:2] = choices[1::-1] if leans else choices[:2]
     if folds(shape, "argmin", "argmax"):
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:

@@ -122,6 +122,17 @@ class Writer:
         self.know(made, name)
         return made
 
+    @contextmanager
+    def elsewhere(self, axis: Axis, kept: dict[Expr, str]) -> Generator[None]:
+        """In another tile along an axis: what changes along it is not known there, but `kept` is,
+        and takes up what becomes known."""
+        scopes, wide = self._scopes, self._wide
+        common = {e: text for scope in scopes for e, text in scope.items()
+                  if axis not in self.support(e)}  # fmt: skip
+        self._scopes, self._wide = [common, kept], [{}]
+        yield
+        self._scopes, self._wide = scopes, wide
+
     # ---- shapes
 
     def support(self, *exprs: Expr) -> Support:
@@ -160,8 +171,11 @@ class Writer:
     def mask(self, support: Support, *conditions: str) -> str:
         """Where the tile is inside the axes, and the conditions hold; empty: everywhere."""
         names = sorted(support & self.masked, key=lambda a: a.name)
-        inside = [self.ends_of_rows.get(a, ("", f"{a.name}mask"))[1] for a in names]
-        return " & ".join([*inside, *conditions])
+        return " & ".join([*(self.inside(a) for a in names), *conditions])
+
+    def inside(self, axis: Axis) -> str:
+        """The mask of an axis in the tile at hand."""
+        return self.ends_of_rows.get(axis, ("", f"{axis.name}mask"))[1]
 
     def spread(self, text: str, have: Support, want: Support) -> str:
         """An index over a larger part of the tile, or over a part at all."""

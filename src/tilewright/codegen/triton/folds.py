@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,8 @@ class Fold:
         self.support = w.covered(w.support(*node.src) | (NOWHERE if axis is None else {axis}))
         self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
                              else self.dtype)  # fmt: skip
+        # where the ends of rows are, if these are a tile of their own
+        self.ends: Callable[[], AbstractContextManager[None]] | None = None
 
     def _tile(self) -> str:
         """The values of this block, neutral outside the row."""
@@ -58,7 +61,7 @@ class Fold:
 
     @property
     def _inside(self) -> str:
-        return "" if self.axis is None else f"{self.axis.name}mask"
+        return "" if self.axis is None else self.w.inside(self.axis)
 
     def _finish(self, folded: str) -> None:
         result = cast(folded, self.dtype, self.node.dtype)
@@ -66,9 +69,17 @@ class Fold:
 
     def whole(self) -> None:
         """The row is one block."""
+        self._finish(self._reduced(self._tile, self.combine))
+
+    def _reduced(self, tile: Callable[[], str], combine: str) -> str:
+        """A tile of the row as one number, and with it a tile of its ends if there is one."""
         w = self.w
-        tile = w.let(self._tile())
-        self._finish(w.let(f"tl.reduce({tile}, 1, {self.combine}, keep_dims=True)"))
+        if self.ends is None:
+            return w.let(f"tl.reduce({w.let(tile())}, 1, {combine}, keep_dims=True)")
+        made = [w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))")]
+        with self.ends():
+            made.append(w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))"))
+        return w.let(f"{combine}({', '.join(made)})")
 
     def begin(self) -> None:
         w = self.w
@@ -81,7 +92,23 @@ class Fold:
         if self.axis is None:
             self._finish(self.name)
         else:
-            self.taken(self.left())
+            self.taken(self._with_ends(self.left()))
+
+    def _with_ends(self, names: Sequence[str]) -> Sequence[str]:
+        """What is left of a row that was walked, and of its ends."""
+        if self.ends is None:
+            return names
+        with self.ends():
+            more = self.again([self.w.let(t) for t in self._tiles()], keep="")
+        made = [self.w.fresh() for _ in names]
+        rows = self.w.shape(self.support).strip("[]").split(", ")[0]
+        both = [f"tri.one({t})" for t in (*(f"tl.reshape({t}, [{rows}])" for t in names), *more)]
+        self.w.line(f"{', '.join(made)} = {self.combine}({', '.join(both)})")
+        return made
+
+    def _tiles(self) -> list[str]:
+        """Of every lane, what would be left of it alone."""
+        return [self._tile()]
 
     # what a program leaves of a row that it shares with others
 
@@ -129,21 +156,29 @@ class ArgFold(Fold):
         return [(TYPE[self.dtype], self.start), (index, _NO_PLACE[index])]
 
     def left(self) -> list[str]:
-        return self._extreme(self.name, f"{self.name}_at")
-
-    def _extreme(self, values: str, places: str) -> list[str]:
         """The extreme, then the first place that has it: two folds of one number take less than one
         of both."""
-        w, kind = self.w, COMBINE[self.kind.removeprefix("arg")]
-        top = w.let(f"tl.reduce({values}, 1, {kind}, keep_dims=True)")
-        there = f"tri.having({top}, {values}, {places}, {_NO_PLACE[w.index_type]})"
-        return [top, w.let(f"tl.reduce({there}, 1, tri.minimum, keep_dims=True)")]
+        top = self.w.let(f"tl.reduce({self.name}, 1, {self._extreme}, keep_dims=True)")
+        there = self._having(top, self.name, f"{self.name}_at")
+        return [top, self.w.let(f"tl.reduce({there}, 1, tri.minimum, keep_dims=True)")]
+
+    @property
+    def _extreme(self) -> str:
+        return COMBINE[self.kind.removeprefix("arg")]
+
+    def _having(self, top: str, values: str, places: str) -> str:
+        return f"tri.having({top}, {values}, {places}, {_NO_PLACE[self.w.index_type]})"
+
+    def _tiles(self) -> list[str]:
+        return [self._tile(), self._places()]
 
     def taken(self, names: Sequence[str]) -> None:
         self.w.know(self.node, self.w.let(f"{names[1]}.to(tl.int64)"))
 
     def whole(self) -> None:
-        self.taken(self._extreme(self.w.let(self._tile()), self.w.let(self._places())))
+        top = self._reduced(self._tile, self._extreme)
+        self.taken([top, self._reduced(
+            lambda: self._having(top, self._tile(), self._places()), "tri.minimum")])  # fmt: skip
 
     def _in_order(self) -> bool:
         """Whether later rounds of the loop have later places: the first of equals is kept then."""
@@ -168,7 +203,7 @@ class ArgFold(Fold):
         if self.axis is None:
             self.taken([self.name, f"{self.name}_at"])
         else:
-            self.taken(self.left())
+            super().end()
 
 
 @dataclass(frozen=True)
@@ -203,19 +238,26 @@ class WelfordFold(Fold):
 
     def whole(self) -> None:
         w = self.w
-        tile = w.let(self._tile())
-        total = f"tl.reduce({tile}, 1, tri.add, keep_dims=True)"
-        mean = w.let(f"{total} / {self._count()}")
-        away = w.let(f"{tile} - {mean}")
-        if self.masked:
-            away = w.let(f"tl.where({self._inside}, {away}, 0.0)")
-        self._give(mean, w.let(f"tl.reduce({away} * {away}, 1, tri.add, keep_dims=True)"))
+        mean = w.let(f"{self._reduced(self._tile, 'tri.add')} / {self._count()}")
+
+        def squares() -> str:
+            away = w.let(f"{self._tile()} - {mean}")
+            if self.masked:
+                away = w.let(f"tl.where({self._inside}, {away}, 0.0)")
+            return f"{away} * {away}"
+
+        self._give(mean, self._reduced(squares, "tri.add"))
+
+    def _tiles(self) -> list[str]:
+        kind = TYPE[self.dtype]
+        none = f"tl.full({self.w.shape(self.support)}, 0.0, {kind})"
+        return [self._tile(), none, f"{self._inside}.to({kind})"]
 
     def _count(self) -> str:
         """How many values a row has."""
         w = self.w
         assert self.axis is not None
-        if self.axis in w.ends:
+        if self.axis in w.ends and self.axis.lean is None:
             tile = f"tl.broadcast_to({self._inside}, {w.shape(self.support)})"
             return f"tl.reduce({tile}.to({TYPE[self.dtype]}), 1, tri.add, keep_dims=True)"
         count = w.spread(w.index(self.axis.extent), NOWHERE, NOWHERE)
@@ -268,7 +310,7 @@ class WelfordFold(Fold):
         if self.axis is None:
             self.taken(self._names)
         else:
-            self.taken(self._lanes_joined("tri.moments"))
+            self.taken(self._with_ends(self._lanes_joined("tri.moments")))
 
     @property
     def cells(self) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from tilewright import config
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
-from tilewright.codegen.triton.leaning import leaning, preferred
+from tilewright.codegen.triton.leaning import leaning
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.errors import CodegenError
@@ -39,7 +39,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
     if other is None or not measured:
-        form = preferred(program, group, shape, other)
+        form = leaning(program, group, shape)
         return Kernel(program, group, form, target, wide).generate(name)
     shape, other = (leaning(program, group, form) for form in (shape, other))
     held, walked = (shape, other) if shape.persistent else (other, shape)

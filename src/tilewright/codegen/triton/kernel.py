@@ -296,9 +296,9 @@ class Kernel:
             w.line(f"{axis.name}base = {self._lanes(axis)}")
             if self._draws and not self._is_narrowest(axis):
                 w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
-            if self.shape.persistent:
+            if self.shape.persistent and axis.lean is None:
                 self._enter(axis, f"{axis.name}base")
-            else:
+            elif not self.shape.persistent:
                 self._span(axis)
         if self.lean is not None:
             self.lean.begin()
@@ -403,6 +403,7 @@ class Kernel:
         w = self.w
         reducing = [m for m in segment.members if m.reduce]
         folds = {} if axis is None else folds_of(reducing, axis, w)
+        self._have_ends(axis, folds)
         scans = [] if axis is None else scans_of(segment.members, axis, w)
         for m in segment.members:
             if m.name in self.accumulated:
@@ -416,6 +417,14 @@ class Kernel:
                 if scan.node in set(walk(*m.exprs)):
                     scan.step(carried=False)
             self.stores([m])
+            if self.lean is not None and self.lean.axis is axis and not m.reduce:
+                self.lean.store_ends([m])
+
+    def _have_ends(self, axis: Axis | None, folds: Mapping[Expr, Fold]) -> None:
+        if self.lean is None or self.lean.axis is not axis:
+            return
+        for fold in folds.values():
+            fold.ends = self.lean.ends
 
     def _looped(self, segment: Segment, axis: Axis, pairs: Sequence[Pair]) -> None:
         w = self.w
@@ -427,13 +436,15 @@ class Kernel:
         for pair in pairs:
             fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair.largest, axis))
             folds[pair.largest] = self.online[pair.total] = fold
+        self._have_ends(axis, folds)
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
             item.begin()
         self._hoist(segment, axis)
         if self.lean is not None and self.lean.axis is axis:
-            self.lean.walk(segment, self._is_back(segment, axis), lambda: self._steps(
+            self.lean.walk(self._is_back(segment, axis), lambda: self._steps(
                 segment, folds, scans))  # fmt: skip
+            self.lean.store_ends(segment.members)
         else:
             back = self._is_back(segment, axis)
             place = self._round(axis, back)
@@ -581,12 +592,9 @@ class Kernel:
             masked = f", tl.reshape({mask}, [{block}]), other=0" if mask else ""
             place = f"tl.reshape({place}, [{block}])"
             return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
+        if self.lean is not None:
+            place = self.lean.place(node.src[0]) or place
         masked = f", {mask}, other=0" if mask else ""
-        if self.lean is not None and (stepped := self.lean.place(node.src[0])):
-            place = stepped
-            pieces = self.lean.pieces(support, node.dtype.itemsize)
-            if pieces and not conditions:
-                masked = f", {pieces}, other=0"
         return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{policy})"
 
     def _common(self, node: Expr, support: Support) -> Axis | None:

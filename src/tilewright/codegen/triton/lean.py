@@ -1,24 +1,21 @@
-"""Rows that begin anywhere in memory, walked from sixteen bytes to sixteen bytes.
+"""Rows that begin anywhere in memory, moved sixteen bytes at once.
 
 Of a row of an odd length no thread can load neighbours at once: most rows begin between two places
-of sixteen bytes. The lanes of an axis that leans begin at the last such place before its row.
-Pieces of sixteen bytes that hold something of the row are loaded at once: they are memory as a
-whole, and what is not of the row is not used. Those that are whole in the row are stored at once;
-what is left of a result at the two ends of its row is stored by a tile of two pieces. Blocks that
-hold an end of the row have a loop of their own: all others need no masks.
+of sixteen bytes. The lanes of an axis that leans begin at such a place, and pieces of sixteen bytes
+that are whole in the row are loaded and stored at once. What is left at the two ends of a row is a
+tile of two pieces, which is folded and stored beside: its values stay while the row is walked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.emit import Support
 from tilewright.codegen.triton.shape import Axis
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars
+from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
-from tilewright.schedule.segments import Segment
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.kernel import Kernel
@@ -31,8 +28,8 @@ class Lean:
         assert axis.lean is not None
         self.kernel, self.w, self.axis = kernel, kernel.w, axis
         self.start = axis.lean
-        self._stepping = True  # whether lanes follow each other in memory
-        self._folding = False  # whether a block with an end of the row is folded
+        self._at_ends = False
+        self._kept: dict[Expr, str] = {}  # what is known at the ends of rows
         self.w.ends[axis] = self.w.support(axis.lean)
 
     @classmethod
@@ -41,8 +38,8 @@ class Lean:
         return None if axis is None else cls(kernel, axis)
 
     def begin(self) -> None:
-        """Where lanes begin, the row in them, and the whole pieces of that."""
-        a, n = self.axis.name, self.axis.piece
+        """Where lanes begin, the whole pieces of the row in them, and its ends."""
+        a, n, block = self.axis.name, self.axis.piece, self.axis.block
         w = self.w
         w.line(f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}")
         w.line(f"{a}start = {a}place // {n} * {n}")
@@ -51,14 +48,23 @@ class Lean:
         w.line(f"{a}tail = ({a}slide + {a}numel) // {n} * {n}")
         if self.axis in self.kernel.shape.parallel:
             w.line(f"{a}lane = {a}base")
-            w.line(f"{a}index = {a}lane - {a}slide")
-            w.line(f"{a}mask = ({a}lane >= {a}head) & ({a}lane < {a}tail)")
-            w.know(self.axis.var, f"{a}index")
+            self._enter(f"({a}lane >= {a}head) & ({a}lane < {a}tail)")
+            return
+        self._edges()
+        self._fetch()
+        if self.kernel.shape.persistent:
+            w.line(f"{a}lane = {a}head + {a}base")
+            self._enter(f"{a}lane < {a}tail")
         else:
-            block = self.axis.block
-            w.line(f"{a}over = ({a}slide + {a}numel + {n - 1}) // {n} * {n}")
-            w.line(f"{a}full = {a}numel // {block}")
-            w.line(f"{a}all = ({a}numel + {n - 1} + {block} - 1) // {block}")
+            w.line(f"{a}full = tl.maximum({a}numel - {n - 1}, 0) // {n} * {n} // {block}")
+            w.line(f"{a}all = ({a}numel // {n} * {n} + {block} - 1) // {block}")
+
+    def _enter(self, mask: str) -> None:
+        a = self.axis.name
+        self.w.line(f"{a}index = {a}lane - {a}slide")
+        if mask:
+            self.w.line(f"{a}mask = {mask}")
+        self.w.know(self.axis.var, f"{a}index")
 
     # ---- memory
 
@@ -71,81 +77,81 @@ class Lean:
 
     def place(self, index: Expr) -> str:
         """An index as text that shows what it is a multiple of; nothing where it is none."""
-        if not self._stepping or not self.steps(index):
+        if self._at_ends or not self.steps(index):
             return ""
         a = self.axis.name
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
         more = "" if apart is ix.ZERO else f" + {self.w.index(apart)}"
         return f"{a}start + {a}lane{more}"
 
-    def pieces(self, support: Support, size: int) -> str:
-        """The mask of a load of elements of a size in a block that holds an end of the row; empty:
-        that of the row. A piece of more than sixteen bytes may not be memory as a whole."""
-        if not self._folding or size * self.axis.piece > 16:
-            return ""
-        rest = self.w.mask(support - {self.axis})
-        return f"{self.axis.name}some" + (f" & {rest}" if rest else "")
-
     # ---- loops
 
-    def walk(self, segment: Segment, back: bool, round_: Callable[[], None]) -> None:
-        """A loop over the blocks inside the row, and one over those with its ends."""
+    def walk(self, back: bool, round_: Callable[[], None]) -> None:
+        """A loop over the blocks of whole pieces, and one over what may be beyond these."""
         w, a = self.w, self.axis.name
-        folds = any(m.reduce for m in segment.members)
-        self._tile([m for m in segment.members if not m.reduce])
 
         def inside() -> None:
-            with w.block(f"for {a}offset in {self.kernel.loop(f'1, {a}full')}"):
-                self._lanes(f"({a}full - {a}offset)" if back else f"{a}offset")
+            with w.block(f"for {a}offset in {self.kernel.loop(f'0, {a}full')}"):
+                self._lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
                 w.masked.discard(self.axis)
                 round_()
                 w.masked.add(self.axis)
 
-        def ends() -> None:
-            with w.block(f"for {a}offset in range({a}full + 1 // ({a}full + 1), {a}all + 1)"):
-                self._lanes(f"({a}offset % {a}all)")
-                whole = f"({a}lane >= {a}head) & ({a}lane < {a}tail)"
-                if folds:
-                    w.line(f"{a}some = {a}lane < {a}over")
-                    w.line(f"{a}mask = ({a}index >= 0) & ({a}index < {a}numel)")
-                else:
-                    w.line(f"{a}mask = {whole}")
-                self._folding = folds
+        def beyond() -> None:
+            with w.block(f"for {a}offset in range({a}full, {a}all)"):
+                self._lanes(f"{a}offset", f"{a}lane < {a}tail")
                 round_()
-                self._folding = False
 
-        for loop in (ends, inside) if back else (inside, ends):
+        for loop in (beyond, inside) if back else (inside, beyond):
             loop()
 
-    def _lanes(self, round_: str) -> None:
+    def _lanes(self, round_: str, mask: str) -> None:
         a = self.axis.name
-        self.w.line(f"{a}lane = {round_} * {self.axis.block} + {a}base")
-        self.w.line(f"{a}index = {a}lane - {a}slide")
-        self.w.know(self.axis.var, f"{a}index")
+        self.w.line(f"{a}lane = {a}head + {round_} * {self.axis.block} + {a}base")
+        self._enter(mask)
 
     # ---- the ends of rows
 
-    def tile(self) -> None:
-        """What the program with a row's first block stores at both its ends."""
-        with self.w.block(f"if {self.axis.name}block == 0"):
-            self._tile([m for s, _ in self.kernel.shape.segments for m in s.members])
-
-    def _tile(self, members: list[Nest]) -> None:
+    def _edges(self) -> None:
+        """Places in the row of what is not in whole pieces, before them and after them."""
         w, a, n = self.w, self.axis.name, self.axis.piece
-        if all(m.writes <= self.kernel.local for m in members):
-            return
         where = ", ".join(":" if d == self.axis.dim else "None" for d in range(w.rank))
         w.line(f"{a}two = tl.arange(0, {2 * n})[{where}]")
         w.line(f"{a}at = tl.where({a}two < {n}, {a}two, {a}tail - {a}slide + {a}two - {n})")
         w.line(f"{a}edge = (({a}two < {n}) == ({a}at < {a}head - {a}slide)) & ({a}at < {a}numel)")
-        with w.apart():
+
+    @contextmanager
+    def ends(self) -> Generator[None]:
+        """In the tile of the ends of rows."""
+        w, a = self.w, self.axis.name
+        with w.elsewhere(self.axis, self._kept):
             w.know(self.axis.var, f"{a}at")
-            w.ends_of_rows[self.axis] = f"{2 * n}", f"{a}edge"
-            self._stepping = False
-            for m in members:
-                self.kernel.stores([m])
-            self._stepping = True
+            w.ends_of_rows[self.axis] = f"{2 * self.axis.piece}", f"{a}edge"
+            self._at_ends = True
+            yield
+            self._at_ends = False
             del w.ends_of_rows[self.axis]
+
+    def _fetch(self) -> None:
+        """What is loaded of the ends is under way before the rows are."""
+        members = self.kernel.shape.members
+        made = frozenset[str]().union(*(m.writes for m in members))
+        with self.ends():
+            for node in loads(*(e for m in members for e in m.exprs)):
+                waits = any(n.op in ("reduce", "scan") or n.arg in made for n in walk(node))
+                if self.axis.var in free_vars(node.src[0]) and not waits:
+                    self.w.operand(node)
+
+    def store_ends(self, members: Sequence[Nest]) -> None:
+        with self.ends():
+            self.kernel.stores([m for m in members if not m.reduce])
+
+    def tile(self) -> None:
+        """What the program with a row's first block stores at both its ends."""
+        with self.w.block(f"if {self.axis.name}block == 0"):
+            self._edges()
+            self.store_ends([m for s, _ in self.kernel.shape.segments for m in s.members])
+        self._kept.clear()
 
 
 __all__ = ["Lean"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.codegen.triton.emit import RANDOM
-from tilewright.codegen.triton.online import joined, passes
 from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, syms
@@ -18,20 +17,9 @@ SHORTEST = 2048  # elements of a row for which its ends do not matter
 WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
 
 
-def preferred(program: Program, group: Group, shape: Shape, other: Shape | None) -> Shape:
-    """A form of a kernel, or the other one, which walks rows instead of holding them: that takes no
-    more passes over memory of a softmax, and of a single pass."""
-    walked = None if other is None or other.persistent else other
-    if walked is not None and _is_as_good(walked, group):
-        found = leaning(program, group, walked)
-        if found is not walked:
-            return found
-    return leaning(program, group, shape)
-
-
 def leaning(program: Program, group: Group, shape: Shape) -> Shape:
     """The shape with an axis that leans, where that lets most of what it moves move at once."""
-    axis = None if shape.persistent and shape.inner else _last(shape)
+    axis = _last(shape)
     if axis is None or axis.likely < SHORTEST:
         return shape
     guide = _guide(program, group, shape.flat(), axis)
@@ -41,11 +29,6 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
     return replace(
         shape, parallel=tuple(new if a is axis else a for a in shape.parallel),
         segments=[(s, new if a is axis else a) for s, a in shape.segments])  # fmt: skip
-
-
-def _is_as_good(shape: Shape, group: Group) -> bool:
-    flat = shape.flat()
-    return len(passes(flat, group.local)) == 1 or bool(joined(flat, group.local))
 
 
 def _last(shape: Shape) -> Axis | None:

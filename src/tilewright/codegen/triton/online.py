@@ -123,6 +123,9 @@ class OnlineFold(Fold):
     def cells(self) -> list[tuple[str, str]]:
         return [("tl.float32", self.start), ("tl.float32", "0.0")]
 
+    def _tiles(self) -> list[str]:
+        return [self._tile(), f"{self._inside}.to(tl.float32)"]
+
     def left(self) -> list[str]:
         return self.again([self.name, f"{self.name}_s"])
 
