@@ -39,6 +39,18 @@ _INTO_ONE = "torch.zeros_like({0}).index_add_(0, torch.zeros(17, dtype=torch.lon
             id="no loop that memory runs along",
         ),
         pytest.param(
+            replace(
+                _program(
+                    (Input((2, 2, "A"), torch.float32, "expanded"),),
+                    ("F.log_softmax(F.softplus({0}), 0)", (0,)),
+                ),
+                sizes=({"A": 3}, {"A": 17}),
+                dynamic=True,
+                exact=(True, False),
+            ),
+            id="a sum of equals counts them",
+        ),
+        pytest.param(
             _program(
                 (Input((2, 1), torch.float64), Input((1, 1, 3), torch.int64)),
                 (

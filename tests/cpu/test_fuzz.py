@@ -146,6 +146,30 @@ _ROTATED = ("(lambda n: torch.cat((-n[..., n.shape[-1] // 2 :], n[..., : n.shape
             id="a part of a changed argument that is one of several",
         ),
         pytest.param(
+            replace(
+                _program(
+                    (Input(("B", "A"), torch.float64, "transposed"),),
+                    (("{0}.chunk(2, 0)[-1].clamp_(-1, 1).flatten(-2, -1)", (0,)),),
+                    (1,),
+                ),
+                sizes=({"A": 17, "B": 2}, {"A": 7, "B": 31}),
+                dynamic=True,
+            ),
+            id="a changed row that is all of its part",
+        ),
+        pytest.param(
+            replace(
+                _program(
+                    (Input(("B", "A"), torch.float32),),
+                    (("{0} * {0}.unfold(1, 3, 3).amax(-1)", (0,)),),
+                    (1,),
+                ),
+                sizes=({"A": 5, "B": 3},),
+                dynamic=True,
+            ),
+            id="a computed size that is one",
+        ),
+        pytest.param(
             _program(
                 (_MATRIX,),
                 (

@@ -8,7 +8,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings
+from torch.fx.experimental.symbolic_shapes import (
+    CallMethodKey,
+    resolve_unbacked_bindings,
+    statically_known_true,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -47,6 +51,8 @@ class Sizes:
 
     def try_index(self, value: torch.SymInt) -> Expr | None:
         node = value.node
+        if not node.expr.is_Symbol and node.hint == 1 and statically_known_true(value == 1):
+            return ix.ONE  # by a guard: dimensions of one are broadcast, and are no part of a view
         return self._convert(node.expr, node.shape_env)
 
     def tuple(self, values: Any) -> tuple[Expr, ...]:

@@ -708,8 +708,13 @@ class Kernel:
             value = w.let(value)
         if store.buffer in self.rewritten:
             w.forget(store.buffer)
-        for node in self._loads_of(store):
-            w.know(node, value)
+        known = self._loads_of(store)
+        have, want = w.support(store.value), w.support(store.index)
+        read = value
+        if known and not want <= have:  # what folds it counts its elements
+            read = w.let(f"tl.broadcast_to({value}, {w.shape(want | have)})")
+        for node in known:
+            w.know(node, read)
         if store.buffer in self.local:
             return
         self.written.add(store.buffer)
