@@ -121,6 +121,7 @@ def test_norms(name: str) -> None:
         orders = (0, 1, 2, 3, 0.5, -1, inf, -inf)
         return [
             *(torch.linalg.vector_norm(t, p, d) for p in orders for d in (None, 1, (0, 2))),
+            torch.linalg.vector_norm(t[..., :1], dim=-1), torch.linalg.vector_norm(t, dim=(-1, 0)),
             torch.norm(t), torch.norm(t, 1, 0), torch.dist(t, t.flip(0), 1.5), t[0].trace(),
             torch.linalg.vector_norm(t, dtype=torch.float64),
         ]  # fmt: skip

@@ -88,12 +88,21 @@ def _cropped(x: torch.Tensor, pad: list[Any], value: Any = 0) -> Any:
     return x.clone()
 
 
+def _norm_along(x: torch.Tensor, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """A dimension of one counted from the end is kept by the shape function (torch 2.11, 2.12)."""
+    if not x.dim() or not isinstance(dim, (list, tuple)) or all(d >= 0 for d in dim):
+        return NotImplemented
+    counted = [d % x.dim() for d in dim]
+    return aten.linalg_vector_norm.default(x, ord, counted, *args, **kwargs)
+
+
 def _is_crop(pad: Any) -> bool:
     return not free_unbacked_symbols(pad) and bool(pad <= 0)
 
 
 OWN: dict[Any, Callable[..., Any]] = {
     aten.constant_pad_nd.default: _cropped,
+    aten.linalg_vector_norm.default: _norm_along,
     aten.multi_margin_loss.default: _loss_of_one_sample(aten.multi_margin_loss.default, 3),
     aten.multilabel_margin_loss_forward.default: _loss_of_one_sample(
         aten.multilabel_margin_loss_forward.default, 0
