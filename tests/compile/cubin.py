@@ -70,7 +70,8 @@ def build(kernel: TritonKernel, target: str = "sm_90", config: int = 0) -> Compi
     capability = int(target.removeprefix("sm_"))
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options={"num_warps": chosen.num_warps,
-                                   "num_stages": chosen.num_stages})  # fmt: skip
+                                   "num_stages": chosen.num_stages,
+                                   "enable_fp_fusion": kernel.joins})  # fmt: skip
     return Compiled(
         kernel, made.asm["ptx"], made.metadata.shared, facts(made.asm["cubin"], kernel.name).stack
     )

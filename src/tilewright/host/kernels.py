@@ -18,7 +18,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import syms
 from tilewright.ir.program import Buffer, Program
 from tilewright.runtime.cxx import ArgKind, CxxSource
-from tilewright.runtime.triton_build import FLOATS, Sample, TritonConfig, TritonSource
+from tilewright.runtime.triton_build import FLOATS, FUSED, Sample, TritonConfig, TritonSource
 from tilewright.schedule.group import Group
 from tilewright.target import Target
 
@@ -75,6 +75,7 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
     grid, *beside = (tuple((number(extent), block) for extent, block in grid)
                      for grid in (kernel.grid, *kernel.beside))  # fmt: skip
     extents = [extent for grid in (kernel.grid, *kernel.beside) for extent, _ in grid]
+    at_once = kernel.counters and not kernel.in_turn
     return TritonSource(
         kernel.text,
         kernel.name,
@@ -90,9 +91,9 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
         device=device,
         shrinks=not kernel.counters,
         options=(
-            *FLOATS,
+            *(FUSED if kernel.joins else FLOATS),
             *((("launch_pdl", True),) if kernel.early else ()),
-            *((("launch_cooperative_grid", True),) if kernel.counters else ()),
+            *((("launch_cooperative_grid", True),) if at_once else ()),
         ),
     )
 

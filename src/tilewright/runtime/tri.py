@@ -20,7 +20,7 @@ import triton.language as tl
 INTERPRETED = __name__.endswith("interpreted")
 
 if INTERPRETED:
-    from tilewright.runtime.interpret import libdevice, meet, nothing, product_a, product_c
+    from tilewright.runtime.interpret import libdevice, meet, nothing, product_a, product_c, rounded
     from tilewright.runtime.interpret import plain as jit
 
     gdc_wait = gdc_launch_dependents = nothing
@@ -38,6 +38,15 @@ else:
         while tl.atomic_add(counter, 0, sem="acquire") < until:
             pass
         tl.debug_barrier()
+
+    @jit
+    def rounded(x):
+        """Through bfloat16 and back, two at a time."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16;"
+            " and.b32 $1, t, 0xffff0000; }",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
 
     # Both halves of a product by one instruction (H200: dropout of 16384x4096 bfloat16 70 us, 76 us
     # by two).
@@ -239,6 +248,15 @@ def each(values, count: tl.constexpr):
 
 
 # ---- rows that several programs share
+
+
+@jit
+def ticket(counter, total):
+    """A program's number, in the order they begin; the last leaves zero."""
+    mine = tl.atomic_add(counter, 1, sem="relaxed")
+    if mine == total - 1:
+        tl.atomic_xchg(counter, 0, sem="relaxed")
+    return mine
 
 
 @jit

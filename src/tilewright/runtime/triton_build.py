@@ -33,6 +33,7 @@ from tilewright.runtime.cubin import facts
 WORKER = Path(__file__).parent / "triton_worker.py"
 SPILLED = 64  # bytes of stack per thread that cost less than a smaller configuration would
 FLOATS = (("enable_fp_fusion", False),)  # a product and a sum round one after the other
+FUSED = (("enable_fp_fusion", True),)
 _TIMEOUT = 300.0  # seconds for one kernel; a hanging compiler costs only that kernel
 
 

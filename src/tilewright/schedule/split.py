@@ -26,6 +26,7 @@ from tilewright.schedule.mixed import (
     chunks,
     dependents,
     folds_over,
+    in_turn,
     shared,
     shortest_chunk,
     starved,
@@ -97,7 +98,8 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
         return [replace(group, shared=count)]
     loops = starved(fit, target)
     if not loops:
-        return [group]
+        count = in_turn(fit, target)
+        return [replace(group, shared=count, in_turn=True) if count > 1 else group]
     members = group.members
     if dependents(members):
         members = computed_again(program, members, private & group.writes)

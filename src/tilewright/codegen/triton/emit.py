@@ -49,6 +49,7 @@ class Writer:
         self.starts: dict[Axis, str] = {}  # the first point of the block at hand
         self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
+        self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
@@ -244,6 +245,8 @@ class Writer:
             return node.src[:1]
         if drawn := _compared(node):
             return drawn.src
+        if self._is_rounding(node):
+            return node.src[0].src
         if node.op in ("load", "index"):
             place = node.src[node.op == "index"]
             rest = node.src[1:] if node.op == "load" else node.src[:1]
@@ -298,6 +301,8 @@ class Writer:
             return block
         if (drawn := _compared(node)) and (block := self._drawn_at_once(drawn, node.src[1].arg)):
             return block
+        if self._is_rounding(node):
+            return f"tri.rounded({self.operand(node.src[0].src[0])})"
         if node in self.coarse:
             return self.coarse[node].format(*(self.operand(s) for s in self._needs(node)))
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
@@ -310,6 +315,14 @@ class Writer:
             else:
                 operands.append(self.operand(s))
         return OPS[node.op](node, *operands)
+
+    def _is_rounding(self, node: Expr) -> bool:
+        """Whether it takes a tile of floats through bfloat16: two at a time, where one at a time
+        would go through the unit for exponentials and the like."""
+        inner = node.src[0] if node.op == "cast" and node.dtype == torch.float32 else node
+        return (inner is not node and inner.op == "cast" and inner.dtype == torch.bfloat16
+                and inner.src[0].dtype == torch.float32
+                and bool(self.pairs & self.support(node)))  # fmt: skip
 
     def _drawn_at_once(self, node: Expr, limit: float | None = None) -> str:
         """Random numbers along the last axis they change along, if their places follow each other

@@ -39,13 +39,11 @@ def coarse(exprs: Sequence[Expr], results: set[torch.dtype],
            made: Mapping[str, Expr] | None = None) -> dict[Expr, str]:  # fmt: skip
     """The text of operations that need not be exact, as all results are rounded to sixteen bits or
     less. `made` are the values of the buffers the kernel makes."""
-    if not all(d.is_floating_point and d.itemsize <= 2 for d in results):
+    if not _are_narrow(results):
         return {}
     made = made or {}
     nodes = list(walk(*exprs))
-    steps = [n for n in nodes if n.op in STEPS
-             or (n.op == "cast" and not n.dtype.is_floating_point)]  # fmt: skip
-    exact = {s for n in steps for s in n.src}
+    exact = {s for n in nodes if _is_step(n) for s in n.src}
     found = {n: COARSE[n.op] for n in nodes
              if n.op in COARSE and n.dtype == torch.float32 and n not in exact}  # fmt: skip
     alone = {s for n in nodes if not _adds_one(n) for s in n.src} | {*made.values(), *exprs}
@@ -57,6 +55,20 @@ def coarse(exprs: Sequence[Expr], results: set[torch.dtype],
         elif n.op == "div" and _is_power_of_minus(n.src[1], n.src[0]):
             found[n] = SILU
     return found
+
+
+def joins(exprs: Sequence[Expr], results: set[torch.dtype]) -> bool:
+    """Whether products and sums may be rounded as one: nobody can see it in the results (H200:
+    group norm of 512 rows of 65536 bfloat16 43.8 us, 44.8 us)."""
+    return _are_narrow(results) and not any(_is_step(n) for n in walk(*exprs))
+
+
+def _are_narrow(results: set[torch.dtype]) -> bool:
+    return all(d.is_floating_point and d.itemsize <= 2 for d in results)
+
+
+def _is_step(e: Expr) -> bool:
+    return e.op in STEPS or (e.op == "cast" and not e.dtype.is_floating_point)
 
 
 def imports(lines: Sequence[str]) -> list[str]:

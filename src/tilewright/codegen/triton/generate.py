@@ -27,8 +27,11 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
              wide: bool = False) -> TritonKernel:  # fmt: skip
     """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
     parts: list[tuple[Group, Shape]] = []
-    for part in group.kernels:
-        shape = shape_of(program, part)
+    for whole in group.kernels:
+        part, shape = whole, shape_of(program, whole)
+        if isinstance(shape, str) and part.in_turn:  # then each row has a program of its own
+            part = replace(part, shared=0, in_turn=False)
+            shape = shape_of(program, part)
         if isinstance(shape, str):
             raise CodegenError(f"no Triton kernel for this group: {shape}")
         shape.again = len(passes(shape.flat(), part.local)) > 1

@@ -17,6 +17,7 @@ from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.facts import (
     coarse,
     imports,
+    joins,
     meeting,
     narrow,
     positions,
@@ -48,6 +49,7 @@ from tilewright.target import Target
 BAD_INDEX = 1
 IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
 WORKSPACE, COUNTERS = "workspace", "counters"
+PIECE = 64  # elements of a row that no two programs share
 LANES = 16  # rows of a block across which each has its own mean and deviations
 
 
@@ -85,8 +87,10 @@ class TritonKernel:
     checked: bool
     assume: tuple[Expr, ...] = ()
     early: bool = False  # may be started before the kernel before it has ended
+    joins: bool = False  # products and sums may be rounded as one
     workspace: int = 0  # float32 elements
     counters: int = 0  # int32 elements, zero before and after; its programs wait for each other
+    in_turn: bool = False  # in the order they begin; else all of them have to run at once
     beside: tuple[tuple[tuple[Expr, str], ...], ...] = ()
 
     def programs(self, sizes: dict[str, int], config: Config | None = None) -> int:
@@ -124,13 +128,16 @@ class Kernel:
         self.lean = Lean.of(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
-        self.w.coarse = coarse([e for m in shape.members for e in m.exprs],
-                               {self.buffers[b].dtype for m in shape.members for b in m.writes
-                                if b not in self.local},
-                               {s.buffer: s.value for m in shape.members
-                                for s in m.stores})  # fmt: skip
-        self.w.valued = valued([e for m in shape.members for e in m.exprs],
-                               [s for m in shape.members for s in m.stores])  # fmt: skip
+        exprs = [e for m in shape.members for e in m.exprs]
+        results = {self.buffers[b].dtype for m in shape.members for b in m.writes
+                   if b not in self.local}  # fmt: skip
+        if target.capability >= (8, 0):
+            self.w.pairs = {a for a in shape.axes
+                            if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
+        self.w.coarse = coarse(exprs, results, {s.buffer: s.value for m in shape.members
+                                                for s in m.stores})  # fmt: skip
+        self.joins = joins(exprs, results)
+        self.w.valued = valued(exprs, [s for m in shape.members for s in m.stores])
         if not shape.persistent:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
                              for a in shape.inner if a.lean is None}  # fmt: skip
@@ -162,6 +169,8 @@ class Kernel:
     def _is_full(self, axis: Axis) -> bool:
         """Whether every block of every configuration is inside the axis."""
         size = axis.size if axis.lean is None else None
+        if size and self.shape.in_turn and axis in self.shape.inner:
+            size = size // self.shape.shared if size % (PIECE * self.shape.shared) == 0 else None
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
 
     @property
@@ -237,9 +246,10 @@ class Kernel:
             grid.append((ix.as_index(self.shape.shared), "1"))
         rows = self.shape.parallel[0].size or 0
         return TritonKernel(text, full, params, tuple(grid), self.configs[0], self.configs,
-                            self.checked, tuple(self.assume or ()), self.early,
+                            self.checked, tuple(self.assume or ()), self.early, self.joins,
                             2 * self.cells * rows * self.shape.shared,
-                            rows if self.meetings else 0)  # fmt: skip
+                            rows + self.shape.in_turn if self.meetings else 0,
+                            self.shape.in_turn)  # fmt: skip
 
     def params(self) -> tuple[Param, ...]:
         found: list[Param] = []
@@ -267,7 +277,11 @@ class Kernel:
         if self.early:
             w.line("tri.begin()")
         wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
-        w.line(f"pid = {self.first}{wide}")
+        first = self.first
+        if self.shape.in_turn:
+            rows = self.shape.parallel[0].size or 0
+            first = f"tri.ticket({COUNTERS} + {rows}, {rows * self.shape.shared})"
+        w.line(f"pid = {first}{wide}")
         if self.shape.shared:
             w.line(f"part = pid % {self.shape.shared}")
             w.line(f"pid = pid // {self.shape.shared}")
@@ -304,14 +318,16 @@ class Kernel:
             self.lean.begin()
 
     def _span(self, axis: Axis) -> None:
-        """From where to where this program walks a row: all of it, or whole blocks."""
+        """From where to where this program walks a row: all of it, or whole blocks; in turn, as
+        much as the others."""
         w, a, count = self.w, axis.name, self.shape.shared
         if not count:
             w.line(f"{a}first, {a}last = 0, {a}numel")
             return
-        blocks = f"({a}numel + {count} * {axis.block} - 1) // ({count} * {axis.block})"
-        w.line(f"{a}first = part * ({blocks} * {axis.block})")
-        w.line(f"{a}last = tl.minimum({a}first + {blocks} * {axis.block}, {a}numel)")
+        step = str(PIECE) if self.shape.in_turn else axis.block
+        each = f"({a}numel + {count} * {step} - 1) // ({count} * {step}) * {step}"
+        w.line(f"{a}first = part * ({each})")
+        w.line(f"{a}last = tl.minimum({a}first + {each}, {a}numel)")
 
     def _lanes(self, axis: Axis) -> str:
         where = ", ".join(":" if d == axis.dim else "None" for d in range(self.shape.rank))
@@ -323,7 +339,9 @@ class Kernel:
             self.w.know(axis.var, place)
         if axis in self.w.masked:
             sooner = [f"(({self.w.index(e)}) < 0)" for e in self._ends.get(axis, ())]
-            inside = " & ".join([f"({place} < {axis.name}numel)", *sooner])
+            partly = self.shape.in_turn and axis in self.shape.inner
+            end = f"{axis.name}last" if partly else f"{axis.name}numel"
+            inside = " & ".join([f"({place} < {end})", *sooner])
             self.w.line(f"{axis.name}mask = {inside}")
 
     # ---- segments
@@ -522,13 +540,16 @@ class Kernel:
         a, block = axis.name, axis.block
         masked = axis in self.w.masked
         whole = f"{a}first, {a}last, {block}"
-        if not masked or axis in self._ends or self.shape.shared or self.shape.across:
+        apart = self.shape.shared and not self.shape.in_turn
+        if not masked or axis in self._ends or apart or self.shape.across:
             return [(whole, masked)]
+        length = f"({a}last - {a}first)"
         if not back:
-            self.w.line(f"{a}full = {a}numel // {block} * {block}")
-            return [(f"0, {a}full, {block}", False), (f"{a}full, {a}numel, {block}", True)]
-        self.w.line(f"{a}rest = ({a}numel % {block} + {block} - 1) // {block} * {block}")
-        return [(f"0, {a}rest, {block}", True), (f"{a}rest, {a}numel, {block}", False)]
+            self.w.line(f"{a}full = {a}first + {length} // {block} * {block}")
+            return [(f"{a}first, {a}full, {block}", False), (f"{a}full, {a}last, {block}", True)]
+        rest = f"({length} % {block} + {block} - 1) // {block} * {block}"
+        self.w.line(f"{a}rest = {a}first + {rest}")
+        return [(f"{a}first, {a}rest, {block}", True), (f"{a}rest, {a}last, {block}", False)]
 
     def _is_back(self, segment: Segment, axis: Axis) -> bool:
         """Whether the next loop over an axis runs back."""

@@ -18,6 +18,7 @@ from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import accesses, all_loops
 from tilewright.schedule.loops import is_fold, rename, substitute_nest
+from tilewright.schedule.mixed import LONGEST_CACHED
 from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
 from tilewright.schedule.sizes import hint, hint_product
 
@@ -26,7 +27,6 @@ LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as f
 NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
 SHORTEST_COLUMN = 64  # rows below which columns are folded at once
 SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
-LONGEST_CACHED = 1 << 17  # elements of rows that a card's cache keeps, one for each program
 SHORTEST_ROW = 64  # elements worth looking up where they are once
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
@@ -88,6 +88,7 @@ class Shape:
     looked_up: bool = False  # of the axes of a tile, the outer ones say which rows are read
     again: bool = False  # rows are walked more than once
     shared: int = 0  # programs that walk each row together
+    in_turn: bool = False  # these are more than run at once
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
@@ -165,7 +166,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
                   ragged=ragged, members=members)  # fmt: skip
     shape.across = _runs_across(program, shape)
-    shape.shared = group.shared
+    shape.shared, shape.in_turn = group.shared, group.in_turn
     shape.persistent = not group.shared and _fits(shape)
     shape.ahead = _may_run_ahead(group, shape)
     if group.serial and not shape.persistent:

@@ -1,0 +1,138 @@
+"""Long rows that are walked twice, by several programs each, row after row; and what is rounded two
+at a time, or not between a product and a sum."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile import cubin
+from tests.compile.as_cuda import CARD, _lower, as_cuda
+from tests.compile.cubin import build
+from tilewright import config
+from tilewright.codegen.triton.kernel import TritonKernel
+from tilewright.schedule import mixed
+from tilewright.target import Target
+from tilewright.testing import run_and_get_code
+
+SMALL = "sm_86"  # a card of 72 processors with a cache of 6 MiB
+ROWS = 73
+
+
+def batch_norm(x: Tensor) -> Tensor:
+    return F.relu(F.batch_norm(x, None, None, training=True))
+
+
+def for_card(fn: Callable[..., Any], *args: Tensor, arch: str = "sm_90") -> list[TritonKernel]:
+    with mock.patch.object(cubin, "lower", _lower), config.patch({"cuda.arch": arch}):
+        return cubin.kernels_of(fn, *args, target=arch)
+
+
+# ---- programs in turn
+
+WALKED: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+    "pieces": (batch_norm, torch.randn(3, ROWS, 3710).bfloat16()),
+    "odd rows": (lambda x: torch.softmax(x, -1), torch.randn(ROWS, 5503)),
+}
+
+
+@pytest.mark.parametrize("name", WALKED)
+def test_programs_of_a_row_walk_it_together(name: str) -> None:
+    """If they are called twice, it is with the same counters: the first call leaves them zero."""
+    fn, x = WALKED[name]
+    with mock.patch.object(mixed, "LONGEST_CACHED", 1 << 12), as_cuda(SMALL):
+        compiled = torch.compile(fn, backend="tilewright")
+        found, code = run_and_get_code(compiled, x)
+        again = compiled(x) if name == "odd rows" else found
+    text = "\n".join(code)
+    assert f"pid = tri.ticket(counters + {ROWS}, {2 * ROWS})\n    part = pid % 2\n" in text
+    assert text.count("tri.meet(") == 1
+    rough = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.double(), fn(x.double()), rtol=rough, atol=rough)
+    assert torch.equal(found, again)
+
+
+def test_parts_of_a_row_are_alike() -> None:
+    """Of 200704 elements eight programs have 25088 each, not whole blocks of them."""
+    (kernel,) = for_card(batch_norm, torch.empty(64, 256, 56, 56, dtype=torch.bfloat16))
+    assert kernel.in_turn
+    assert kernel.counters == 256 + 1
+    assert kernel.programs({}) == 8 * 256
+    assert "rfirst = part * ((rnumel + 8 * 64 - 1) // (8 * 64) * 64)" in kernel.text
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert made.spills == 0
+
+
+ALONE: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
+    "rows that stay in cache": (lambda x: torch.softmax(x, -1), (512, 65536)),
+    "rows that are read once": (lambda x: x.float().sum(-1), (512, 1 << 18)),
+    "few rows": (lambda x: torch.softmax(x, -1), (100, 1 << 18)),
+    "rows beyond all programs": (lambda x: torch.softmax(x, -1), (256, 1 << 21)),
+    "columns": (lambda x: torch.softmax(x, 0), (1 << 18, 16384)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_other_rows_have_a_program_of_their_own(name: str) -> None:
+    fn, shape = ALONE[name]
+    for kernel in for_card(fn, torch.empty(shape, dtype=torch.bfloat16, device="meta")):
+        assert not kernel.in_turn and not kernel.counters
+
+
+def test_more_of_the_cache_takes_fewer_programs() -> None:
+    with config.patch({"cuda.arch": "sm_90"}):
+        plain = Target.of(CARD)
+    large = Target("sm_90", l2=60 << 20)
+    x = torch.empty(64, 256, 56, 56, dtype=torch.bfloat16)
+    with mock.patch.object(Target, "of", return_value=large):
+        (kernel,) = for_card(batch_norm, x)
+    assert plain.l2 < large.l2
+    assert kernel.programs({}) == 4 * 256
+
+
+# ---- rounding
+
+
+def group_norm(x: Tensor) -> Tensor:
+    return F.silu(F.group_norm(x, 32))
+
+
+def test_values_are_rounded_two_at_a_time() -> None:
+    """What eager would have stored as bfloat16 between two operators."""
+    (kernel,) = for_card(group_norm, torch.empty(16, 512, 64, 64, dtype=torch.bfloat16))
+    assert kernel.text.count("tri.rounded(") == 1
+    ptx = build(kernel).ptx
+    assert "cvt.rn.bf16x2.f32" in ptx
+    assert not re.search(r"cvt\.rn\.bf16\.f32", ptx)
+
+
+def test_one_value_is_rounded_alone() -> None:
+    """A tile of one number has no pairs."""
+    fn = lambda x: (x.float().sum(-1).bfloat16().float() + 1).bfloat16()  # noqa: E731
+    for kernel in for_card(fn, torch.empty(4, 1 << 15, dtype=torch.bfloat16)):
+        assert "tri.rounded(" not in kernel.text
+        build(kernel)
+
+
+@pytest.mark.parametrize(("fn", "dtype", "joins"), [
+    (group_norm, torch.bfloat16, True),
+    (group_norm, torch.float16, True),
+    (group_norm, torch.float32, False),
+    (lambda x: torch.floor(x * 3.3 + 0.7), torch.bfloat16, False),
+    (lambda x: (x * 3.3 + 0.7) > 0, torch.bfloat16, False),
+])  # fmt: skip
+def test_products_and_sums_are_joined_where_nobody_sees_it(
+    fn: Callable[[Tensor], Any], dtype: torch.dtype, joins: bool
+) -> None:
+    kernels = for_card(fn, torch.empty(16, 512, 8, 8, dtype=dtype))
+    assert [kernel.joins for kernel in kernels] == [joins] * len(kernels)
+    fused = re.search(r"fma\.rn", build(kernels[-1]).ptx)
+    assert fused or not joins
