@@ -164,7 +164,7 @@ def test_a_scatter_that_meets_nowhere() -> None:
 
 
 @pytest.mark.parametrize(("count", "rows", "padding"), [
-    (99, 40, None), (200, 5, 3), (3, 40, None), (64, 1, None)
+    (99, 40, None), (200, 5, 3), (3, 40, None), (64, 1, None), (1500, 700, 5)
 ])  # fmt: skip
 def test_gradients_of_a_table_gather_their_rows(count: int, rows: int, padding: int | None) -> None:
     """Runs of every length: none, a few, and more than are added at once."""
@@ -174,7 +174,7 @@ def test_gradients_of_a_table_gather_their_rows(count: int, rows: int, padding: 
                        tolerance={"rtol": 1e-4, "atol": 1e-4})  # fmt: skip
 
 
-@pytest.mark.parametrize(("count", "rows", "width", "dtype", "sorts"), [
+@pytest.mark.parametrize(("count", "rows", "width", "dtype", "gathers"), [
     (32768, 32000, 2048, torch.bfloat16, True),
     (8192, 128256, 4096, torch.bfloat16, True),
     (32768, 32000, 2048, torch.float32, True),
@@ -182,16 +182,16 @@ def test_gradients_of_a_table_gather_their_rows(count: int, rows: int, padding: 
     (65536, 1000, 512, torch.bfloat16, False),  # long runs
     (4096, 30000, 64, torch.bfloat16, False),
 ])  # fmt: skip
-def test_which_tables_are_worth_sorting_for(count: int, rows: int, width: int, dtype: torch.dtype,
-                                            sorts: bool) -> None:  # fmt: skip
+def test_which_tables_gather_their_gradients(count: int, rows: int, width: int, dtype: torch.dtype,
+                                            gathers: bool) -> None:  # fmt: skip
     size = (ix.as_index(count), ix.as_index(width))
-    for device, wanted in (("cuda", sorts), ("cpu", False)):
+    for device, wanted in (("cuda", gathers), ("cpu", False)):
         values = Tensor(size, dtype, torch.device(device), const(0, dtype))
         assert rows_of.worthwhile(values, ix.as_index(rows)) == wanted
 
 
 def test_gradients_of_rows_that_a_table_does_not_have() -> None:
-    """The keys that are sorted are short: what they would be cut to is not taken for a row."""
+    """The keys that are kept are short: what they would be cut to is not taken for a row."""
 
     def f(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.embedding_dense_backward(grad, ids, 40, -1, False)

@@ -31,7 +31,7 @@ def op(name: str, *src: Expr, arg: Any = None) -> Expr:
         return simpler
     if name in _FOLDABLE and all(s.op == "const" for s in src):
         return _fold(name, dtype, src)
-    return make(name, dtype, src, None if row.result != "arg" else arg)
+    return make(name, dtype, src, arg if row.result in ("arg", "index") else None)
 
 
 def _fold(name: str, dtype: torch.dtype, src: tuple[Expr, ...]) -> Expr:
@@ -157,7 +157,7 @@ def guard(value: Expr, mask: Expr) -> Expr:
             return load(node.arg, node.dtype, src[0], inner)
         if node.op == "index":  # a position that is not used must not fail its check either
             size = src[1] if known_lt(0, src[1]) else where(mask, src[1], const(1))
-            return op("index", where(mask, src[0], const(0)), size)
+            return op("index", where(mask, src[0], const(0)), size, arg=node.arg)
         if node.op in _TRAPPING and not _is_float(node.dtype):
             return op(node.op, src[0], where(mask, src[1], const(1, node.dtype)))
         return None

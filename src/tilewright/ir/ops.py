@@ -122,6 +122,7 @@ TABLE: dict[str, Op] = _rows(
     Op("randint", 4, philox.randint, result="arg", cost=30),
 )  # fmt: skip
 
+SURE = "sure"  # of an index: it needs no check
 INDEX_OPS = ("iadd", "imul", "ifloordiv", "imod", "imin", "imax")
 
 

@@ -14,6 +14,7 @@ import torch
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, const
+from tilewright.ir.ops import SURE
 from tilewright.ir.program import Store
 from tilewright.lower.context import Lowering
 from tilewright.lower.promote import Operand, operand, promoted
@@ -42,6 +43,11 @@ Place = Callable[[Expr, Expr], Expr]  # (an element of an index tensor, size) ->
 def checked(i: Expr, size: Expr) -> Expr:
     """A position that must lie inside the dimension."""
     return build.op("index", build.cast(i, INDEX), size)
+
+
+def sure(i: Expr, size: Expr) -> Expr:
+    """A position that was made here, or has been checked."""
+    return build.op("index", build.cast(i, INDEX), size, arg=SURE)
 
 
 def checked_wrapped(i: Expr, size: Expr) -> Expr:

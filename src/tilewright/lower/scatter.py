@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.fx
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
@@ -311,9 +310,7 @@ def _embedding_dense_backward(ctx: Lowering, grad: Tensor, indices: Tensor, rows
     if not scale_by_freq and rows_of.worthwhile(flat, height):
         keys = reshape(indices, (indices.numel,))
         ignored = ix.as_index(padding) if ignores else None
-        assert ctx.node is not None
-        like = cast(torch.fx.Node, ctx.node.args[1]).meta["val"]
-        return rows_of.summed(ctx, flat, keys, like, height, ignored)
+        return rows_of.summed(ctx, flat, keys, height, ignored)
     points = Points(grad.size, position, (lambda *i: keep.at(i[:count])) if ignores else None)
     if not scale_by_freq:
         return scattered(ctx, into, points, lambda *i: grad.at(i), "add")

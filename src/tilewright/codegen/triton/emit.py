@@ -26,7 +26,7 @@ from tilewright.codegen.triton.text import (
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, loads, var, walk
-from tilewright.ir.ops import INDEX_OPS
+from tilewright.ir.ops import INDEX_OPS, SURE
 
 Support = frozenset[Axis]
 NOWHERE: Support = frozenset()
@@ -371,6 +371,8 @@ class Writer:
 
     def _checked(self, node: Expr) -> str:
         place, size = self.operand(node.src[0]), self.index(node.src[1])
+        if node.arg == SURE:
+            return self.let(f"{place}.to({self.index_type})")
         ok = self.let(f"({place} >= 0) & ({place} < {size})")
         self._check(f"({ok} == 0)", node)
         return self.let(f"tl.where({ok}, {place}, 0).to({self.index_type})")
