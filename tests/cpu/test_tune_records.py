@@ -139,6 +139,16 @@ def test_threads_share_the_connection():
     assert len(records.measured(subject())) == 8
 
 
+def test_half_a_line_costs_no_other() -> None:
+    records.write_log({"k": 1})
+    with records.log_path().open("a") as log:
+        log.write('{"k": 2, "ti')
+    records.write_log({"k": 3})
+    first, half, last = records.log_path().read_text().splitlines()
+    assert (json.loads(first)["k"], json.loads(last)["k"]) == (1, 3)
+    assert half == '{"k": 2, "ti'
+
+
 def test_the_log_is_bounded(monkeypatch):
     monkeypatch.setattr(records, "LOG_BYTES", 2000)
     for k in range(100):

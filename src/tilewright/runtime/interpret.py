@@ -106,13 +106,9 @@ def rounded(x: Any) -> Any:
     return x.to(tl.bfloat16).to(tl.float32)
 
 
-def product_a(a: Any) -> tuple[Any, Any]:
+def product(a: Any, by: int) -> tuple[Any, Any]:
     """Both halves of what one instruction gives on a card."""
-    return a * 0xD2511F53, tl.umulhi(a, 0xD2511F53)
-
-
-def product_c(a: Any) -> tuple[Any, Any]:
-    return a * 0xCD9E8D57, tl.umulhi(a, 0xCD9E8D57)
+    return a * by, tl.umulhi(a, by)
 
 
 class _Maths:
@@ -408,8 +404,7 @@ __all__ = [
     "meet",
     "nothing",
     "plain",
-    "product_a",
-    "product_c",
+    "product",
     "repaired",
     "users",
 ]

@@ -276,9 +276,13 @@ def write_log(entry: Mapping[str, Any]) -> None:
     try:
         if path.exists() and path.stat().st_size + len(line) > LOG_BYTES:
             os.replace(path, path.with_name(path.name + ".1"))
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(handle, line)
+            end = os.fstat(handle).st_size
+            torn = (
+                end > 0 and os.pread(handle, 1, end - 1) != b"\n"
+            )  # by who was killed, or a full disk
+            os.write(handle, b"\n" + line if torn else line)
         finally:
             os.close(handle)
     except OSError as error:

@@ -95,27 +95,40 @@ TW_INLINE int64_t parts(int64_t size, int64_t part) { return (size + part - 1) /
 TW_INLINE int64_t rounded_up(int64_t size, int64_t unit) { return parts(size, unit) * unit; }
 
 // ------------------------------------------------------------------------------------------ tiles
+// What a tile multiplies, and how: a step of K is one element of each row of P and of each column of
+// Q, or for other instructions several (`tw_pairs.h`).
+template <class S, class E>
+struct OneByOne {
+    using T = typename S::T;
+    typedef typename lanes<T, S::LANES>::type V;
+    static constexpr int64_t STEPS = 1;
+
+    TW_INLINE static V row(const T* p) { return splat<V>(*p); }
+    TW_INLINE static V columns(const E* q) { return fetch<V>(q); }
+    TW_INLINE static void add(V& sum, V a, V b) { madd(sum, a, b); }
+};
+
 // One step of k: the sums of a tile, ROWS elements of P, VECS vectors of Q.
-template <class S, class V, class T, class E>
+template <class S, class How, class V, class T, class E>
 TW_INLINE void tile_step(V (&sum)[S::ROWS][S::VECS], const T* p, int64_t p_stride, const E* q) {
-    V b[S::VECS];
+    decltype(How::columns(q)) b[S::VECS];
 #pragma GCC unroll 32
-    for (int v = 0; v < S::VECS; ++v) b[v] = fetch<V>(q + v * S::LANES);
+    for (int v = 0; v < S::VECS; ++v) b[v] = How::columns(q + How::STEPS * v * S::LANES);
 #pragma GCC unroll 32
     for (int r = 0; r < S::ROWS; ++r) {
-        const V a = splat<V>(p[r * p_stride]);
+        const auto a = How::row(p + r * p_stride);
 #pragma GCC unroll 32
-        for (int v = 0; v < S::VECS; ++v) madd(sum[r][v], a, b[v]);
+        for (int v = 0; v < S::VECS; ++v) How::add(sum[r][v], a, b[v]);
     }
 }
 
-// out[ROWS][VECS * LANES] (+)= p[ROWS][kc] * q[kc][VECS * LANES]
-template <class S, class E>
-__attribute__((noinline)) void tile(typename S::T* out, int64_t out_stride, const typename S::T* p,
-                                    int64_t p_stride, const E* q, int64_t q_stride, int64_t kc,
-                                    bool first) {
-    using T = typename S::T;
-    typedef typename lanes<T, S::LANES>::type V;
+// out[ROWS][VECS * LANES] (+)= p[ROWS][kc] * q[kc][VECS * LANES], a row of q holding all of a step
+template <class S, class How, int UNROLLED, class T, class E>
+__attribute__((noinline)) void tile_by(typename S::T* out, int64_t out_stride, const T* p,
+                                       int64_t p_stride, const E* q, int64_t q_stride, int64_t kc,
+                                       bool first) {
+    typedef typename lanes<typename S::T, S::LANES>::type V;
+    constexpr int64_t STEPS = How::STEPS;
     V sum[S::ROWS][S::VECS];
 #pragma GCC unroll 32
     for (int r = 0; r < S::ROWS; ++r)
@@ -123,13 +136,14 @@ __attribute__((noinline)) void tile(typename S::T* out, int64_t out_stride, cons
         for (int v = 0; v < S::VECS; ++v)
             sum[r][v] = first ? V{} : *(const V*)(out + r * out_stride + v * S::LANES);
     int64_t k = 0;
-    for (; k + UNROLL <= kc; k += UNROLL) {
+    for (; k + UNROLLED * STEPS <= kc; k += UNROLLED * STEPS) {
 #pragma GCC unroll 32
-        for (int u = 0; u < UNROLL; ++u) tile_step<S>(sum, p + k + u, p_stride, q + u * q_stride);
-        q += UNROLL * q_stride;
+        for (int u = 0; u < UNROLLED; ++u)
+            tile_step<S, How>(sum, p + k + u * STEPS, p_stride, q + u * q_stride);
+        q += UNROLLED * q_stride;
     }
-    for (; k < kc; ++k) {
-        tile_step<S>(sum, p + k, p_stride, q);
+    for (; k < kc; k += STEPS) {
+        tile_step<S, How>(sum, p + k, p_stride, q);
         q += q_stride;
     }
 #pragma GCC unroll 32
@@ -137,6 +151,12 @@ __attribute__((noinline)) void tile(typename S::T* out, int64_t out_stride, cons
 #pragma GCC unroll 32
         for (int v = 0; v < S::VECS; ++v)
             *(V*)(out + r * out_stride + v * S::LANES) = sum[r][v];
+}
+
+template <class S, class E>
+TW_INLINE void tile(typename S::T* out, int64_t out_stride, const typename S::T* p, int64_t p_stride,
+                    const E* q, int64_t q_stride, int64_t kc, bool first) {
+    tile_by<S, OneByOne<S, E>, UNROLL>(out, out_stride, p, p_stride, q, q_stride, kc, first);
 }
 
 // The lanes of a vector added up, halves first.

@@ -27,37 +27,18 @@ TW_INLINE void dot_pairs(V& sum, W a, W b) {
     sum += bit_cast<V>(a & 0xffff0000u) * bit_cast<V>(b & 0xffff0000u);
 }
 
-// out[ROWS][VECS * LANES] (+)= p[ROWS][kc] * q[kc / 2][VECS * LANES][2]
+// Of a tile, two steps of K at once.
 template <class S>
-__attribute__((noinline)) void pairs_tile(float* out, int64_t out_stride, const bf16* p,
-                                          int64_t p_stride, const bf16* q, int64_t kc, bool first) {
+struct TwoByTwo {
     typedef typename lanes<float, S::LANES>::type V;
     typedef typename lanes<uint32_t, S::LANES>::type W;
     typedef uint32_t pair __attribute__((may_alias));
-    V sum[S::ROWS][S::VECS];
-#pragma GCC unroll 32
-    for (int r = 0; r < S::ROWS; ++r)
-#pragma GCC unroll 32
-        for (int v = 0; v < S::VECS; ++v)
-            sum[r][v] = first ? V{} : *(const V*)(out + r * out_stride + v * S::LANES);
-    for (int64_t k = 0; k < kc; k += 2) {
-        W b[S::VECS];
-#pragma GCC unroll 32
-        for (int v = 0; v < S::VECS; ++v) b[v] = *(const W*)(q + 2 * v * S::LANES);
-#pragma GCC unroll 32
-        for (int r = 0; r < S::ROWS; ++r) {
-            const W a = splat<W>(*(const pair*)(p + r * p_stride + k));
-#pragma GCC unroll 32
-            for (int v = 0; v < S::VECS; ++v) dot_pairs(sum[r][v], a, b[v]);
-        }
-        q += 2 * S::VECS * S::LANES;
-    }
-#pragma GCC unroll 32
-    for (int r = 0; r < S::ROWS; ++r)
-#pragma GCC unroll 32
-        for (int v = 0; v < S::VECS; ++v)
-            *(V*)(out + r * out_stride + v * S::LANES) = sum[r][v];
-}
+    static constexpr int64_t STEPS = 2;
+
+    TW_INLINE static W row(const bf16* p) { return splat<W>(*(const pair*)p); }
+    TW_INLINE static W columns(const bf16* q) { return *(const W*)q; }
+    TW_INLINE static void add(V& sum, W a, W b) { dot_pairs(sum, a, b); }
+};
 
 // ------------------------------------------------------------------------------------------- tiles
 constexpr int64_t SIDE = 16;  // rows of a tile, of 64 bytes each
@@ -271,7 +252,8 @@ struct Pairs : Loops<S> {
                         if constexpr (S::UNIT == TILES)
                             tiles_tile(tiles, out, STRIDE, p_own + p * KC, KC, panel, whole, first);
                         else
-                            pairs_tile<S>(out, STRIDE, p_own + p * KC, KC, panel, whole, first);
+                            tile_by<S, TwoByTwo<S>, 1>(out, STRIDE, p_own + p * KC, KC, panel, 2 * WIDTH,
+                                                       whole, first);
                     }
             }
         this->finish(batch, p0, rows, q0, cols, sums, sums + Base::SUMS + PC * KC / 2);
