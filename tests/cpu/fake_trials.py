@@ -27,7 +27,7 @@ class Fake:
     key: str = ""
     noise: float = 0.0
     base: float = 0.0  # microseconds before the machine is disturbed
-    disturbed: bool = False  # whether others have the machine
+    disturbed: float = 0.0  # microseconds that others may have made a sample longer by
     wrong: str = ""
     build: Exception | None = None
     crash: BaseException | None = None
@@ -100,13 +100,14 @@ class FakeClock:
 class _FakeBench:
     def __init__(self, clock: FakeClock, trial: Fake) -> None:
         self.clock, self.trial = clock, trial
-        self.undisturbed = 0
+        self.at_least = 0.0
 
     def sample(self) -> float:
         self.clock.samples += 1
         self.clock.on_sample(self.trial)
-        self.undisturbed += not self.trial.disturbed
-        return self.trial.us * (1 + self.trial.noise * self.clock.random.gauss(0, 1))
+        us = self.trial.us * (1 + self.trial.noise * self.clock.random.gauss(0, 1))
+        self.at_least = max(self.at_least, max(0.0, us - self.trial.disturbed))
+        return us
 
     def level(self, us: float) -> None:
         self.trial.log.append(("level", self.trial.name))

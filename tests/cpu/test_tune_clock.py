@@ -66,15 +66,30 @@ def test_a_batch_that_was_disturbed_is_taken_again(monkeypatch):
     delays += [0, 5000, 0, 700, 0, 0, 0, 0, 0, 0, 0, 900]
     assert found.sample() == 1000.0
     assert delays == [0, 900], "three were undisturbed"
-    before = found.undisturbed
+    assert found.at_least == 1000.0
     delays[:] = [0, 5000] * 2
     assert found.sample() == 6000.0
-    assert found.undisturbed == before and not delays
+    assert not delays
     delays[:] = [0, 2000] * 20
     found.sample(), found.sample()
     delays[:] = [0, 2000] * 20
     assert found.sample() == 3000.0
     assert len(delays) == 38, "it does not try for ever"
+    assert found.at_least == 1000.0, "of the shortest"
+
+
+def test_what_a_disturbed_run_takes_at_least(monkeypatch):
+    now, waits = [0], [0]
+
+    def run(stream: int, which: int) -> None:
+        now[0] += 35_000_000
+        waits[0] += 2
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+    monkeypatch.setattr(clock, "_waits", lambda: waits[0])
+    found = clock.of(CPU).bench(run, 1)
+    assert found.sample() == 35000.0
+    assert found.at_least == 15000.0
 
 
 def test_what_a_run_raises_is_raised():

@@ -160,7 +160,7 @@ def busy_machine(clock: FakeClock, trials: list[Fake], seed: int) -> None:
     def disturb(trial: Fake) -> None:
         late = rng.choice([0.0, 0.0, rng.expovariate(1 / 200.0), 15000.0])
         trial.us = trial.base * (1 + abs(rng.gauss(0, 0.01))) + late
-        trial.disturbed = late > 0
+        trial.disturbed = 20000.0 if late > 0 else 0.0
 
     for trial in trials:
         trial.base = trial.us

@@ -254,9 +254,9 @@ def _clock(device: torch.device) -> Clock:
 _table = _Table()
 
 
-def sample(remote: Remote) -> tuple[float, int]:
+def sample(remote: Remote) -> tuple[float, float]:
     bench = _table.bench(remote)
-    return bench.sample(), bench.undisturbed
+    return bench.sample(), bench.at_least
 
 
 def level(remote: Remote, us: float) -> None:
@@ -275,10 +275,10 @@ class Sampler:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
-        self.undisturbed = 0
+        self.at_least = 0.0
 
     def sample(self) -> float:
-        us, self.undisturbed = asked(functools.partial(sample, self._remote))
+        us, self.at_least = asked(functools.partial(sample, self._remote))
         return us
 
     def level(self, us: float) -> None:

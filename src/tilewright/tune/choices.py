@@ -49,7 +49,7 @@ class ChoiceCaller:
     remembered: bool = False  # its time is of an earlier run
     earlier: Timing | None = None  # what an earlier run found, where it is measured again
     is_quiet: bool = True  # whether its samples are as often too short as too long
-    undisturbed: int = 0  # samples while which nobody else is known to have had a core
+    at_least: float = math.inf  # microseconds that it takes, if others made its samples longer
     build_seconds: float = 0.0
 
     @property
@@ -76,10 +76,9 @@ class ChoiceCaller:
             return Timing(math.inf, 0.0, 0)
         return timing(self.samples) if self.is_quiet else least(self.samples)
 
-    @property
-    def is_blurred(self) -> bool:
-        """Whether its samples only say how long it takes at most."""
-        return not self.is_quiet and not self.undisturbed
+    def may_be_within(self, us: float) -> bool:
+        """Whether it may take so long at most, for all that is known."""
+        return min(self.time.median_us, self.at_least) <= us
 
     def reject(self, reason: str, *, lasting: bool) -> None:
         self.reason, self.lasting = reason, lasting

@@ -30,13 +30,14 @@ MOST_CALLS = 1000  # in one batch
 # A sample is the shortest of so many batches in which nobody else had a core, if there are such in
 # this many nanoseconds, and if samples before it were not all disturbed.
 ALONE, TRYING, HOPELESS = 3, 10e6, 3
+TURN = 10e6  # nanoseconds that others have a core for when it is taken from us, at most
 LONG = 20e6  # nanoseconds of a batch that is neither led nor taken again: who is alone so long?
 IDLE = 0.02  # seconds after which a card may have lowered its clock
 WARM = 0.01  # seconds of work that bring it back
 
 
 class Bench(Protocol):
-    undisturbed: int  # samples while which nobody else is known to have had a core
+    at_least: float  # microseconds that a run takes, if others made the samples longer
 
     def sample(self) -> float:
         """Microseconds of one run."""
@@ -132,7 +133,7 @@ def between(work: Callable[[], object]) -> float:
 class _Replay:
     """Many launches in one graph, each on the next set."""
 
-    undisturbed = 1  # a card is not shared
+    at_least = math.inf  # a card is not shared
 
     def __init__(self, clock: CudaClock, run: Run, sets: int, stream: torch.cuda.Stream) -> None:
         self._clock = clock
@@ -227,24 +228,29 @@ class _Batch:
         self._calls = sets
         self._is_long = False
         self._in_vain = 0  # samples in a row that were disturbed
-        self.undisturbed = 0
+        self.at_least = 0.0
+        self._shortest = math.inf
         self.sample()
         self._calls = _whole(BATCH / max(self.sample(), 0.1), sets, MOST_CALLS)
         if sets * self.sample() > BATCH:
             self._calls = 1  # the sets take turns between samples
+        self._shortest = math.inf
 
     def sample(self) -> float:
         """The shortest of a few batches: the first finds what others left in the caches."""
-        found, spent, alone = math.inf, 0, 0
+        found, bound, spent, alone = math.inf, 0.0, 0, 0
         while alone < ALONE:
             took, waits = self._batch()
-            found, spent = min(found, took), spent + took
+            spent += took
+            if took < found:
+                found, bound = took, max(0.0, took - waits * TURN)
             self._is_long = took > LONG
-            alone += waits == 0 or waits * LONG < took
+            alone += waits == 0
             if self._is_long or spent > TRYING or self._in_vain >= HOPELESS:
                 break
-        self.undisturbed += alone > 0
         self._in_vain = 0 if alone else self._in_vain + 1
+        if found < self._shortest:
+            self._shortest, self.at_least = found, bound / 1000 / self._calls
         return found / 1000 / self._calls
 
     def _batch(self) -> tuple[int, int]:

@@ -92,8 +92,8 @@ def _fastest(choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
 def _within(fastest: Sequence[ChoiceCaller], factor: float, library: float) -> list[ChoiceCaller]:
     """Those that are as fast as the best within a factor, or may be for all that is known."""
     best = fastest[0].time.median_us if fastest else 0.0
-    return [c for c in fastest if c.is_blurred or c.time.median_us
-            <= best * (max(factor, library) if c.trial.is_library else factor)]  # fmt: skip
+    return [c for c in fastest if c.may_be_within(
+        best * (max(factor, library) if c.trial.is_library else factor))]  # fmt: skip
 
 
 def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float,
@@ -211,9 +211,10 @@ def _run(choices: Sequence[ChoiceCaller], turns: _Turns, take: Take, late: Late,
     libraries = [c for c in alive if c.trial.is_library]
     losses = turns.losses(alive)
     fastest = [c for c, (loss, _) in losses.items() if loss == 0]
-    blurred = [c for c in libraries if c.is_blurred]
-    if blurred:  # nobody is known to be faster
-        return [blurred[0], *fastest]
+    best = fastest[0].time.median_us if fastest else 0.0
+    unknown = [c for c in libraries if c not in fastest and c.may_be_within(best)]
+    if unknown:  # nobody is known to be faster
+        return [unknown[0], *fastest]
     for choice, (loss, noise) in losses.items():
         choice.margin = max(ADVANTAGE, min(MOST_NOISE, noise))
         if loss <= choice.margin and (choice in libraries or _outruns(choice, libraries, turns)):

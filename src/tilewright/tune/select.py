@@ -257,7 +257,7 @@ class _Tuning:
             return "as decided when they were measured"
         if not (winner.final and best.final):
             return f"there was no time for it to meet {best.name}"
-        if winner.is_blurred:
+        if winner.may_be_within(best.time.median_us):
             return f"the machine was busy: {winner.name} was never timed undisturbed"
         return f"{best.name} is not faster for certain: times are known to {winner.margin:.1%}"
 
@@ -521,7 +521,7 @@ class _Tuning:
             choice.bench = (self.clock.bench(choice.trial.run, self.subject.sets)
                             if remote is None else child.Sampler(remote))  # fmt: skip
         us = choice.bench.sample()
-        choice.undisturbed = choice.bench.undisturbed
+        choice.at_least = choice.bench.at_least
         return us
 
     def _late(self) -> bool:
