@@ -126,8 +126,11 @@ def test_one_value_is_rounded_alone() -> None:
     (group_norm, torch.bfloat16, True),
     (group_norm, torch.float16, True),
     (group_norm, torch.float32, False),
-    (lambda x: torch.floor(x * 3.3 + 0.7), torch.bfloat16, False),
-    (lambda x: (x * 3.3 + 0.7) > 0, torch.bfloat16, False),
+    (lambda x: torch.floor(x.float() * 3.3 + 0.7).bfloat16(), torch.bfloat16, False),
+    (lambda x: torch.where(x.float() * 3.3 + 0.7 > 0, x, 1), torch.bfloat16, False),
+    (lambda x: torch.where(x > 0, x.float() * 3.3 + 0.7, x).bfloat16(), torch.bfloat16, True),
+    (lambda x: (x.float() * x + 1).sum(1), torch.bfloat16, True),
+    (lambda x: x.float() * x + 1, torch.bfloat16, False),
 ])  # fmt: skip
 def test_products_and_sums_are_joined_where_nobody_sees_it(
     fn: Callable[[Tensor], Any], dtype: torch.dtype, joins: bool

@@ -43,8 +43,7 @@ else:
     def rounded(x):
         """Through bfloat16 and back, two at a time."""
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16;"
-            " and.b32 $1, t, 0xffff0000; }",
+            "cvt.rn.bf16x2.f32 $1, $3, $2; shl.b32 $0, $1, 16; and.b32 $1, $1, 0xffff0000;",
             "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
 

@@ -136,7 +136,7 @@ class Kernel:
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
         self.w.coarse = coarse(exprs, results, {s.buffer: s.value for m in shape.members
                                                 for s in m.stores})  # fmt: skip
-        self.joins = joins(exprs, results)
+        self.joins = joins(exprs, results - {torch.float32} | self._along)
         self.w.valued = valued(exprs, [s for m in shape.members for s in m.stores])
         if not shape.persistent:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
@@ -172,6 +172,17 @@ class Kernel:
         if size and self.shape.in_turn and axis in self.shape.inner:
             size = size // self.shape.shared if size % (PIECE * self.shape.shared) == 0 else None
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
+
+    @property
+    def _along(self) -> set[torch.dtype]:
+        """The types of results that are no folds: the order of sums shows in a fold anyway."""
+        found: set[torch.dtype] = set()
+        for segment, axis in self.shape.segments:
+            folded = bool(self.shape.inner) and axis is None
+            found |= {self.buffers[b].dtype for m in segment.members
+                      if not (folded or m.reduce or accumulates(m, self.shape.serial))
+                      for b in m.writes if b not in self.local}  # fmt: skip
+        return found
 
     @property
     def work(self) -> int:
