@@ -207,7 +207,7 @@ def test_lo_15_loops_become_one_only_where_the_map_is_undone() -> None:
 
 def loops_over_rows(function: Callable[..., Any], *size: int) -> list[int]:
     """Of each kernel; the last block of a row, with masks, may have a loop beside the others'."""
-    walks = re.compile(r"for \w+ in (?!range\(rfull,|range\(0, rrest,)")
+    walks = re.compile(r"for \w+ in (?!range\(rfull,|range\(\w+, rrest,)")
     return [len(walks.findall(k.text)) for k in kernels_of(function, torch.empty(size))]
 
 
