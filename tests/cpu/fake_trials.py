@@ -100,14 +100,13 @@ class FakeClock:
 class _FakeBench:
     def __init__(self, clock: FakeClock, trial: Fake) -> None:
         self.clock, self.trial = clock, trial
-        self.at_least = 0.0
+        self.waited = 0.0
 
     def sample(self) -> float:
         self.clock.samples += 1
         self.clock.on_sample(self.trial)
-        us = self.trial.us * (1 + self.trial.noise * self.clock.random.gauss(0, 1))
-        self.at_least = max(self.at_least, max(0.0, us - self.trial.disturbed))
-        return us
+        self.waited = self.trial.disturbed
+        return self.trial.us * (1 + self.trial.noise * self.clock.random.gauss(0, 1))
 
     def level(self, us: float) -> None:
         self.trial.log.append(("level", self.trial.name))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -43,7 +46,7 @@ def test_the_sets_take_turns_between_samples_of_long_runs(monkeypatch):
         busy(5e-4)
 
     monkeypatch.setattr(clock, "ALONE", 1)
-    monkeypatch.setattr(clock, "_waits", lambda: 0)
+    monkeypatch.setattr(clock, "delays", lambda: 0)
     found = clock.of(CPU).bench(run, 4)
     calls.clear()
     for _ in range(8):
@@ -52,44 +55,48 @@ def test_the_sets_take_turns_between_samples_of_long_runs(monkeypatch):
 
 
 def test_a_batch_that_was_disturbed_is_taken_again(monkeypatch):
-    """Where others have the core, one of our threads is made to wait."""
-    now, waits, delays = [0], [0], list[int]()  # of runs to come; each batch is led by a run
+    """Where others have the core, our threads wait for it."""
+    now, waited, delays = [0], [0], list[int]()  # of runs to come; each batch is led by a run
 
     def run(stream: int, which: int) -> None:
-        late = delays.pop(0) if delays else 0
-        now[0] += 1_000_000 + 1000 * late
-        waits[0] += late > 0
+        late = 1000 * (delays.pop(0) if delays else 0)
+        now[0] += 1_000_000 + late
+        waited[0] += late
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
-    monkeypatch.setattr(clock, "_waits", lambda: waits[0])
+    monkeypatch.setattr(clock, "delays", lambda: waited[0])
     found = clock.of(CPU).bench(run, 1)
-    delays += [0, 5000, 0, 700, 0, 0, 0, 0, 0, 0, 0, 900]
-    assert found.sample() == 1000.0
-    assert delays == [0, 900], "three were undisturbed"
-    assert found.at_least == 1000.0
+    delays += [0, 4000, 0, 700, 0, 0, 0, 20, 0, 10, 0, 900]
+    assert found.sample() == 1010.0, "the one in the middle"
+    assert delays == [0, 900], "three were hardly disturbed"
+    assert found.waited == 10.0
     delays[:] = [0, 5000] * 2
     assert found.sample() == 6000.0
-    assert not delays
+    assert found.waited == 5000.0 and not delays
     delays[:] = [0, 2000] * 20
     found.sample(), found.sample()
     delays[:] = [0, 2000] * 20
     assert found.sample() == 3000.0
     assert len(delays) == 38, "it does not try for ever"
-    assert found.at_least == 1000.0, "of the shortest"
 
 
-def test_what_a_disturbed_run_takes_at_least(monkeypatch):
-    now, waits = [0], [0]
-
-    def run(stream: int, which: int) -> None:
-        now[0] += 35_000_000
-        waits[0] += 2
-
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
-    monkeypatch.setattr(clock, "_waits", lambda: waits[0])
-    found = clock.of(CPU).bench(run, 1)
-    assert found.sample() == 35000.0
-    assert found.at_least == 15000.0
+def test_how_long_threads_wait_is_told():
+    """Two that want the one core wait for each other."""
+    mine = os.sched_getaffinity(0)
+    before = clock.delays()
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        threads = [threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha1", b"", b"", 200_000))
+                   for _ in range(2)]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        after = 0
+        while any(thread.is_alive() for thread in threads):
+            after = max(after, clock.delays())
+    finally:
+        os.sched_setaffinity(0, mine)
+    told = os.path.exists("/proc/self/schedstat")
+    assert (after - before > 1_000_000) == told
 
 
 def test_what_a_run_raises_is_raised():

@@ -256,7 +256,7 @@ _table = _Table()
 
 def sample(remote: Remote) -> tuple[float, float]:
     bench = _table.bench(remote)
-    return bench.sample(), bench.at_least
+    return bench.sample(), bench.waited
 
 
 def level(remote: Remote, us: float) -> None:
@@ -275,10 +275,10 @@ class Sampler:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
-        self.at_least = 0.0
+        self.waited = 0.0
 
     def sample(self) -> float:
-        us, self.at_least = asked(functools.partial(sample, self._remote))
+        us, self.waited = asked(functools.partial(sample, self._remote))
         return us
 
     def level(self, us: float) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tilewright import config
-from tilewright.tune.clock import Bench
-from tilewright.tune.results import ADVANTAGE, Subject, Timing, Trial, least, timing
+from tilewright.tune.clock import WAITED, Bench
+from tilewright.tune.results import ADVANTAGE, Subject, Timing, Trial, timing
 
 Effort = Literal["none", "quick", "default", "max"]
 # For each effort: how far beyond the best estimate is still tried, and how many at most.
@@ -27,6 +27,7 @@ _REACH: dict[Effort, tuple[float, int]] = {
     "max": (math.inf, 1 << 30),
 }
 SURPASSED = 0.95  # of its estimate: what takes less is better than the model thought
+FEW = 3  # undisturbed samples, at least, that a time is of
 DOUBT = 1.25  # times what was measured: estimates below it may be too high
 
 
@@ -49,7 +50,9 @@ class ChoiceCaller:
     remembered: bool = False  # its time is of an earlier run
     earlier: Timing | None = None  # what an earlier run found, where it is measured again
     is_quiet: bool = True  # whether its samples are as often too short as too long
-    at_least: float = math.inf  # microseconds that it takes, if others made its samples longer
+    clean: list[float] = field(default_factory=list[float])  # samples that nobody made longer
+    waited: float = 0.0  # microseconds by which others may have made the next sample longer
+    at_least: float = 0.0  # microseconds that it takes, by its samples without those
     build_seconds: float = 0.0
 
     @property
@@ -70,11 +73,26 @@ class ChoiceCaller:
     @property
     def time(self) -> Timing:
         """As far as it is known; infinite without a sample."""
-        if self.timing is not None:
-            return self.timing
+        return self.sampled if self.timing is None else self.timing
+
+    @property
+    def sampled(self) -> Timing:
+        """By its samples alone. Others only ever make one longer: of those that nobody is known to
+        have made longer the shorter half counts, or else the shortest."""
         if not self.samples:
             return Timing(math.inf, 0.0, 0)
-        return timing(self.samples) if self.is_quiet else least(self.samples)
+        if self.is_quiet:
+            return timing(self.samples)
+        if len(self.clean) < FEW:
+            return Timing(min(self.samples), 0.0, 1)
+        return timing(sorted(self.clean)[: (len(self.clean) + 1) // 2])
+
+    def took(self, us: float) -> None:
+        """One more sample."""
+        self.samples.append(us)
+        self.at_least = max(self.at_least, us - self.waited)
+        if self.waited <= WAITED * us:
+            self.clean.append(us)
 
     def may_be_within(self, us: float) -> bool:
         """Whether it may take so long at most, for all that is known."""

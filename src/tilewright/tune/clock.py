@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import resource
+import os
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -27,17 +27,17 @@ LED = 2000.0  # microseconds of runs above which what starting them costs does n
 MOST_LAUNCHES = 200  # in one graph
 BATCH = 400.0  # microseconds of calls in a batch on a CPU
 MOST_CALLS = 1000  # in one batch
-# A sample is the shortest of so many batches in which nobody else had a core, if there are such in
-# this many nanoseconds, and if samples before it were not all disturbed.
+# A sample is the median of so many batches for which our threads did not wait for a core, if there
+# are such in this many nanoseconds, and if samples before it were not all disturbed.
 ALONE, TRYING, HOPELESS = 3, 10e6, 3
-TURN = 10e6  # nanoseconds that others have a core for when it is taken from us, at most
+WAITED = 0.05  # part of its time that all threads together may have waited in a batch
 LONG = 20e6  # nanoseconds of a batch that is neither led nor taken again: who is alone so long?
 IDLE = 0.02  # seconds after which a card may have lowered its clock
 WARM = 0.01  # seconds of work that bring it back
 
 
 class Bench(Protocol):
-    at_least: float  # microseconds that a run takes, if others made the samples longer
+    waited: float  # microseconds by which others may have made the last sample longer
 
     def sample(self) -> float:
         """Microseconds of one run."""
@@ -133,7 +133,7 @@ def between(work: Callable[[], object]) -> float:
 class _Replay:
     """Many launches in one graph, each on the next set."""
 
-    at_least = math.inf  # a card is not shared
+    waited = 0.0  # a card is not shared
 
     def __init__(self, clock: CudaClock, run: Run, sets: int, stream: torch.cuda.Stream) -> None:
         self._clock = clock
@@ -228,50 +228,82 @@ class _Batch:
         self._calls = sets
         self._is_long = False
         self._in_vain = 0  # samples in a row that were disturbed
-        self.at_least = 0.0
-        self._shortest = math.inf
+        self.waited = 0.0
         self.sample()
         self._calls = _whole(BATCH / max(self.sample(), 0.1), sets, MOST_CALLS)
         if sets * self.sample() > BATCH:
             self._calls = 1  # the sets take turns between samples
-        self._shortest = math.inf
 
     def sample(self) -> float:
-        """The shortest of a few batches: the first finds what others left in the caches."""
-        found, bound, spent, alone = math.inf, 0.0, 0, 0
-        while alone < ALONE:
-            took, waits = self._batch()
+        alone: list[tuple[int, int]] = []
+        shortest, spent = (0, 0), 0
+        while len(alone) < ALONE:
+            took, waited = self._batch()
+            if waited <= WAITED * took:
+                alone.append((took, waited))
+            shortest = min(shortest, (took, waited)) if spent else (took, waited)
             spent += took
-            if took < found:
-                found, bound = took, max(0.0, took - waits * TURN)
             self._is_long = took > LONG
-            alone += waits == 0
             if self._is_long or spent > TRYING or self._in_vain >= HOPELESS:
                 break
         self._in_vain = 0 if alone else self._in_vain + 1
-        if found < self._shortest:
-            self._shortest, self.at_least = found, bound / 1000 / self._calls
-        return found / 1000 / self._calls
+        took, waited = sorted(alone)[len(alone) // 2] if alone else shortest
+        self.waited = waited / 1000 / self._calls
+        return took / 1000 / self._calls
 
     def _batch(self) -> tuple[int, int]:
-        """Nanoseconds of a batch, and how often one of our threads was made to wait for another, or
-        for who else is on the machine."""
+        """Nanoseconds of a batch, and those that our threads waited for a core in it."""
         run, sets, first = self._run, self._sets, self._next
         if self._calls == 1 and not self._is_long:  # what others leave in caches is not its own
             run(0, first)
-        waits, start = _waits(), time.perf_counter_ns()
+        waited, start = delays(), time.perf_counter_ns()
         for k in range(first, first + self._calls):
             run(0, k % sets)
         took = time.perf_counter_ns() - start
         self._next = (first + self._calls) % sets
-        return took, _waits() - waits
+        return took, delays() - waited
 
     def level(self, us: float) -> None:
         """A batch costs nothing beside its calls."""
 
 
-def _waits() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+class _Delays:
+    """How long the threads of this process have waited for a core, in nanoseconds, where Linux
+    tells; the files in which it does are kept open, for there are many threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._pid = 0
+
+    def __call__(self) -> int:
+        if self._pid != os.getpid():
+            self.close()
+            self._pid = os.getpid()
+        try:
+            names = os.listdir("/proc/self/task")
+        except OSError:
+            return 0
+        return sum(self._of(name) for name in names)
+
+    def _of(self, name: str) -> int:
+        try:
+            if name not in self._files:
+                self._files[name] = os.open(f"/proc/self/task/{name}/schedstat", os.O_RDONLY)
+            return int(os.pread(self._files[name], 64, 0).split()[1])
+        except (OSError, ValueError, IndexError):  # it has just ended, or is another of that name
+            with contextlib.suppress(OSError, KeyError):
+                os.close(self._files.pop(name))
+            return 0
+
+    def close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._files = {}
+
+
+delays = _Delays()
+caches.register(delays.close)
 
 
 # ---- buffers

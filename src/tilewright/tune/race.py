@@ -8,7 +8,7 @@ library, which is what would run otherwise, is left only for what outruns it whe
 
 Times that are shown or kept together are of one moment: those of an earlier one are expressed in it
 by what those that were there both times took (`express`). Where others use the machine they only
-ever make a sample longer, so there the shortest sample counts, of whatever turn.
+ever make a sample longer, so there those count that nobody did, of whatever turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilewright.tune.choices import ChoiceCaller
-from tilewright.tune.results import ADVANTAGE, MOST_NOISE, Timing, least, timing
+from tilewright.tune.results import ADVANTAGE, MOST_NOISE, Timing, timing
 
 FAR = 2.0  # times the best: one sample is enough to know
 LOOKS, LOOK = 5, 0.05  # on a noisy machine so many, but one where it takes more seconds
@@ -133,6 +133,12 @@ def express(choices: Sequence[ChoiceCaller], before: Mapping[ChoiceCaller, Timin
         choice.timing = replace(was, median_us=scale * was.median_us, spread=scale * was.spread)
 
 
+def overlooked(choices: Sequence[ChoiceCaller], winner: ChoiceCaller) -> list[ChoiceCaller]:
+    """Those that were left out of the finals, and look faster than who won them does by now."""
+    limit = (1 - ADVANTAGE) * winner.time.median_us
+    return [c for c in choices if not c.reason and not c.final and c.time.median_us < limit]
+
+
 @dataclass
 class _Turns:
     """What was sampled, turn by turn, and what follows from it."""
@@ -146,7 +152,7 @@ class _Turns:
         if self.is_quiet:
             ratio = _middle([turn[best] / max(turn[choice], 1e-9) for turn in self.all])
             return 1 - ratio.median_us, sure * ratio.noise * ratio.median_us
-        fast, slow = least(best.samples), least(choice.samples)
+        fast, slow = best.sampled, choice.sampled
         part = fast.median_us / max(slow.median_us, 1e-9)
         return 1 - part, sure * math.hypot(fast.noise, slow.noise) * part
 
@@ -154,7 +160,7 @@ class _Turns:
         """Of all that took part, as those would have it that always did."""
         known = dict.fromkeys(c for turn in self.all for c in turn if not c.reason)
         if not self.is_quiet:
-            return {c: least(c.samples) for c in known}
+            return {c: c.sampled for c in known}
         found = paired(alive, self.all)
         for choice in known.keys() - found.keys():
             beside = [turn for turn in self.all if choice in turn]

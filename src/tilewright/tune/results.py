@@ -107,13 +107,6 @@ def timing(samples: Sequence[float]) -> Timing:
     return Timing(middle, spread, len(samples))
 
 
-def least(samples: Sequence[float]) -> Timing:
-    """The shortest sample, and how far the next ones are from it: where others use the machine they
-    only ever make a sample longer, and often most of them."""
-    few = sorted(samples)[:3]
-    return Timing(few[0], statistics.fmean(few) - few[0], len(few))
-
-
 Source = Literal["measured", "remembered", "model", "only"]
 
 

@@ -338,17 +338,25 @@ class _Tuning:
         return {c: _milliseconds(c) for c in order}
 
     def _finals(self, order: Sequence[ChoiceCaller], fastest: Sequence[ChoiceCaller]) -> None:
-        """Let the last few take turns; the times of the others are then expressed in theirs."""
-        if self._late():
-            return
+        """Let the last few take turns; then who won, and whoever looks faster by now. The times of
+        the others are at last expressed in theirs."""
         quiet = self.clock.is_quiet
-        finalists = self._levelled(self._verified(fastest))
-        before = {c: c.time for c in order if c.samples and not c.reason}
-        race.finals([c for c in order if c in finalists], self._take, self._late,
-                    self.selector.patience if quiet else race.NOISY, quiet)  # fmt: skip
-        if not quiet or not any(c.final for c in finalists):
+        patience = self.selector.patience if quiet else race.NOISY
+        before: dict[ChoiceCaller, Timing] = {}
+        while fastest and not self._late():
+            finalists = self._levelled(self._verified(fastest))
+            before = before or {c: c.time for c in order if c.samples and not c.reason}
+            race.finals([c for c in order if c in finalists], self._take, self._late, patience,
+                        quiet)  # fmt: skip
+            winner = next((c for c in finalists if c.final and not c.lost and not c.reason), None)
+            if winner is None:
+                return
+            others = [] if quiet else race.overlooked([c for c in order if c.samples], winner)
+            met = [c for c in finalists if c is winner or c.trial.is_library]
+            fastest = [*met, *others] if others else []
+        if not quiet or not before:
             return
-        race.express([c for c in before if c not in finalists], before)
+        race.express([c for c in before if not c.final], before)
         then = {c: c.earlier or c.time for c in self.choices if c.earlier or c.remembered}
         race.express([c for c in then if c.remembered], then)
 
@@ -497,8 +505,7 @@ class _Tuning:
         """Take a sample."""
 
         def take() -> None:
-            milliseconds = self.selector.benchmark_choice(choice, self)
-            choice.samples.append(milliseconds * 1000)
+            choice.took(1000 * self.selector.benchmark_choice(choice, self))
 
         self._changed(choice)
         if self._guarded(choice, take) and not math.isfinite(choice.samples[-1]):
@@ -521,7 +528,7 @@ class _Tuning:
             choice.bench = (self.clock.bench(choice.trial.run, self.subject.sets)
                             if remote is None else child.Sampler(remote))  # fmt: skip
         us = choice.bench.sample()
-        choice.at_least = choice.bench.at_least
+        choice.waited = choice.bench.waited
         return us
 
     def _late(self) -> bool:
