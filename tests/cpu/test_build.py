@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tilewright import caches, config
-from tilewright.errors import BuildError, TilewrightError
+from tilewright.errors import BuildError
 from tilewright.runtime import compilers, cxx, store
 
 SCALE = """#include "tw.h"
@@ -323,11 +327,33 @@ def test_a_failed_writer_leaves_nothing(cache: Path) -> None:
     assert not [file for file in cache.rglob("*") if file.is_file()]
 
 
-def test_an_unusable_folder_says_what_to_set(tmp_path: Path) -> None:
+def test_an_unusable_folder_says_what_to_set(tmp_path: Path, caplog: Any) -> None:
+    """What is built is then there for the process alone."""
     (tmp_path / "file").write_text("")
-    with (
-        config.patch(cache_dir=str(tmp_path / "file" / "cache")),
-        pytest.raises(TilewrightError, match="cannot be used") as caught,
-    ):
-        store.path(store.key("z"), ".bin")
-    assert "config.cache_dir" in caught.value.hint
+    with config.patch(cache_dir=str(tmp_path / "file" / "cache")):
+        target = store.path(store.key("z"), ".bin")
+        store.put_atomic(target, b"here")
+        assert store.get(store.path(store.key("z"), ".bin")) == b"here"
+        assert store.get(store.path(store.key("y"), ".bin")) is None
+    (record,) = caplog.records
+    assert "cannot be written to (Not a directory)" in record.getMessage()
+    assert "set config.cache_dir (or TILEWRIGHT_CACHE_DIR)" in record.getMessage()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_folder_that_is_not_written_to_is_read(cache: Path, code: int) -> None:
+    target = store.path(store.key("z"), ".bin")
+    store.put_atomic(target, b"kept")
+    caches.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=OSError(code, "no")))
+        assert store.path(store.key("z"), ".bin") == target
+        new = store.put_atomic(store.path(store.key("y"), ".bin"), b"new")
+        assert store.get(new) == b"new" and cache not in new.parents
+        (kernel,) = cxx.build(
+            [cxx.CxxSource(SCALE.format(name="scale", constant=2), "scale", ARGS)]
+        )
+        x, out = torch.randn(8), torch.empty(8)
+        kernel.function(x, out, 8, 3.0)
+        assert torch.equal(out, x * 3 + 2) and cache not in kernel.library.parents
+    caches.clear()

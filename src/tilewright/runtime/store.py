@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import shutil
 import tempfile
@@ -19,9 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tilewright import config
+from tilewright import caches, config
 from tilewright.errors import TilewrightError
 
+log = logging.getLogger("tilewright.store")
 ABANDONED = 86400.0  # seconds after which nobody is still writing a draft
 
 _serial = itertools.count()
@@ -29,12 +31,35 @@ _tidied: set[Path] = set()
 
 
 def root() -> Path:
-    """The folder of the store; it exists when this returns."""
+    """The folder of the store that is written to; it exists when this returns."""
     if config.force_disable_caches:
         return _private_root(os.getpid())
     folder = config.cache_root()
+    if not _can_be_written(folder, os.getpid()):
+        return _private_root(os.getpid())
     _require_folder(folder)
     return folder
+
+
+@functools.cache
+def _can_be_written(folder: Path, pid: int) -> bool:
+    """Whether a file can be: a process that cannot keep what it builds should run all the same."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        log.warning(
+            "the cache folder %s cannot be written to (%s): what is not there is built for this "
+            "process alone; set config.cache_dir (or TILEWRIGHT_CACHE_DIR) to one that can",
+            folder,
+            error.strerror or error,
+        )
+        return False
+    return True
+
+
+caches.register(_can_be_written.cache_clear)
 
 
 def key(*parts: str | bytes) -> str:
@@ -51,7 +76,14 @@ def key(*parts: str | bytes) -> str:
 def path(key: str, suffix: str) -> Path:
     """Where the artefact `key` with this suffix is, or will be."""
     # A level of folders keeps each of them small after years of use.
-    return root() / key[:2] / f"{key}{suffix}"
+    name = Path(key[:2], f"{key}{suffix}")
+    here = root()
+    if not config.force_disable_caches and here != config.cache_root():  # which is read only
+        with contextlib.suppress(OSError):
+            kept = config.cache_root() / name
+            if kept.exists():
+                return kept
+    return here / name
 
 
 def put_atomic(target: Path, content: bytes | Callable[[Path], object]) -> Path:
