@@ -71,6 +71,7 @@ def build(kernel: TritonKernel, target: str = "sm_90", config: int = 0) -> Compi
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options={"num_warps": chosen.num_warps,
                                    "num_stages": chosen.num_stages,
+                                   "maxnreg": chosen.registers,
                                    "enable_fp_fusion": kernel.joins})  # fmt: skip
     return Compiled(
         kernel, made.asm["ptx"], made.metadata.shared, facts(made.asm["cubin"], kernel.name).stack

@@ -138,6 +138,13 @@ def test_rows_that_are_even_short_or_wide_stay_as_they_are() -> None:
             assert "slide" not in kernel.text
 
 
+def test_as_many_odd_rows_are_at_work_as_even_ones() -> None:
+    """Four of 8191 on a processor: their threads have 32 registers, and keep nothing elsewhere."""
+    (kernel,) = kernels_of(lambda x: torch.softmax(x, -1), torch.empty(8191, 8191, dtype=BF16))
+    assert kernel.config.registers == 32 and kernel.config.num_warps == 16
+    assert not build(kernel).spills
+
+
 WIDE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "softmax": (lambda x: torch.softmax(x, -1), (torch.empty(512, 4097, dtype=BF16),)),
     "log softmax": (lambda x: torch.log_softmax(x, -1), (torch.empty(64, 50257, dtype=BF16),)),

@@ -102,6 +102,21 @@ def test_gradients_of_a_table_gather_their_rows() -> None:
         programs.check(lambda i, t: F.embedding(i, t, 3) * 2, ids, table, tolerance=loose)
 
 
+def test_rows_that_a_key_does_not_have_are_branched_around() -> None:
+    """What is not added is not computed: of rows found beside the first, few have any."""
+
+    def gradient(grad: Tensor, ids: Tensor) -> Tensor:
+        return torch.ops.aten.embedding_dense_backward(grad * 2, ids, 32000, -1, False)
+
+    grad = torch.empty(32768, 2048, dtype=torch.bfloat16)
+    with mock.patch.object(rows_of, "worthwhile", return_value=True):
+        *_, beside, last = kernels_of(gradient, grad, torch.empty(32768, dtype=torch.int64))
+    assert last.text.count("if tri.any_of") == rows_of.FEW + 1
+    assert beside.text.count("if tri.any_of") == 1 and "tl.atomic_add" in beside.text
+    made = build(last)
+    assert made.widest("ld.global") == made.widest("st.global") == 16 and not made.spills
+
+
 def test_rows_that_no_cache_keeps_are_fetched_ahead() -> None:
     """Where nothing is loaded that the kernel has stored before."""
 

@@ -80,7 +80,10 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
         kernel.text,
         kernel.name,
         kernel.arguments,
-        tuple(TritonConfig(c.constants, c.num_warps, c.num_stages) for c in kernel.configs),
+        tuple(
+            TritonConfig(c.constants, c.num_warps, c.num_stages, c.registers)
+            for c in kernel.configs
+        ),
         capability=10 * major + minor,
         shared_memory=target.shared_memory,
         aligned=frozenset(p.argument for p in kernel.params if _is_aligned(p)),

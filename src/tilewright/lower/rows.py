@@ -68,7 +68,7 @@ def summed(ctx: Lowering, values: Tensor, keys: Tensor, height: Expr, ignored: E
             place = known(build.where(given, row, const(0, PLACE)), source.size[0])
             value = places.guarded(build.cast(source.at([place, *j]), work), given)
             terms.append(build.where(given, value, const(0, work)))
-        return build.cast(reduce(lambda a, b: build.op("add", a, b), terms), values.dtype)
+        return build.cast(reduce(lambda a, b: build.op("add", b, a), terms), values.dtype)
 
     return ctx.realize(from_indices((height, *values.size[1:]), values.device, element))
 

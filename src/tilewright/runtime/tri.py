@@ -208,6 +208,12 @@ def softmax(m, s, m_b, s_b):
 
 
 @jit
+def relative(m, s, top):
+    """Sums of exponentials relative to `m` as relative to `top`."""
+    return s * tl.where(m == top, 1.0, libdevice.exp2((m - top) * 1.4426950408889634))
+
+
+@jit
 def online(m, s, v, axis: tl.constexpr):
     """The largest so far and the sum of exponentials relative to it, with several values more each,
     along `axis`: of eight, one exponential in nine goes into keeping up with the largest."""

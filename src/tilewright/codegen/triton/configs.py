@@ -28,6 +28,7 @@ class Config:
     num_stages: int = 2
     ahead: int = 0  # rounds of a loop whose loads are under way, where it may run ahead
     held: int | None = None  # whether rows are held or walked, of a kernel that does either
+    registers: int | None = None  # the most of a thread, where the compiler would take more
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
@@ -66,6 +67,12 @@ def _is_heavy(shape: Shape) -> bool:
                for m in shape.members for n in walk(*m.exprs))  # fmt: skip
 
 
+def _is_seldom(shape: Shape) -> bool:
+    """Whether all that is stored is held back by a mask: most threads have nothing to do but to
+    find that out, so they are few and have many elements each."""
+    return all(s.mask is not None for m in shape.members for s in m.stores)
+
+
 def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...]:
     """Best first, each once."""
     vector = _vector(program, shape)
@@ -77,8 +84,9 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         if shape.looked_up:
             found = _row_pieces(shape, vector, target)
         else:
+            many = 4 if _is_seldom(shape) else 1
             found = (_tiled(program, shape, target) if shape.rank > 1
-                     else _flat(x, 1 if heavy else vector, target))  # fmt: skip
+                     else _flat(x, 1 if heavy else many * vector, target))  # fmt: skip
     elif shape.shared:
         found = _shared_rows(shape, vector)
     elif not shape.persistent:
@@ -138,6 +146,9 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     y, x = shape.parallel
     size = x.size or x.likely
     even = size & -size
+    if _is_seldom(shape):
+        bx = min(power(size), 256 * vector)
+        yield Config(((y.block, 4), (x.block, bx)), clamp(1, bx // (64 * vector), 4))
     if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
@@ -152,12 +163,16 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
 
 def _rows(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """Whole rows, several of them where they are short; 16 elements per thread (H200: softmax of
-    1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way)."""
+    1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way; of 8191
+    68 us with 32 registers and four rows on a processor, 76 us with 40 and three)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size // max(a.piece, 1) * max(a.piece, 1) if a.size else 1))
             for a in shape.inner]  # fmt: skip
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
+    if any(a.piece for a in shape.inner):  # as many rows at work as of those that are even
+        warps = clamp(1, power(longest / (32 * 16)), MOST_WARPS)
+        yield Config(((x.block, 1), *rows), warps, registers=32)
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
         block = min(clamp(1, tile * vector // longest, power(enough)), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)

@@ -51,6 +51,7 @@ class Writer:
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
         self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
+        self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
@@ -241,7 +242,9 @@ class Writer:
             return ()
         if node.op in INDEX_OPS:
             return tuple(_atoms(node))
-        if node in self.coarse and "{1}" not in self.coarse[node]:
+        if self._adds_seldom(node):
+            return node.src[1], node.src[0].src[0]
+        if node in self.seldom or (node in self.coarse and "{1}" not in self.coarse[node]):
             return node.src[:1]
         if drawn := _compared(node):
             return drawn.src
@@ -280,6 +283,8 @@ class Writer:
                 self.know(node, self.let(self._load(node)))
             case "index":
                 self.know(node, self._checked(node))
+            case _ if node in self.seldom or self._adds_seldom(node):
+                self._branch(node)
             case op if op in OPS:
                 self.know(node, self.let(self._operation(node)))
             case op:
@@ -342,6 +347,25 @@ class Writer:
         if limit is not None:
             return below_block(self.shape(self.support(place)), counter, seed, limit)
         return random_block(node, self.shape(self.support(place)), counter, seed, *bounds)
+
+    def _adds_seldom(self, node: Expr) -> bool:
+        return node.op == "add" and node.src[0] in self.seldom and node.src[0].src[2].arg == 0
+
+    def _branch(self, node: Expr) -> None:
+        """A choice whose first value is computed for tiles with some of it, or a sum with it."""
+        choice = node if node in self.seldom else node.src[0]
+        chosen, other = self.operand(choice.src[0]), number(choice.src[2].arg, node.dtype)
+        tile = self.shape(self.covered(self.support(node)))
+        before = f"tl.full({tile}, {other}, {TYPE[node.dtype]})"
+        if node is not choice:
+            before = f"tl.broadcast_to({self.operand(node.src[1])}, {tile})"
+        made = self.let(before)
+        rows = " * ".join(a.block for a in self.support(choice.src[0]))
+        with self.block(f"if tri.any_of({chosen})"):
+            value = self.operand(choice.src[1])  # of a tile of one row all is chosen
+            value = f"({value} if {rows} == 1 else tl.where({chosen}, {value}, {other}))"
+            self.line(f"{made} = {value}" if node is choice else f"{made} = {made} + {value}")
+        self.know(node, made)
 
     def _lifted(self, text: str, dtype: str) -> str:
         """A scalar as a tensor of the tile's rank."""

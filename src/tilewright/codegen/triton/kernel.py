@@ -34,6 +34,7 @@ from tilewright.codegen.triton.folds import (
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.scatter import write_scatter
+from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.text import (
     SIGNATURE,
@@ -138,6 +139,7 @@ class Kernel:
                                                 for s in m.stores})  # fmt: skip
         self.joins = joins(exprs, results - {torch.float32} | self._along)
         self.w.valued = valued(exprs, [s for m in shape.members for s in m.stores])
+        self.w.seldom = choices(shape, self.w)
         if not shape.persistent:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
                              for a in shape.inner if a.lean is None}  # fmt: skip
@@ -359,6 +361,8 @@ class Kernel:
 
     def _segments(self) -> None:
         online = self._joined
+        for node in self.w.seldom:  # none of them waits for another
+            self.w.operand(node.src[0])
         if not self.shape.serial:
             self._early()
         if self.lean is not None and self.lean.axis in self.shape.parallel:
@@ -445,6 +449,10 @@ class Kernel:
             for scan in scans:
                 if scan.node in set(walk(*m.exprs)):
                     scan.step(carried=False)
+            if some := some_rows(m, self.shape, w):
+                with w.block(f"if {some}"):
+                    self.stores([m])
+                continue
             self.stores([m])
             if self.lean is not None and self.lean.axis is axis and not m.reduce:
                 self.lean.store_ends([m])

@@ -123,11 +123,27 @@ class OnlineFold(Fold):
     def cells(self) -> list[tuple[str, str]]:
         return [("tl.float32", self.start), ("tl.float32", "0.0")]
 
-    def _tiles(self) -> list[str]:
-        return [self._tile(), f"{self._inside}.to(tl.float32)"]
+    def _with_ends(self, names: Sequence[str]) -> Sequence[str]:
+        if self.ends is None:
+            return names
+        w = self.w
+        with self.ends():
+            tile = w.let(self._tile())
+            most = w.let(f"tri.one(tl.reduce({tile}, 1, tri.maximum))")
+        own, total = (w.let(f"tri.one(tl.reshape({t}, [{self._extents[0]}]))") for t in names)
+        top = w.let(f"tri.maximum({own}, {most})")
+        with self.ends():
+            each = f"tri.relative({tile}, {self._inside}.to(tl.float32), {top})"
+            more = w.let(f"tri.one(tl.reduce({each}, 1, tri.add))")
+        return [top, w.let(f"tri.relative({own}, {total}, {top}) + {more}")]
 
     def left(self) -> list[str]:
-        return self.again([self.name, f"{self.name}_s"])
+        """The largest of all lanes, then the sums relative to it: two folds of one number take less
+        than one of both, with exponentials at every step."""
+        w = self.w
+        top = w.let(f"tl.reduce({self.name}, 1, tri.maximum, keep_dims=True)")
+        sums = f"tri.relative({self.name}, {self.name}_s, {top})"
+        return [top, w.let(f"tl.reduce({sums}, 1, tri.add, keep_dims=True)")]
 
     def taken(self, names: Sequence[str]) -> None:
         self._top, self._total = names
