@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import os
 import re
 import sys
@@ -27,7 +28,9 @@ T = TypeVar("T")
 ENV_PREFIX = "TILEWRIGHT_"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+NEARLY = 0.88  # alike, prefix and all: a letter or two
 ABSENT: Any = object()
+log = logging.getLogger("tilewright")
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,17 @@ class Registry:
                 store["_prefix"] = prefix
                 declared = dict(vars(type(group)))
                 self._collect(prefix + ".", declared, typing.get_type_hints(type(group)), store)
+        self._misspelt()
+
+    def _misspelt(self) -> None:
+        """Warn of environment variables that are nearly those of an option: others may have a
+        meaning to somebody else."""
+        known = [spec.env for spec in self.options.values()]
+        for name in sorted(n for n in os.environ if n.startswith(ENV_PREFIX) and n not in known):
+            near = max(known, key=lambda k: difflib.SequenceMatcher(None, name, k).ratio())
+            part = difflib.SequenceMatcher(None, name, near).ratio()
+            if part >= NEARLY:
+                log.warning("environment variable %s is of no option: did you mean %s?", name, near)
 
     def _collect(
         self,

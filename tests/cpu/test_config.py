@@ -30,6 +30,15 @@ def read_in_child(name: str, env: dict[str, str]) -> subprocess.CompletedProcess
     )
 
 
+def test_a_misspelt_environment_variable_is_told():
+    done = read_in_child("autotune_effort", {"TILEWRIGHT_AUTOTUNE_EFORT": "max",
+                                             "TILEWRIGHT_SOMEBODYS_OWN": "1"})  # fmt: skip
+    assert done.stdout == "'default'\n"
+    (line,) = done.stderr.splitlines()
+    assert "TILEWRIGHT_AUTOTUNE_EFORT" in line
+    assert line.endswith("did you mean TILEWRIGHT_AUTOTUNE_EFFORT?")
+
+
 def test_defaults_are_typed_values():
     assert config.max_autotune is False
     assert config.emulate_precision_casts is True
