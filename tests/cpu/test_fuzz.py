@@ -170,6 +170,20 @@ _ROTATED = ("(lambda n: torch.cat((-n[..., n.shape[-1] // 2 :], n[..., : n.shape
             id="a computed size that is one",
         ),
         pytest.param(
+            replace(
+                _program(
+                    (Input((9, 31), torch.float32, grad=True),),
+                    (
+                        ("{0} * torch.rsqrt({0}.square().mean(-1, keepdim=True) + 1e-5)", (0,)),
+                        ("{0}.unfold(-1, 2, 1).amax(-1)", (1,)),
+                    ),
+                    (2,),
+                ),
+                exact=(True, False, False),
+            ),
+            id="a row that is kept as windows that overlap",
+        ),
+        pytest.param(
             _program(
                 (_MATRIX,),
                 (

@@ -621,7 +621,9 @@ def _is_dense(steps: Sequence[Step]) -> bool:
 
 def _packed(steps: Sequence[Step], low: Expr, read: Sequence[Block]) -> dict[Expr, Expr] | None:
     """The distances in a row without gaps for those that accesses step over in the buffer; None
-    where one of them could be either of several."""
+    where one of them could be either of several, as where windows overlap."""
+    if not ix.separate(steps):
+        return None
     within: Expr = ix.ONE
     found = {ix.ZERO: ix.ZERO}
     literal: list[tuple[int, int, int]] = []
