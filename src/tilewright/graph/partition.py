@@ -159,6 +159,8 @@ def recompute_price(node: Node, facts: Facts) -> int:
         return INFINITE
     if node.target in UNINITIALISED or _is_number(node) or node.op == "get_attr":
         return 0
+    if _asks_for_equals(node):
+        return INFINITE
     kind = facts.kind(node)
     if _is_window(node) or (node.target is operator.getitem and _is_view(_producer(node))):
         work = BYTE  # it is read out of its base
@@ -287,6 +289,15 @@ def _is_window(node: Node) -> bool:
 
 def _producer(node: Node) -> Node:
     return node.all_input_nodes[0]
+
+
+def _asks_for_equals(node: Node) -> bool:
+    """Whether computed numbers are compared for being the same, as with the largest of them. What
+    is computed again may differ in the last bit: the vector of a function is not its scalar."""
+    if node.target not in (aten.eq.Tensor, aten.ne.Tensor):
+        return False
+    floats = any(i.meta["val"].dtype.is_floating_point for i in node.all_input_nodes)
+    return floats and any(base(i).op != "placeholder" for i in node.all_input_nodes)
 
 
 def _is_number(node: Node) -> bool:
