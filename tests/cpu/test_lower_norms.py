@@ -137,3 +137,11 @@ def test_batch_norm_rounds_its_statistics_where_eager_does(shape: tuple[int, ...
     for a, e in zip(compiled(both)(*args), both(*args), strict=True):
         apart = (a != e).double().mean().item()
         assert apart < 0.005, f"{apart:.1%} of the elements differ"
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (70000, 2)])
+def test_float16_holds_neither_the_sum_of_squares_nor_the_count(shape: tuple[int, int]) -> None:
+    x = (150 * torch.randn(shape)).half()
+    ours = compiled(lambda t: F.batch_norm(t, None, None, training=True))(x)
+    exact = F.batch_norm(x.double(), None, None, training=True)
+    assert (ours - exact).abs().max() < 4e-3

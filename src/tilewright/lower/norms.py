@@ -297,8 +297,9 @@ def _batch_norm_training(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: 
     dtype, saved = values.dtype, dtype_of(ctx, 1)
 
     def held(e: Expr) -> Expr:
-        """Eager keeps every statistic, and even the count, in the type of the saved ones."""
-        return build.cast(build.cast(e, saved), dtype)
+        """Eager keeps every statistic, and even the count, in bfloat16 where the saved ones are; in
+        float16, which cannot hold them, it does not."""
+        return build.cast(build.cast(e, saved), dtype) if saved == torch.bfloat16 else e
 
     def variance(freedom: Expr) -> FromMoments:
         return lambda mean, squares: held(div(held(squares), held(number(freedom, dtype))))
