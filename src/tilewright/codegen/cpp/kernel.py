@@ -433,6 +433,8 @@ class Kernel:
             self._store(store)
 
     def _store(self, store: Store) -> None:
+        if store.buffer in self.local and not any(store.buffer in m.reads for m in self.members):
+            return  # nobody asks for it, as for the variance of a norm without running statistics
         w = self.w
         buffer = self.buffers[store.buffer]
         value = w.value(store.value)
