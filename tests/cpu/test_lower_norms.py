@@ -145,13 +145,3 @@ def test_float16_holds_neither_the_sum_of_squares_nor_the_count(shape: tuple[int
     ours = compiled(lambda t: F.batch_norm(t, None, None, training=True))(x)
     exact = F.batch_norm(x.double(), None, None, training=True)
     assert (ours - exact).abs().max() < 4e-3
-
-
-def test_a_variance_nobody_asks_for_beside_rows_that_share_its_loops() -> None:
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-        rows = torch.cat((-rows[..., 2:], rows[..., :2]), -1)
-        normal = F.layer_norm(F.silu(rows) * x.cos(), (4,))
-        return F.batch_norm(x, None, None, training=True), normal
-
-    check(function, torch.randn(16, 65, 4, 4))
