@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.gemm_cpu import BF16, Case, gelu, plain, silu
+from bench.gemm_cpu import BF16, OURS, Case, gelu, plain, silu
 from bench.measure import (
     EAGER,
     compile_with,
@@ -33,7 +33,6 @@ from tilewright.target import Target
 from tilewright.tune import select
 from tilewright.tune.choices import ChoiceCaller
 
-OURS = "tilewright"
 CASES = (
     Case("prefill up", gelu, 512, 2048, 8192, BF16),
     Case("prefill down", plain, 512, 8192, 2048, BF16),
