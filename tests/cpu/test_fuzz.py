@@ -212,6 +212,18 @@ _ROTATED = ("(lambda n: torch.cat((-n[..., n.shape[-1] // 2 :], n[..., : n.shape
             ),
             id="loads of a row that no load motion takes beyond its stores",
         ),
+        pytest.param(
+            _program(
+                (Input((31, 8), torch.float32, layout="transposed"),),
+                (
+                    ("{0}.narrow(1, 0, 1).copy_({0}.narrow(1, 0, 1).flip(-1))", (0,)),
+                    ("{0}.clone()", (0,)),
+                    ("({0}.select(1, 0).add_(1), {0}.select(1, -1).mul_(2), {0})[-1]", (2,)),
+                ),
+                (3,),
+            ),
+            id="all of it is read before any of two parts is written",
+        ),
     ],
 )
 def test_found_before(program: Program) -> None:

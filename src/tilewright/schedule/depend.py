@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from tilewright.graph.user_kernels import Launch
 from tilewright.ir.program import Handle, Node, Opaque, leaves
-from tilewright.schedule.access import disjoint, touched
+from tilewright.schedule.access import disjoint, signature, touched
 
 MOST_PARTS = 64  # writers of one buffer that are told apart
 
@@ -42,30 +42,40 @@ def dependences(nodes: Sequence[Node]) -> list[set[int]]:
 
 @dataclass
 class _Users:
-    """Who wrote a buffer, and who read it since all of it was last written."""
+    """Who wrote and who read a buffer, but for those that whoever must wait for them waits for
+    anyway, through a later writer."""
 
     writers: list[int] = field(default_factory=list[int])
     readers: list[int] = field(default_factory=list[int])
+    floor: set[int] = field(default_factory=set[int])  # the writer that everybody waits for
 
     def add(self, nodes: Sequence[Node], k: int, buffer: str, writes: bool) -> set[int]:
-        users = [*self.writers, *self.readers] if writes else self.writers
-        if writes and users and len(users) <= MOST_PARTS:
-            waits = {u for u in users if not _apart(nodes[u], nodes[k], buffer)}
-        else:
-            waits = set(users)
         if not writes:
             self.readers.append(k)
-        elif len(waits) == len(users):
-            self.writers, self.readers = [k], []
-        else:
-            self.writers.append(k)
-        return waits
+            return self.floor | set(self.writers)
+        users = [*self.writers, *self.readers]
+        if len(users) > MOST_PARTS:
+            self.writers, self.readers, self.floor = [], [], {k}
+            return set(users)
+        waits = {u for u in users if not _apart(nodes[u], nodes[k], buffer)}
+        past = {u for u in waits if _covers(nodes[k], nodes[u], buffer)}
+        self.writers = [*(u for u in self.writers if u not in past), k]
+        self.readers = [u for u in self.readers if u not in past]
+        return self.floor | waits
 
 
 def _apart(a: Node, b: Node, buffer: str) -> bool:
     """Whether the two certainly touch different elements."""
     left, right = touched(a, buffer), touched(b, buffer)
     return bool(left and right) and all(disjoint(i, j) for i in left for j in right)
+
+
+def _covers(a: Node, b: Node, buffer: str) -> bool:
+    """Whether nobody can be told apart from the first that is not apart from the second as well."""
+    all_of, part = touched(a, buffer), touched(b, buffer)
+    if not all_of:
+        return True
+    return bool(part) and {signature(i) for i in part} <= {signature(i) for i in all_of}
 
 
 def has_effects(call: Opaque) -> bool:
