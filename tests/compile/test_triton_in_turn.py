@@ -3,6 +3,7 @@ at a time, or not between a product and a sum."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.compile import cubin
-from tests.compile.as_cuda import CARD, _lower, as_cuda
+from tests.compile.as_cuda import CARD, _lower, as_cuda, as_fake_cuda
 from tests.compile.cubin import build
 from tilewright import config
 from tilewright.codegen.triton.kernel import TritonKernel
@@ -55,8 +57,52 @@ def test_programs_of_a_row_walk_it_together(name: str) -> None:
     assert f"pid = tri.ticket(counters + {ROWS}, {2 * ROWS})\n    part = pid % 2\n" in text
     assert text.count("tri.meet(") == 1
     rough = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.double(), fn(x.double()), rtol=rough, atol=rough)
+    assert_close(found.double(), fn(x.double()), rtol=rough, atol=rough)
     assert torch.equal(found, again)
+
+
+def test_programs_of_a_row_read_what_was_there_before_one_of_them_changes_it() -> None:
+    """Running statistics, and gradients that take the place of what the forward had saved."""
+    rows, length = 3, 5000
+    module = torch.nn.BatchNorm1d(rows)
+    with torch.no_grad():
+        for number in (module.weight, module.bias, module.running_mean, module.running_var):
+            assert number is not None
+            number.uniform_(0.5, 2)
+    wanted = copy.deepcopy(module).double()
+    x = torch.randn(3, rows, length, requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    small = mock.patch.multiple(mixed, LARGE=1 << 12, SHARE=1 << 12)
+    with small, as_cuda(SMALL), config.patch({"triton.cooperative_reductions": True}):
+        result, code = run_and_get_code(torch.compile(module, backend="tilewright"), x)
+        texts = [*code, *run_and_get_code(lambda: result.backward(x.detach()))[1]]
+    other = wanted(exact)
+    other.backward(exact.detach())
+    assert all("tri.meet(" in text for text in texts)
+    assert "if tri.part(counters + spot, " in texts[0]
+    for name, buffer in module.named_buffers():
+        assert_close(buffer, wanted.get_buffer(name).to(buffer.dtype))
+    for name, parameter in module.named_parameters():
+        gradient = wanted.get_parameter(name).grad
+        assert parameter.grad is not None
+        assert gradient is not None
+        assert_close(parameter.grad, gradient.float(), rtol=1e-4, atol=1e-2)
+    assert x.grad is not None
+    assert exact.grad is not None
+    assert_close(x.grad, exact.grad.float())
+
+
+def test_the_last_program_of_a_row_changes_its_running_statistics() -> None:
+    def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, training=True)
+
+    x = torch.empty(64, 256, 56, 56, dtype=torch.bfloat16)
+    with as_fake_cuda():
+        compiled = torch.compile(fn, backend="tilewright")
+        _, (text,) = run_and_get_code(compiled, x, torch.zeros(256), torch.ones(256))
+    assert "pid = tri.ticket(" in text
+    _, end = text.split("    if tri.part(")
+    assert end.count("        tl.store(") == 2
 
 
 def test_parts_of_a_row_are_alike() -> None:

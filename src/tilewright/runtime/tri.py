@@ -258,9 +258,11 @@ def ticket(counter, total):
 
 @jit
 def part(counter, until):
-    """The last to go leaves zero."""
-    if tl.atomic_add(counter, 1, sem="acq_rel") == until - 1:
+    """Whether this is the last to go, which leaves zero."""
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == until - 1
+    if last:
         tl.atomic_xchg(counter, 0, sem="relaxed")
+    return last
 
 
 @jit

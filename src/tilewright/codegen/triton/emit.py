@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tilewright.codegen.triton.barriers import Barriers
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import (
     OPS,
@@ -42,6 +43,7 @@ class Writer:
                  name: Callable[[Expr], str], load: Callable[[Expr], str],
                  check: Callable[[str, Expr], None]) -> None:  # fmt: skip
         self.lines: list[str] = []
+        self.barriers = Barriers(self.line)
         self.rank = rank
         self.index_type = index_type
         self.masked: set[Axis] = set()
@@ -71,7 +73,7 @@ class Writer:
     def block(self, head: str) -> Generator[None]:
         self.line(head + ":")
         self._depth += 1
-        with self.apart():
+        with self.apart(), self.barriers.perhaps():
             yield
         self._depth -= 1
 

@@ -29,7 +29,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     parts: list[tuple[Group, Shape]] = []
     for whole in group.kernels:
         part, shape = whole, shape_of(program, whole)
-        if isinstance(shape, str) and part.in_turn:  # then each row has a program of its own
+        if isinstance(shape, str) and part.shared:  # then each row has a program of its own
             part = replace(part, shared=0, in_turn=False)
             shape = shape_of(program, part)
         if isinstance(shape, str):

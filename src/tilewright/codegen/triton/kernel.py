@@ -144,7 +144,6 @@ class Kernel:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
                              for a in shape.inner if a.lean is None}  # fmt: skip
         self.rewritten = rewritten(shape.members)
-        self.written: set[str] = set()  # since the last barrier
         self.online: dict[Expr, OnlineFold] = {}
         self._joined = {} if shape.persistent else joined(shape, self.local)
         self._passes = passes(shape, self.local)
@@ -152,6 +151,7 @@ class Kernel:
         self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
         self.cells = 0  # of each program of a shared row
         self.meetings = 0  # of the programs that share a row
+        self.waiting: list[str] = []  # stores that are the last one's of these
         self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
         self.first = "tl.program_id(0)"  # the number of this program
 
@@ -237,14 +237,25 @@ class Kernel:
         return self._whole(name, lines)
 
     def body(self) -> None:
-        w = self.w
         self._programs()
         if self.shape.serial:
             self._serial()
         else:
             self._segments()
         if self.meetings:
-            w.line(f"tri.part({COUNTERS} + spot, {self.shape.shared * (self.meetings + 1)})")
+            self._leave()
+
+    def _leave(self) -> None:
+        """The last program of a row does what none may do while others read what was there."""
+        w = self.w
+        last = f"tri.part({COUNTERS} + spot, {self.shape.shared * (self.meetings + 1)})"
+        if not self.waiting:
+            w.line(last)
+            return
+        w.line("tl.debug_barrier()")
+        with w.block(f"if {last}"):
+            for line in self.waiting:
+                w.line(line)
 
     def _whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
@@ -478,6 +489,7 @@ class Kernel:
         for item in (*folds.values(), *scans):
             item.begin()
         self._hoist(segment, axis)
+        self.w.barriers.before_loop(segment.members)
         if self.lean is not None and self.lean.axis is axis:
             self.lean.walk(self._is_back(segment, axis), lambda: self._steps(
                 segment, folds, scans))  # fmt: skip
@@ -617,11 +629,11 @@ class Kernel:
             if len(node.src) == 1:
                 return text
             return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
-        if node.arg in self.written:  # perhaps by another thread of this program
-            w.line("tl.debug_barrier()")
-            self.written.clear()
         support = w.covered(w.support(*node.src))
-        if (axis := self._common(node, support)) is not None:
+        axis = self._common(node, support)
+        alone = axis is not None or self._one_per_row(support)  # not as tiles are stored
+        self.w.barriers.before_load(node.arg, None if alone else node.src[0])
+        if axis is not None:
             return self._load_pieces(node, axis)
         place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
         conditions = [w.operand(s) for s in node.src[1:]]
@@ -757,13 +769,17 @@ class Kernel:
             w.know(node, read)
         if store.buffer in self.local:
             return
-        self.written.add(store.buffer)
+        self.w.barriers.before_store(store.buffer, store.index)
         place, support = self.place(store)
         mask = w.mask(support)
         # rows that are to be read again shall stay in cache, not those that are written
         policy = ', eviction_policy="evict_first"' if (
             self._at is not None and self.shape.again and self._walks(support)) else ""  # fmt: skip
-        w.line(f"tl.store({place}, {value}{', ' + mask if mask else ''}{policy})")
+        text = f"tl.store({place}, {value}{', ' + mask if mask else ''}{policy})"
+        if self.shape.shared and store.buffer in self.rewritten and not self._walks(support):
+            self.waiting.append(text)
+        else:
+            w.line(text)
 
     def _loads_of(self, store: Store) -> list[Expr]:
         return [n for m in self.shape.members for n in loads(*m.exprs)

@@ -29,7 +29,7 @@ def write_scatter(k: Kernel, store: Store, points: Support) -> None:
     value = k.value(store)
     mask = [] if store.mask is None else [w.operand(store.mask)]
     place, support = k.place(store, NOWHERE if store.mode == "set" else points)
-    k.written.add(store.buffer)
+    w.barriers.before_store(store.buffer, None)
     where = w.mask(support, *mask)
     if store.mode == "set":
         w.line(f"tl.store({place}, {value}{', ' + where if where else ''})")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
@@ -198,6 +199,9 @@ def _cannot_share(shape: Shape) -> str:
     for n in (n for m in flat.members for n in loads(*m.exprs)):
         if n.arg in stored and (n.arg, n.src[0]) not in made:
             return f"{n.arg} is read of another program's part of the row"
+    for (a, i), (b, j) in combinations(made, 2):
+        if a == b and not disjoint(i, j):
+            return f"{a} is written by two programs of a row"
     return ""
 
 

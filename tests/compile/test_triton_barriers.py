@@ -1,0 +1,64 @@
+"""Threads of a program that touch each other's memory wait for each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.compile.as_cuda import as_fake_cuda
+from tilewright.testing import run_and_get_code
+
+BARRIER = "tl.debug_barrier()"
+
+
+def code(fn: Callable[..., Any], *args: Tensor, **options: Any) -> str:
+    with as_fake_cuda():
+        compiled = torch.compile(fn, backend="tilewright", fullgraph=True, **options)
+        return "\n".join(run_and_get_code(compiled, *args)[1])
+
+
+def kernel_with(text: str, part: str) -> str:
+    kernels = re.split(r"^@triton\.jit$", text, flags=re.MULTILINE)
+    return next(k for k in kernels if part in k)
+
+
+def test_a_barrier_inside_a_loop_that_may_not_run_is_none_for_what_follows() -> None:
+    """Rows are stored whole and read again in parts of two columns: a loop of whole blocks of these
+    runs no round, so the barrier is before it."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.sigmoid(x)
+        return rows, torch.cat([p * k for k, p in enumerate(rows.split(2, 1))], 1)
+
+    kernel = kernel_with(code(fn, torch.empty(130, 130).half(), dynamic=True), "for r1offset")
+    stored = [m.start() for m in re.finditer(r"tl\.store\(p1 ", kernel)]
+    read = [m.start() for m in re.finditer(r"tl\.load\(p1 ", kernel)]
+    barrier = kernel.index("\n    " + BARRIER)
+    assert stored
+    assert read
+    assert max(stored) < barrier < kernel.index("for r1offset") < min(read)
+
+
+def test_what_is_read_as_part_of_a_tile_is_read_before_it_changes() -> None:
+    """A column changes in place, which a tile beside it has loaded in another layout."""
+
+    def fn(x: Tensor) -> Tensor:
+        copied = x.clone()
+        x.select(1, 0).add_(1)
+        return copied
+
+    kernel = kernel_with(code(fn, torch.empty(31, 8)), "tl.store")
+    assert kernel.index("tl.load") < kernel.index(BARRIER) < kernel.rindex("tl.store")
+
+
+def test_parts_that_lie_apart_do_not_wait() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.cat((torch.softmax(x, -1), x + 1), 1)
+
+    text = code(fn, torch.empty(64, 1024))
+    assert text.count("tl.store(") == 2
+    assert BARRIER not in text
