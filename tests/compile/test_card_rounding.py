@@ -43,6 +43,9 @@ CASES: dict[str, tuple[Callable[..., Any], list[Made], int]] = {
                           [normal(4, 3, 5), normal(3), normal(3), normal(3), positive(3)], 3),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=0.1),
                       [normal(4, 3, 9), normal(3), normal(3)], 3),
+    "instance_norm of few": (
+        lambda x, w, b, m, v: F.instance_norm(x, m, v, w, b, momentum=0.5, eps=0.6),
+        [normal(5, 5, 5), normal(5), normal(5), normal(5), positive(5)], 3),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (17,), w, b),
                    [normal(6, 17), normal(17), normal(17)], 3),
     "softmax": (lambda x: torch.softmax(x, -1, dtype=torch.float32), [normal(6, 17)], 1),

@@ -161,11 +161,12 @@ class Lowering:
     # ---- reductions
 
     def reduce(self, kind: str, t: Tensor | Sequence[Tensor], dims: Sequence[int], keepdim: bool,
-               *fills: Fill, stride: Size | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+               *fills: Fill, stride: Size | None = None, unrolls: bool = True
+               ) -> tuple[Tensor, ...]:  # fmt: skip
         """Fold `t` (all tensors of one size) over `dims`; one result per fill.
 
         A fold with several results (`welford`) is a `reduce` node that fills take apart with
-        `build.part`.
+        `build.part`. One that `unrolls` is written out if it is short.
         """
         tensors = [t] if isinstance(t, Tensor) else list(t)
         size, device = tensors[0].size, tensors[0].device
@@ -178,7 +179,7 @@ class Lowering:
         point = [next((r for r in inner if r.arg == f"r{k}"), loops[k]) for k in range(len(size))]
         out_size = tuple(ix.ONE if k in folded else s
                          for k, s in enumerate(size) if keepdim or k not in folded)  # fmt: skip
-        unrolled = self._unroll(kind, tensors, loops, inner)
+        unrolled = self._unroll(kind, tensors, loops, inner) if unrolls or not inner else None
         values = [x.at(point) for x in tensors]
         fold = build.reduce(kind, *values, dtype=values[-1].dtype) if unrolled is None else unrolled
         positions = [v for k, v in enumerate(loops) if keepdim or k not in folded]

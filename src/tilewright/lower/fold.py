@@ -90,6 +90,13 @@ def fold(ctx: Lowering, kind: str, t: Tensor, dims: Sequence[int], keepdim: bool
     return result
 
 
+def partial(ctx: Lowering, t: Tensor, dims: Sequence[int]) -> Tensor:
+    """A sum that may be a part of another: `aten.sum` finds it as it was before it was rounded,
+    however short it is."""
+    (result,) = ctx.reduce("sum", t, dims, True, rounded(t.dtype), unrolls=False)
+    return result
+
+
 def total(ctx: Lowering, t: Tensor, dims: Sequence[int], keepdim: bool = True) -> Tensor:
     return fold(ctx, "sum", t, dims, keepdim)
 

@@ -31,6 +31,7 @@ from tilewright.lower.fold import (
     moments,
     mul,
     number,
+    partial,
     squeeze,
     sub,
     total,
@@ -432,10 +433,12 @@ def _batch_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, weight: Tensor 
     away = pointwise(sub, values, centre)
     normal = pointwise(mul, away, spread)
     gradient = None
-    plain = total(ctx, grad, dims) if training or mask[2] else None
+    # an instance norm adds these up, and in eager they are rounded before
+    summed = total if grad.dtype == x.dtype else partial
+    plain = summed(ctx, grad, dims) if training or mask[2] else None
     scaled = None
     if training or mask[1]:  # scaled after it is summed, as in eager: it may be rounded next
-        scaled = total(ctx, pointwise(mul, grad, away), dims)
+        scaled = summed(ctx, pointwise(mul, grad, away), dims)
         scaled = pointwise(mul, scaled, along(inverse, [1], scaled.size).to(scaled.dtype))
     if mask[0]:
         if plain is not None and scaled is not None and training:
