@@ -164,7 +164,9 @@ def test_ma_a4_max_autotune_measures_what_max_autotune_pointwise_does(
 def measured(monkeypatch: pytest.MonkeyPatch, library: float, triton: float) -> Iterator[None]:
     """As if there were a card: a plan takes so many milliseconds, by who computes the product."""
     selector = select.get_algorithm_selector_cache()
-    quiet = SimpleNamespace(is_quiet=True, broken=lambda: "", bench=lambda run, sets: None)
+    quiet = SimpleNamespace(
+        is_quiet=True, heats=False, broken=lambda: "", bench=lambda run, sets: None
+    )
     with monkeypatch.context() as patch:
         patch.setattr(clock, "of", lambda device: quiet)
         patch.setattr(records, "environment", lambda device: "a card")

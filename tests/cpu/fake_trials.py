@@ -82,6 +82,7 @@ class FakeClock:
     """Samples a trial without waiting."""
 
     is_quiet = True
+    heats = False
     why_broken = ""
 
     def __init__(self, seed: int = 0) -> None:
@@ -125,6 +126,8 @@ class FakeTime:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+    sleep = advance
 
 
 def use(monkeypatch: Any, fake: FakeClock) -> FakeClock:

@@ -45,6 +45,7 @@ class ChoiceCaller:
     checked: bool = False  # its result was compared, and is right
     final: bool = False  # it was in the finals
     lost: bool = False  # and another of them is to be taken
+    behind: float = 0.0  # part of a library's time it loses to it on a card that has rested
     margin: float = 0.0  # part of its time by which it may seem slower than others and be taken
     outdone: bool = False  # it is rejected by its estimate alone
     remembered: bool = False  # its time is of an earlier run

@@ -51,6 +51,7 @@ class Bench(Protocol):
 
 class Clock(Protocol):
     is_quiet: bool  # whether other processes' work leaves its times as they are
+    heats: bool  # whether the machine comes to a limit of power, and is slower there
 
     def bench(self, run: Run, sets: int) -> Bench:
         """Make a run ready: all of it is done once on every set. Raises what the run raises."""
@@ -70,6 +71,7 @@ def of(device: torch.device) -> Clock:
 
 class CudaClock:
     is_quiet = True  # what is measured happens on the card alone
+    heats = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -210,6 +212,7 @@ def _whole(count: float, sets: int, most: int) -> int:
 
 class CpuClock:
     is_quiet = False  # whatever else runs takes its cores and caches
+    heats = False  # as far as could be told among all that others do to it
 
     def bench(self, run: Run, sets: int) -> Bench:
         return _Batch(run, sets)

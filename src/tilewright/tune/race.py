@@ -4,7 +4,8 @@ Most candidates are far from the best and are known to be after a sample or two.
 are sampled more in every round, and the last few take turns, so that a drift of the clock or of the
 machine meets all alike; only what happened in the same turn is compared. Whoever is near the border
 between being preferred and not takes many more turns, so that the next tuning decides the same. A
-library, which is what would run otherwise, is left only for what outruns it when they meet alone.
+library, which is what would run otherwise, is left only for what outruns it when they meet alone,
+and is not behind it on a card that has rested.
 
 Times that are shown or kept together are of one moment: those of an earlier one are expressed in it
 by what those that were there both times took (`express`). Where others use the machine they only
@@ -45,6 +46,17 @@ FEWEST_TURNS = 4  # even then
 # they take several times as long.
 FEWEST_NOISY, LONGER = 8, 4
 SURE = 1.25  # times the noise from the border: there are several looks, each may be mistaken
+
+# A card that is kept busy comes to its limit of power, and what then is faster need not be before:
+# 4096x4096x4096 in float16 by the library's own choice takes 184.6 us after a pause and 216.9 us
+# later, by another of its algorithms 188.2 and 210.9 (H200).
+POWERFUL = 40.0  # microseconds of a run that may bring it there
+LASTING = 1000.0  # and of one after a few dozens of which it is always there
+HOT = 0.15  # seconds of work that do
+# Seconds of rest, the first time and then, and of turns each time: too few for the limit.
+RESTS, BURST = (0.08, 0.03, 0.03), 0.025
+FEWEST_RESTED = 3  # turns each time
+BEHIND = 0.015  # of its time that a choice may lose to a library on a card that has rested
 
 Take = Callable[[ChoiceCaller], bool]  # takes a sample; False once the choice is rejected
 Late = Callable[[], bool]  # whether time is up
@@ -97,21 +109,28 @@ def _within(fastest: Sequence[ChoiceCaller], factor: float, library: float) -> l
 
 
 def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: float,
-           is_quiet: bool = True) -> None:  # fmt: skip
+           is_quiet: bool = True, heats: bool = False) -> None:  # fmt: skip
     """Turns among choices in order of preference, until it is clear who is to be preferred or so
     many seconds are over, first without libraries and then with them. Sets their `timing`, and
     `lost` of all but the one to take.
 
     What is to replace a library meets it again with nobody else there: how fast a card runs what
     keeps it at its limit of power depends on what ran before, and among many that is mostly others.
+    Where a machine `heats` they meet at that limit, and once more away from it.
     """
+    began = time.perf_counter()
     others = [c for c in choices if not c.trial.is_library]
     last, first = list(choices), dict[ChoiceCaller, Timing]()
     if 0 < len(others) < len(choices):
         near = _run(others, _Turns(is_quiet), take, late, seconds)
         first = {c: c.time for c in others if c.final}
         last = [c for c in choices if c.trial.is_library or c in near]
+    fastest = min((c.time.median_us for c in last), default=0.0)
+    if heats and first and fastest > POWERFUL:
+        last = _heated(last, take, late, began + HOT)
     taken = next(iter(_run(last, _Turns(is_quiet), take, late, seconds)), None)
+    if heats and first and taken is not None and POWERFUL < fastest < LASTING:
+        taken = _rested(taken, last, take, late)
     if taken is not None and is_quiet:
         express([c for c in first if c not in last], first)
     for choice in choices:
@@ -119,6 +138,38 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
             choice.final |= choice.trial.is_library
         else:
             choice.lost = choice.final and choice is not taken
+
+
+def _heated(choices: Sequence[ChoiceCaller], take: Take, late: Late, until: float
+            ) -> list[ChoiceCaller]:  # fmt: skip
+    """The choices that still run, after all of them have kept the card busy until then."""
+    alive = list(choices)
+    while alive and time.perf_counter() < until and not late():
+        alive = [c for c in alive if take(c)]
+    return alive
+
+
+def _rested(taken: ChoiceCaller, choices: Sequence[ChoiceCaller], take: Take, late: Late
+            ) -> ChoiceCaller:  # fmt: skip
+    """What was taken, or the fastest library if that is ahead of it on a card that has rested."""
+    libraries = [c for c in choices if c.trial.is_library and not c.reason]
+    if not libraries or taken.trial.is_library:
+        return taken
+    library = min(libraries, key=lambda c: c.time.median_us)
+    turns: list[Turn] = []
+    for rest in RESTS:
+        time.sleep(rest)
+        end, few = time.perf_counter() + BURST, len(turns) + FEWEST_RESTED
+        while time.perf_counter() < end or len(turns) < few:
+            order = (taken, library) if len(turns) % 2 else (library, taken)
+            if late() or not all(take(c) for c in order):
+                return library if taken.reason else taken
+            turns.append({c: c.samples[-1] for c in order})
+    behind = _middle([turn[taken] / max(turn[library], 1e-9) for turn in turns]).median_us - 1
+    if behind <= BEHIND:
+        return taken
+    taken.behind = behind
+    return library
 
 
 def express(choices: Sequence[ChoiceCaller], before: Mapping[ChoiceCaller, Timing]) -> None:

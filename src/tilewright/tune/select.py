@@ -259,6 +259,8 @@ class _Tuning:
             return f"there was no time for it to meet {best.name}"
         if winner.may_be_within(best.time.median_us):
             return f"the machine was busy: {winner.name} was never timed undisturbed"
+        if best.behind:
+            return f"{best.name} is {best.behind:.1%} slower where the card has rested"
         return f"{best.name} is not faster for certain: times are known to {winner.margin:.1%}"
 
     # ---- records
@@ -347,7 +349,7 @@ class _Tuning:
             finalists = self._levelled(self._verified(fastest))
             before = before or {c: c.time for c in order if c.samples and not c.reason}
             race.finals([c for c in order if c in finalists], self._take, self._late, patience,
-                        quiet)  # fmt: skip
+                        quiet, self.clock.heats)  # fmt: skip
             winner = next((c for c in finalists if c.final and not c.lost and not c.reason), None)
             if winner is None:
                 return
