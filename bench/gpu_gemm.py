@@ -1,8 +1,11 @@
 """`python -m bench.gpu_gemm`: products on a card, eager, the reference and tilewright in one run.
 
 Each case is compiled with autotuning from empty caches, checked against eager in float64, and timed
-on the device by replays of a CUDA graph of several calls over rotating inputs, in turns. The table
-ends with geometric means; tuning seconds are counted per backend.
+on the device by replays of a CUDA graph of several calls over rotating inputs. Everybody reads the
+same inputs, writes where the others write, and takes turns in an order that is drawn each time; how
+much faster one is than another is said by what they took in the same turn, for the clock of a card
+at its limit of power is another one every few milliseconds. The table ends with geometric means;
+tuning seconds are counted per backend, without those in which torch imports its own compiler.
 
 With `--reference` the reference's kernels are first compiled in several processes, which keep the
 kernels and nothing of what they measure: it tunes by itself, on a card that nobody else uses, from
@@ -32,9 +35,14 @@ from torch import Tensor
 
 from bench.measure import geomean, run_all
 from tilewright.gemm.choose import decisions
+from tilewright.tune.clock import between
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CALLS = 10  # in one graph
+LED = 2000.0  # microseconds of a replay above which what starting it costs does not show
+WARM = 0.1  # seconds of turns until the card is at its limit of power, if it comes there
+TURNS = 8, 100  # fewest and most
+SPENT = 0.2  # seconds for all between those
 SETS = 4  # of inputs that take turns, or more where they are small
 CACHE = 120 << 20  # bytes that are surely past the card's cache
 JOBS = 8  # processes that compile the reference's kernels
@@ -193,45 +201,72 @@ def sets_of(case: Case) -> list[tuple[Tensor, ...]]:
     return [first, *(case.inputs() for _ in range(max(1, min(16, CACHE // size + 1))))]
 
 
-def error(result: Tensor, case: Case, args: tuple[Tensor, ...]) -> float:
-    wide = [a.double() if a.is_floating_point() else a for a in args]
-    expected = case.fn(*wide)
+def error(result: Tensor, expected: Tensor) -> float:
     return float((result.double() - expected).norm() / expected.norm())
 
 
-def recorded(fn: Callable[..., Any], sets: list[tuple[Tensor, ...]]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for args in sets[:2]:
-            fn(*args)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for k in range(CALLS):
-                fn(*sets[k % len(sets)])
-    return graph
+def in_float64(case: Case, args: tuple[Tensor, ...]) -> Tensor:
+    return case.fn(*(a.double() if a.is_floating_point() else a for a in args))
 
 
-def in_turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 15) -> dict[str, float]:
-    """Median microseconds of a call, the backends taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for k in range(rounds + 2):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if k > 1:
-                times[name].append(start.elapsed_time(end) * 1000 / CALLS)
-    return {name: statistics.median(found) for name, found in times.items()}
+class Recorder:
+    """Makes graphs that have their memory in common: results, and the libraries' own, which where
+    they lie makes a difference of some percent to."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def recorded(self, fn: Callable[..., Any], sets: list[tuple[Tensor, ...]]
+                 ) -> torch.cuda.CUDAGraph:  # fmt: skip
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            for args in sets[:2]:
+                fn(*args)
+            self._stream.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                for k in range(CALLS):
+                    fn(*sets[k % len(sets)])
+        return graph
+
+
+def in_turns(graphs: dict[str, torch.cuda.CUDAGraph]) -> list[dict[str, float]]:
+    """Microseconds of a call of each, turn by turn."""
+    order, rng = list(graphs), random.Random(0)
+    turns: list[dict[str, float]] = []
+    led = True
+    began = time.perf_counter()
+    while (spent := time.perf_counter() - began) < WARM or len(turns) < 1:
+        turns.append({name: replayed(graphs[name], led) for name in order})
+        led = min(turns[-1].values()) * CALLS < LED
+    turns = []
+    while len(turns) < TURNS[0] or (len(turns) < TURNS[1] and spent < WARM + SPENT):
+        rng.shuffle(order)
+        turns.append({name: replayed(graphs[name], led) for name in order})
+        spent = time.perf_counter() - began
+    return turns
+
+
+def replayed(graph: torch.cuda.CUDAGraph, led: bool) -> float:
+    """Microseconds of a call; `led` by the same, behind which the host starts it."""
+    if led:
+        graph.replay()
+    return between(graph.replay) / CALLS
+
+
+def ratio(turns: list[dict[str, float]], other: str) -> float:
+    """How many times as fast ours is: the mean of the middle half of what single turns say."""
+    found = sorted(turn[other] / turn["tilewright"] for turn in turns)
+    return statistics.fmean(found[len(found) // 4 : len(found) - len(found) // 4])
 
 
 def row(case: Case, backends: list[str]) -> dict[str, Any]:
     sets = sets_of(case)
     found: dict[str, Any] = {"case": case.name, "fused": case.fused}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    recorder = Recorder()
+    expected = in_float64(case, sets[0])
     for backend in backends:
         try:
             began = time.perf_counter()
@@ -239,14 +274,17 @@ def row(case: Case, backends: list[str]) -> dict[str, Any]:
             result = fn(*sets[0])
             torch.cuda.synchronize()
             found[f"{backend} s"] = time.perf_counter() - began
-            found[f"{backend} error"] = error(result, case, sets[0])
+            found[f"{backend} error"] = error(result, expected)
             del result
-            graphs[backend] = recorded(fn, sets)
+            graphs[backend] = recorder.recorded(fn, sets)
         except Exception as why:
             traceback.print_exc()
             found[f"{backend} failed"] = f"{type(why).__name__}: {' '.join(str(why).split())[:200]}"
-    found["us"] = in_turns(graphs)
+    del expected
+    turns = in_turns(graphs)
+    found["us"] = {name: statistics.median(turn[name] for turn in turns) for name in graphs}
     if "tilewright" in graphs:
+        found["x"] = {name: ratio(turns, name) for name in graphs}
         found["chosen"] = chosen()
     return found
 
@@ -261,27 +299,28 @@ def line(found: dict[str, Any], backends: list[str]) -> str:
     us = found["us"]
     times = " | ".join(f"{us[b]:.1f}" if b in us else found.get(f"{b} failed", "-")[:40]
                        for b in backends)  # fmt: skip
-    ratio = [f"{us[b] / us['tilewright']:.2f}" if b in us and "tilewright" in us else "-"
-             for b in backends if b != "tilewright"]  # fmt: skip
+    times_as_fast = found.get("x", {})
+    ratios = [f"{times_as_fast[b]:.2f}" if b in times_as_fast else "-"
+              for b in backends if b != "tilewright"]  # fmt: skip
     seconds = " | ".join(f"{found.get(f'{b} s', 0):.1f}" for b in backends if b != "eager")
     wrong = found.get("tilewright error", 9) / max(found.get("eager error", 1e-9), 1e-9)
-    return (f"| {found['case']} | {times} | {' | '.join(ratio)} | {seconds} | {wrong:.2f} | "
+    return (f"| {found['case']} | {times} | {' | '.join(ratios)} | {seconds} | {wrong:.2f} | "
             f"{found.get('chosen', '')} |")  # fmt: skip
 
 
 def summary(rows: list[dict[str, Any]], backends: list[str]) -> list[str]:
     lines: list[str] = []
     for fused in (False, True):
-        ours = [r["us"] for r in rows if r["fused"] is fused and "tilewright" in r["us"]]
+        ours = [r["x"] for r in rows if r["fused"] is fused and "x" in r]
         for other in [b for b in backends if b != "tilewright"]:
-            ratios = [us[other] / us["tilewright"] for us in ours if other in us]
+            ratios = [x[other] for x in ours if other in x]
             if ratios:
                 kind = "fused" if fused else "products"
                 lines.append(f"{kind}: {geomean(ratios):.3f} over {other} (geomean of "
                              f"{len(ratios)}, worst {min(ratios):.2f})")  # fmt: skip
-    slow = [r for r in rows if r["us"].get("tilewright", 0) * LEAST > r["us"]["eager"]]
-    lines += [f"under {LEAST} of eager: {r['case']}, {r['us']['eager'] / r['us']['tilewright']:.3f}"
-              f", {r['us']['eager']:.2f} us, {r['chosen']}" for r in slow]  # fmt: skip
+    slow = [r for r in rows if r.get("x", {}).get("eager", 9) < LEAST]
+    lines += [f"under {LEAST} of eager: {r['case']}, {r['x']['eager']:.3f}, {r['us']['eager']:.2f} "
+              f"us, {r['chosen']}" for r in slow]  # fmt: skip
     cold = [r for r in rows if r["cold"]] if "inductor" in backends else rows
     for b in backends[1:]:
         lines.append(f"{b}: {sum(r.get(f'{b} s', 0) for r in cold):.1f} s to compile and tune "
@@ -346,6 +385,7 @@ def main() -> None:
         compile_ahead(cases)
         head += f"; compiled ahead, {end - time.perf_counter():.0f} s left"
     print(head, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n", flush=True)
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))  # imports all of Dynamo: seconds
     rows: list[dict[str, Any]] = []
     show = functools.partial(print, flush=True)
     # those from empty caches first: nothing they have in common with others is there yet
