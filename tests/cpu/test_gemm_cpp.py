@@ -355,6 +355,22 @@ def test_a_layer_is_one_kernel(rows: int) -> None:
 # ---- threads, instruction sets, names
 
 
+@pytest.mark.parametrize(("way", "m", "n", "k", "layout"), [
+    ("packed", 151, 173, 301, "t"), ("packed", 13, 700, 3500, "t"), ("dot", 5, 2003, 301, "t"),
+    ("stream", 5, 2003, 301, "n"),
+])  # fmt: skip
+def test_threads_that_do_not_divide_the_tiles(way: str, m: int, n: int, k: int,
+                                              layout: str) -> None:  # fmt: skip
+    """Three, five and seven of them; the second has its columns packed in several goes."""
+    left, right = in_layout(m, k, "n"), in_layout(k, n, layout)
+    made = product(left, right, torch.empty(m, n), bias=torch.randn(n))
+    for threads in (3, 5, 7):
+        made.tensors["c"].fill_(float("nan"))
+        chosen = replace(of_way(made, way), threads=threads)
+        made.call(chosen.kernel())
+        close(made.tensors["c"], exact(left, right) + made.tensors["d"], k)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads(threads: int) -> None:
     left, right = torch.randn(150, 500), torch.randn(320, 500).t()

@@ -25,6 +25,7 @@ UNITS = {"avx512_bf16": "PAIRS", "amx_bf16": "TILES"}  # as `tw_pairs.h` has the
 # What vectors of float32 are made of on their way from memory into registers.
 FETCHED = frozenset({torch.bfloat16, torch.float16, torch.int8, torch.uint8})
 SUM = "the sum over k"  # what the epilogue's product is made of: an element of the finished row
+CACHE_LINE = 64  # bytes
 TURNED_K, TURNED_ROWS = 64, 16  # of an operand with a prologue that is turned around when packed
 
 
@@ -171,7 +172,7 @@ class _Source:
             lines += self._rows("q", self.q) if c.pack_q else []
         else:
             lines += self._panel()
-        lines += self._row()
+        lines += [*self._row(), *(self._expect() if self.along is self.q else [])]
         return self._assembled(lines)
 
     def _type(self, loop: Expr, packed: bool) -> str:
@@ -374,8 +375,8 @@ class _Source:
         """What is done with a row of the product, along the loop that is vectorised."""
         along = self.along
         other = self.problem.m if along is self.problem.n else self.problem.n
-        head = (f"void row(int64_t batch, int64_t {other.arg}, int64_t start, int64_t count,"
-                " const T* sums)")  # fmt: skip
+        head = (f"TW_INLINE void row(int64_t batch, int64_t {other.arg}, int64_t start,"
+                " int64_t count, const T* sums)")  # fmt: skip
         stores = stores_of(self.problem)
         written = {SUM, *(s.buffer for s in stores)}
 
@@ -387,6 +388,26 @@ class _Source:
                 for s in stores:
                     self._store(w, s, stores)
 
+        return self._function(head, body)
+
+    def _expect(self) -> list[str]:
+        """Ahead of a row of a tile: memory that is contiguous along it, and that it has alone."""
+        stores = stores_of(self.problem)
+        used = {(n.arg, n.src[0]): 0 for n in loads(*(e for s in stores for e in s.exprs))
+                if n.arg != SUM and len(n.src) == 1}  # fmt: skip
+        used |= {(s.buffer, s.index): 1 for s in stores}
+
+        def body(w: Writer) -> None:
+            for (buffer, index), written in used.items():
+                along, across = (ix.coefficient(index, v) for v in (self.q, self.p))
+                if along is not ix.ONE or across in (None, ix.ZERO):
+                    continue
+                line = CACHE_LINE // self.problem.memory[buffer].dtype.itemsize
+                for at in range(0, self.width, line):
+                    there = substitute(index, {self.q: ix.add(self.q, at)})
+                    w.line(f"__builtin_prefetch(&{self._element(buffer, there, w)}, {written});")
+
+        head = f"TW_INLINE void expect(int64_t batch, int64_t {self.p.arg}, int64_t {self.q.arg})"
         return self._function(head, body)
 
     def _store(self, w: Writer, s: Store, stores: Sequence[Store]) -> None:

@@ -312,17 +312,29 @@ struct Loops {
 
     const S& s;
     const int64_t P, Q, K;
-    int64_t pc, qc, columns;  // of a task, and of what is packed at a time
+    int64_t blocks;   // of P: a task is one of them and one of Q's
+    int64_t across;   // blocks of Q, of what is packed at a time
+    int64_t columns;  // that are packed at a time
 
     Loops(const S& s, int64_t threads) : s(s), P(s.p_size()), Q(s.q_size()), K(s.k_size()) {
-        const int64_t q_blocks = parts(Q, QC);
-        qc = rounded_up(parts(Q, q_blocks), WIDTH);
-        int64_t p_blocks = parts(P, PC);
-        if (p_blocks * q_blocks < 4 * threads)  // few tasks: the same number for each thread
-            p_blocks = parts(rounded_up(p_blocks * q_blocks, threads), q_blocks);
-        pc = rounded_up(parts(P, p_blocks), S::ROWS);
-        const int64_t fits = SHARED / int64_t(sizeof(T)) / (K * S::PASSES > 0 ? K * S::PASSES : 1);
-        columns = S::WAY == DOT ? Q : least(rounded_up(Q, qc), fits < qc ? qc : fits / qc * qc);
+        const int64_t deep = K * S::PASSES > 0 ? K * S::PASSES : 1;
+        const int64_t fits = SHARED / int64_t(sizeof(T)) / deep / QC * QC;
+        const int64_t times = S::WAY == PACKED ? parts(Q, fits > QC ? fits : QC) : 1;
+        columns = rounded_up(parts(Q, times), WIDTH);
+        across = S::WAY == DOT ? 1 : parts(columns, QC);
+        blocks = parts(P, PC);
+        // the same number of tasks for each thread, as far as there are tiles
+        int64_t& finer = S::WAY == STREAM ? across : blocks;
+        const int64_t most = S::WAY == STREAM ? parts(Q, WIDTH) : parts(P, S::ROWS);
+        while (blocks * across % threads && finer < most) ++finer;
+    }
+
+    // Where a block begins: each has as many tiles as the others, or one more.
+    int64_t p_begin(int64_t block) const {
+        return least(P, parts(P, S::ROWS) * block / blocks * S::ROWS);
+    }
+    int64_t q_begin(int64_t block, int64_t of) const {
+        return least(of, parts(of, WIDTH) * block / across * WIDTH);
     }
 
     // Elements the threads share.
@@ -336,17 +348,16 @@ struct Loops {
             for (int64_t q0 = 0; q0 < Q; q0 += columns) {
                 const int64_t here = least(columns, Q - q0);
                 pack(team, batch, q0, here, packed);
-                const int64_t across = parts(here, qc);
-                team.share(parts(P, pc) * across, [&](int64_t task) {
-                    const int64_t p = task / across * pc, q = task % across * qc;
-                    block(batch, p, q0 + q, least(qc, here - q), packed + q * K * S::PASSES, own);
+                team.share(blocks * across, [&](int64_t task) {
+                    const int64_t q = q_begin(task % across, here);
+                    block(batch, task / across, q0 + q, q_begin(task % across + 1, here) - q,
+                          packed + q * K * S::PASSES, own);
                 });
             }
         } else if constexpr (S::WAY == STREAM) {
-            team.share(parts(P, pc) * parts(Q, qc), [&](int64_t task) {
-                const int64_t across = parts(Q, qc);
-                const int64_t p = task / across * pc, q = task % across * qc;
-                block(batch, p, q, least(qc, Q - q), nullptr, own);
+            team.share(blocks * across, [&](int64_t task) {
+                const int64_t q = q_begin(task % across, Q);
+                block(batch, task / across, q, q_begin(task % across + 1, Q) - q, nullptr, own);
             });
         } else {
             if constexpr (S::PACK_Q)
@@ -354,7 +365,7 @@ struct Loops {
                     const int64_t pass = task / Q, q = task % Q;
                     s.q_rows(pass, packed + task * K, K, batch, 0, K, q, 1);
                 });
-            team.share(parts(P, pc), [&](int64_t task) { dot_block(batch, task * pc, packed, own); });
+            team.share(blocks, [&](int64_t task) { dot_block(batch, task, packed, own); });
         }
     }
 
@@ -369,23 +380,24 @@ struct Loops {
         });
     }
 
-    __attribute__((noinline)) void block(int64_t batch, int64_t p0, int64_t q0, int64_t cols,
+    __attribute__((noinline)) void block(int64_t batch, int64_t number, int64_t q0, int64_t cols,
                                          const T* packed, T* own) const {
-        const int64_t rows = least(pc, P - p0);
+        const int64_t p0 = p_begin(number), rows = p_begin(number + 1) - p0;
         T* const sums = own;
         T* const p_own = sums + SUMS;
         T* const q_own = p_own + PACKED_P;
-        if (K == 0)
-            for (int64_t i = 0; i < SUMS; ++i) sums[i] = T(0);
+        T* const turned = q_own + PACKED_Q;
+        if (K == 0) return finish_nothing(batch, p0, rows, q0, cols, sums, turned);
         for (int64_t pass = 0; pass < S::PASSES; ++pass)
             for (int64_t k = 0; k < K; k += KC) {
                 const int64_t kc = least(KC, K - k);
-                const bool first = k == 0 && pass == 0;
+                const bool first = k == 0 && pass == 0, last = k + KC >= K && pass + 1 == S::PASSES;
                 if constexpr (S::PACK_P) s.p_rows(pass, p_own, KC, batch, k, kc, p0, rows);
                 for (int64_t q = 0; q < cols; q += WIDTH) {
                     auto with = [&](const auto* panel, int64_t q_stride) {
                         for (int64_t p = 0; p < rows; p += S::ROWS) {
                             T* out = sums + p * STRIDE + q;
+                            if (last) expect(batch, p0 + p, q0 + q);
                             if constexpr (S::PACK_P) {
                                 tile<S>(out, STRIDE, p_own + p * KC, KC, panel, q_stride, kc, first);
                             } else {
@@ -397,6 +409,8 @@ struct Loops {
                                     edge(out, rows - p, from, stride, panel, q_stride, kc, first);
                             }
                         }
+                        if (last)
+                            finish(batch, p0, rows, q0 + q, least(WIDTH, cols - q), sums + q, turned);
                     };
                     if constexpr (S::WAY == PACKED) {
                         with(packed + (q * S::PASSES + pass * WIDTH) * K + k * WIDTH, WIDTH);
@@ -411,7 +425,6 @@ struct Loops {
                     with((const T*)q_own, WIDTH);
                 }
             }
-        finish(batch, p0, rows, q0, cols, sums, q_own + PACKED_Q);
     }
 
     // Fewer rows than a tile has, read in place: there is nothing behind the last one.
@@ -429,10 +442,14 @@ struct Loops {
         }
     }
 
-    void finish(int64_t batch, int64_t p0, int64_t rows, int64_t q0, int64_t cols, const T* sums,
-                T* turned) const {
+    // The rows of a panel, while they are in the nearest cache.
+    __attribute__((noinline)) void finish(int64_t batch, int64_t p0, int64_t rows, int64_t q0,
+                                          int64_t cols, const T* sums, T* turned) const {
         if constexpr (S::ALONG_Q) {
-            for (int64_t p = 0; p < rows; ++p) s.row(batch, p0 + p, q0, cols, sums + p * STRIDE);
+            if (cols == WIDTH)  // a number that the compiler knows
+                for (int64_t p = 0; p < rows; ++p) s.row(batch, p0 + p, q0, WIDTH, sums + p * STRIDE);
+            else
+                for (int64_t p = 0; p < rows; ++p) s.row(batch, p0 + p, q0, cols, sums + p * STRIDE);
         } else {
             for (int64_t q = 0; q < cols; q += TURNED) {
                 const int64_t some = least(TURNED, cols - q);
@@ -443,10 +460,24 @@ struct Loops {
         }
     }
 
+    // Have the memory that a tile's rows are finished with brought near, while they are computed.
+    TW_INLINE void expect(int64_t batch, int64_t p, int64_t q) const {
+        if constexpr (S::ALONG_Q)
+            for (int64_t r = 0; r < S::ROWS; ++r) s.expect(batch, p + r, q);
+    }
+
+    // A sum of nothing is zero.
+    void finish_nothing(int64_t batch, int64_t p0, int64_t rows, int64_t q0, int64_t cols, T* sums,
+                        T* turned) const {
+        for (int64_t i = 0; i < SUMS; ++i) sums[i] = T(0);
+        for (int64_t q = 0; q < cols; q += WIDTH)
+            finish(batch, p0, rows, q0 + q, least(WIDTH, cols - q), sums + q, turned);
+    }
+
     // All rows of Q with some of P's, QC at a time.
-    __attribute__((noinline)) void dot_block(int64_t batch, int64_t p0, const T* packed,
+    __attribute__((noinline)) void dot_block(int64_t batch, int64_t number, const T* packed,
                                              T* own) const {
-        const int64_t rows = least(pc, P - p0), step = S::PACK_P ? KC : K;
+        const int64_t p0 = p_begin(number), rows = p_begin(number + 1) - p0, step = S::PACK_P ? KC : K;
         T* const sums = own;
         T* const p_own = sums + SUMS;
         for (int64_t q0 = 0; q0 < Q; q0 += QC) {

@@ -166,7 +166,8 @@ TW_INLINE void tiles_tile(F& tiles, float* out, int64_t out_stride, const bf16* 
 template <class S>
 struct Pairs : Loops<S> {
     using Base = Loops<S>;
-    using Base::columns, Base::K, Base::P, Base::pc, Base::Q, Base::qc, Base::s;
+    using Base::across, Base::blocks, Base::columns, Base::K, Base::Q, Base::q_begin,
+        Base::s;
     static constexpr int64_t WIDTH = Base::WIDTH, PC = S::PC, KC = S::KC, STRIDE = Base::STRIDE;
     static constexpr int64_t STEP = S::UNIT == TILES ? 2 * SIDE : 2;
     static constexpr int64_t PLAIN = 64;  // steps of a panel before they are paired
@@ -197,11 +198,10 @@ struct Pairs : Loops<S> {
         for (int64_t q0 = 0; q0 < Q; q0 += columns) {
             const int64_t here = least(columns, Q - q0);
             pack(team, batch, q0, here, packed);
-            const int64_t across = parts(here, qc);
-            team.share(parts(P, pc) * across, [&](int64_t task) {
-                const int64_t p = task / across * pc, q = task % across * qc;
-                block(tiles, batch, p, q0 + q, least(qc, here - q), packed + q * deep * S::PASSES,
-                      own);
+            team.share(blocks * across, [&](int64_t task) {
+                const int64_t q = q_begin(task % across, here);
+                block(tiles, batch, task / across, q0 + q, q_begin(task % across + 1, here) - q,
+                      packed + q * deep * S::PASSES, own);
             });
         }
     }
@@ -231,32 +231,35 @@ struct Pairs : Loops<S> {
     }
 
     template <class F>
-    __attribute__((noinline)) void block(F& tiles, int64_t batch, int64_t p0, int64_t q0,
+    __attribute__((noinline)) void block(F& tiles, int64_t batch, int64_t number, int64_t q0,
                                          int64_t cols, const bf16* packed, float* own) const {
-        const int64_t rows = least(pc, P - p0);
+        const int64_t p0 = this->p_begin(number), rows = this->p_begin(number + 1) - p0;
         float* const sums = own;
         bf16* const p_own = (bf16*)(sums + Base::SUMS);
-        if (K == 0)
-            for (int64_t i = 0; i < Base::SUMS; ++i) sums[i] = 0;
+        float* const turned = sums + Base::SUMS + PC * KC / 2;
+        if (K == 0) return this->finish_nothing(batch, p0, rows, q0, cols, sums, turned);
         for (int64_t pass = 0; pass < S::PASSES; ++pass)
             for (int64_t k = 0; k < K; k += KC) {
                 const int64_t kc = least(KC, K - k), whole = rounded_up(kc, STEP);
                 s.p_rows(pass, p_own, KC, batch, k, kc, p0, rows);
                 for (int64_t r = 0; r < rows; ++r)
                     for (int64_t at = kc; at < whole; ++at) p_own[r * KC + at] = bf16{};
-                for (int64_t q = 0; q < cols; q += WIDTH)
+                const bool first = k == 0 && pass == 0, last = k + KC >= K && pass + 1 == S::PASSES;
+                for (int64_t q = 0; q < cols; q += WIDTH) {
+                    const bf16* panel = packed + (q * S::PASSES + pass * WIDTH) * deep + k * WIDTH;
                     for (int64_t p = 0; p < rows; p += S::ROWS) {
-                        const bf16* panel = packed + (q * S::PASSES + pass * WIDTH) * deep + k * WIDTH;
                         float* const out = sums + p * STRIDE + q;
-                        const bool first = k == 0 && pass == 0;
+                        if (last) this->expect(batch, p0 + p, q0 + q);
                         if constexpr (S::UNIT == TILES)
                             tiles_tile(tiles, out, STRIDE, p_own + p * KC, KC, panel, whole, first);
                         else
                             tile_by<S, TwoByTwo<S>, 1>(out, STRIDE, p_own + p * KC, KC, panel, 2 * WIDTH,
                                                        whole, first);
                     }
+                    if (last)
+                        this->finish(batch, p0, rows, q0 + q, least(WIDTH, cols - q), sums + q, turned);
+                }
             }
-        this->finish(batch, p0, rows, q0, cols, sums, sums + Base::SUMS + PC * KC / 2);
     }
 };
 
