@@ -215,15 +215,26 @@ def scans() -> None:
 @case
 def batchnorm_and_convolution_train() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).cuda()
+    _trains(model, cuda(4, 3, 20, 20))
+
+
+@case
+def batchnorm_of_rows_that_programs_share_trains() -> None:
+    """All of them read the running statistics, one of them changes these: again and again."""
+    for _ in range(3):
+        _trains(nn.BatchNorm2d(256).cuda(), cuda(32, 256, 64, 64))
+
+
+def _trains(model: nn.Module, x: Tensor) -> None:
+    """Results, gradients and buffers after a step, compiled and not."""
     compiled = torch.compile(model, backend="tilewright")
-    x = cuda(4, 3, 20, 20)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     results: list[Any] = []
     for call in (model, compiled):
         model.load_state_dict(state)
         model.zero_grad()
         out = call(x)
-        out.square().sum().backward()
+        out.square().mean().backward()
         results.append([out.detach(), *(p.grad.clone() for p in model.parameters()),
                         *(b.clone() for b in model.buffers())])  # fmt: skip
     same(results[1], results[0], {"rtol": 1e-3, "atol": 1e-3})
