@@ -266,8 +266,8 @@ def test_finalists_have_equally_many_runs_in_a_sample() -> None:
 
 
 class Card:
-    """One that comes to its limit of power after a tenth of a second of work, and is away from it
-    after a short rest: each trial has a time for either."""
+    """One that comes to its limit of power after some work, and is away from it after a short rest:
+    each trial has a time for either."""
 
     def __init__(self, clock: FakeClock, monkeypatch, **times: tuple[float, float]) -> None:
         self.wall = FakeTime(monkeypatch)
@@ -281,20 +281,19 @@ class Card:
         self.busy += 0.001
         self.wall.advance(0.001)
         self.last = self.wall.now
-        trial.us = self.times[trial.name][self.busy > 0.1]
+        trial.us = self.times[trial.name][self.busy > 0.028]
 
 
 def test_what_is_faster_at_the_limit_of_power_must_not_be_behind_before_it(clock, monkeypatch):
     """4096x4096x4096 in float16 on an H200: 2 % slower after a pause, 3 % faster later."""
     Card(clock, monkeypatch, mm=(184.6, 216.9), other=(188.2, 210.9))
     verdict = choose(aten(184.6), Fake("other", 188.2))
+    assert verdict.times["other"].median_us < 0.98 * verdict.times["mm"].median_us
     assert verdict.winner.name == "mm"
     assert verdict.why == "other is 2.0% slower where the card has rested"
-    assert verdict.times["other"].median_us == 210.9, "they met at the limit"
 
 
-def test_what_is_faster_at_the_limit_of_power_is_taken(clock, monkeypatch):
-    """Also if the tuning itself would not take long enough to come there."""
+def test_what_is_hardly_behind_before_the_limit_of_power_is_taken(clock, monkeypatch):
     Card(clock, monkeypatch, mm=(177.3, 207.3), other=(178.9, 201.6))
     assert choose(aten(177.3), Fake("other", 178.9)).winner.name == "other"
 
@@ -305,5 +304,5 @@ def test_runs_that_are_short_or_long_are_not_measured_at_rest(clock, monkeypatch
     card = Card(clock, monkeypatch, mm=(us, 1.1 * us), other=(1.02 * us, 1.05 * us))
     rests: list[float] = []
     monkeypatch.setattr(card.wall, "sleep", rests.append)
-    choose(aten(us), Fake("other", 1.02 * us))
+    assert choose(aten(us), Fake("other", 1.02 * us)).winner.name == "other"
     assert not rests

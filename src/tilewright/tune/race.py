@@ -52,7 +52,6 @@ SURE = 1.25  # times the noise from the border: there are several looks, each ma
 # later, by another of its algorithms 188.2 and 210.9 (H200).
 POWERFUL = 40.0  # microseconds of a run that may bring it there
 LASTING = 1000.0  # and of one after a few dozens of which it is always there
-HOT = 0.15  # seconds of work that do
 # Seconds of rest, the first time and then, and of turns each time: too few for the limit.
 RESTS, BURST = (0.08, 0.03, 0.03), 0.025
 FEWEST_RESTED = 3  # turns each time
@@ -116,20 +115,16 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
 
     What is to replace a library meets it again with nobody else there: how fast a card runs what
     keeps it at its limit of power depends on what ran before, and among many that is mostly others.
-    Where a machine `heats` they meet at that limit, and once more away from it.
+    Where a machine `heats` they meet once more after rests, away from that limit.
     """
-    began = time.perf_counter()
     others = [c for c in choices if not c.trial.is_library]
     last, first = list(choices), dict[ChoiceCaller, Timing]()
     if 0 < len(others) < len(choices):
         near = _run(others, _Turns(is_quiet), take, late, seconds)
         first = {c: c.time for c in others if c.final}
         last = [c for c in choices if c.trial.is_library or c in near]
-    fastest = min((c.time.median_us for c in last), default=0.0)
-    if heats and first and fastest > POWERFUL:
-        last = _heated(last, take, late, began + HOT)
     taken = next(iter(_run(last, _Turns(is_quiet), take, late, seconds)), None)
-    if heats and first and taken is not None and POWERFUL < fastest < LASTING:
+    if heats and taken is not None and POWERFUL < taken.time.median_us < LASTING:
         taken = _rested(taken, last, take, late)
     if taken is not None and is_quiet:
         express([c for c in first if c not in last], first)
@@ -138,15 +133,6 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
             choice.final |= choice.trial.is_library
         else:
             choice.lost = choice.final and choice is not taken
-
-
-def _heated(choices: Sequence[ChoiceCaller], take: Take, late: Late, until: float
-            ) -> list[ChoiceCaller]:  # fmt: skip
-    """The choices that still run, after all of them have kept the card busy until then."""
-    alive = list(choices)
-    while alive and time.perf_counter() < until and not late():
-        alive = [c for c in alive if take(c)]
-    return alive
 
 
 def _rested(taken: ChoiceCaller, choices: Sequence[ChoiceCaller], take: Take, late: Late
