@@ -1,31 +1,31 @@
-"""`python -m tests.gpu [NAME ...]`: the cases without pytest, which a bare GPU machine may lack."""
+"""`python -m tests.gpu [NAME ...]`: the cases without pytest, which a bare GPU machine may lack, in
+several processes."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-import traceback
 
-from tests.gpu import cases, gemm_cases, user_kernels
+from tests.gpu.jobs import CORES, finished
 
-assert gemm_cases and user_kernels  # their cases are registered
+JOBS = 4
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or list(cases.CASES)
-    failed: list[str] = []
-    for name in wanted:
-        start = time.perf_counter()
-        try:
-            cases.run(name)
-            said = "ok"
-        except Exception as error:
-            traceback.print_exc()
-            said = f"FAILED {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            failed.append(f"{name}: {said}")
-        print(f"{name}: {said} ({time.perf_counter() - start:.1f} s)", flush=True)
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=max(1, min(JOBS, CORES // 4)))
+    options = parser.parse_args()
+    began = time.perf_counter()
+    ended, failed = 0, list[str]()
+    for name, said, seconds in finished(options.names, options.jobs):
+        ended += 1
+        failed += [] if said == "ok" else [f"{name}: {said}"]
+        print(f"{name}: {said} ({seconds:.1f} s)", flush=True)
     print("\n".join(failed))
-    print(f"{len(wanted) - len(failed)} of {len(wanted)} cases passed")
+    print(f"{ended - len(failed)} of {ended} cases passed in "
+          f"{time.perf_counter() - began:.0f} s, {options.jobs} at a time")  # fmt: skip
     return 1 if failed else 0
 
 

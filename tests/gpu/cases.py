@@ -22,12 +22,19 @@ from tilewright import config, metrics
 from tilewright.runtime import launch
 
 CASES: dict[str, Callable[[], None]] = {}
+ALONE: set[str] = set()  # those that others beside them would make fail
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def case(check: Callable[[], None]) -> Callable[[], None]:
     CASES[check.__name__] = check
     return check
+
+
+def alone(check: Callable[[], None]) -> Callable[[], None]:
+    """A case that says how long something takes."""
+    ALONE.add(check.__name__)
+    return case(check)
 
 
 def run(name: str) -> None:
@@ -129,18 +136,20 @@ def reductions() -> None:
 def programs_share_a_huge_row() -> None:
     """RD-9, RD-10: in one launch, again and again, recorded too."""
     options = {"triton.cooperative_reductions": True}
-    for dtype in (*FLOATS, torch.float64):
-        x = cuda(3 * 10**6 + 1, dtype=dtype)
-        metrics.reset()
-        check(lambda x: torch.softmax(x.float(), 0), x, calls=3, options=options)
-        assert metrics.generated_kernel_count == 1
-        fn = torch.compile(lambda x: (x.float().var(), x.argmax(), x.amin(), (x > 3).any()),
-                           backend="tilewright", options=options)  # fmt: skip
-        for _ in range(3):
-            found = fn(x)
-            assert bool(found[1] == x.argmax()) and bool(found[2] == x.amin())
-            torch.testing.assert_close(found[0], x.float().var(), rtol=1e-4, atol=1e-4)
-            assert bool(found[3] == (x > 3).any())
+    # all in one program, whose kernels are compiled at the same time
+    rows = [cuda(3 * 10**6 + 1, dtype=dtype) for dtype in (*FLOATS, torch.float64)]
+    check(lambda *rows: [torch.softmax(x.float(), 0) for x in rows], *rows, calls=3,
+          options=options)  # fmt: skip
+    assert metrics.generated_kernel_count == len(rows)
+
+    def f(*rows: Tensor) -> Any:
+        return [(x.float().var(), x.argmax(), x.amin(), (x > 3).any()) for x in rows]
+
+    fn = torch.compile(f, backend="tilewright", options=options)
+    for _ in range(3):
+        for x, (variance, *exact) in zip(rows, fn(*rows), strict=True):
+            torch.testing.assert_close(variance, x.float().var(), rtol=1e-4, atol=1e-4)
+            same(exact, [x.argmax(), x.amin(), (x > 3).any()], {"rtol": 0, "atol": 0})
     check(lambda x: torch.softmax(x, 1), cuda(4, 1 << 21), calls=3,
           options={**options, "triton.cudagraphs": True})  # fmt: skip
 

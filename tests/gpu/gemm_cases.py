@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.gpu.cases import case, check, cuda
+from tests.gpu.cases import alone, case, check, cuda
 from tilewright import metrics, pipeline
 from tilewright.gemm import choose
 from tilewright.gemm.plan import Plan
@@ -26,12 +26,25 @@ LOOSE = {"rtol": 2e-2, "atol": 2e-2}
 
 def code(function: Callable[..., Any], *args: Any, tolerance: Any = None, **options: Any) -> str:
     """The program, which is run and compared."""
-    torch._dynamo.reset()
     with fresh_cache():
-        call = torch.compile(function, backend="tilewright", options={**FEW, **options})
-        result, text = run_and_get_code(call, *args)
+        return compiled(function, *args, tolerance=tolerance, **options)
+
+
+def compiled(function: Callable[..., Any], *args: Any, tolerance: Any = None,
+             **options: Any) -> str:  # fmt: skip
+    call = torch.compile(function, backend="tilewright", options={**FEW, **options})
+    result, text = run_and_get_code(call, *args)
     torch.testing.assert_close(result, function(*args), **(tolerance or LOOSE))
     return "\n".join(text)
+
+
+def measured(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """The same, with every product chosen anew; what was compiled is not compiled again."""
+    choose._memo.clear()
+    choose.decisions.clear()
+    anew = {"autotune_local_cache": False, "fx_graph_cache": False}
+    compiled(function, *args, **anew, **options)
+    assert any(d.why.startswith("measured") for d in choose.decisions), choose.decisions
 
 
 @case
@@ -73,11 +86,12 @@ def sums_of_products_are_tuned_anywhere() -> None:
         return a @ b + c @ d
 
     a, b, c, d = cuda(2048, 64), cuda(64, 1536), cuda(2048, 64), cuda(64, 1536)
-    for subproc in (False, True):
-        for many in (False, True):
-            code(two, a, b, c, d, autotune_in_subproc=subproc, autotune_multi_device=many)
-    code(lambda x, a, b: torch.addmm(x, a, b), cuda(100), cuda(100, 10), cuda(10, 100),
-         autotune_in_subproc=True)  # fmt: skip
+    with fresh_cache():  # one for all: the process that times is started once
+        for subproc in (False, True):
+            for many in (False, True):
+                measured(two, a, b, c, d, autotune_in_subproc=subproc, autotune_multi_device=many)
+        measured(lambda x, a, b: torch.addmm(x, a, b), cuda(100), cuda(100, 10), cuda(10, 100),
+                 autotune_in_subproc=True)  # fmt: skip
 
 
 @case
@@ -95,7 +109,7 @@ def a_crash_in_the_process_that_times_costs_itself() -> None:
     torch.testing.assert_close(x + 1, x.add(1))  # the card is usable
 
 
-@case
+@alone
 def a_budget_is_kept() -> None:
     """A dozen products that would take a minute, in two seconds and a candidate under way: eager's
     own choice is taken, or what was measured to be faster."""
