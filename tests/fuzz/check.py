@@ -106,10 +106,10 @@ def _nearby(program: Program, sizes: dict[str, int]) -> list[Results]:
     found: list[Results] = []
     for number in range(_NEARBY):
         args = program.arguments(sizes)
-        draw = torch.Generator().manual_seed(number)
+        draw = torch.Generator("cpu").manual_seed(number)
         for a in (a.detach() for a in args if a.dtype.is_floating_point):
             flat = torch.empty(0, dtype=a.dtype, device=a.device).set_(a.untyped_storage())
-            steps = torch.randint(-4, 5, flat.shape, generator=draw).to(flat.device)
+            steps = torch.randint(-4, 5, flat.shape, generator=draw, device="cpu").to(a.device)
             flat.copy_(flat.double() * (1 + steps * torch.finfo(a.dtype).eps))
         found.append((*_run(function, args), args))
     return found
