@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests import programs
 from tests.cpu.native import check
+from tilewright.graph.decompositions import table
 from tilewright.ir import index as ix
 from tilewright.ir.expr import const
 from tilewright.lower import rows as rows_of
@@ -85,6 +87,21 @@ def test_whole_slices(dynamic: bool) -> None:
 
     x, _, s = _given(torch.float32)
     check(function, x, torch.tensor([1, 4, 2]), s, dynamic=dynamic, grad=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_into_what_repeats(dynamic: bool) -> None:
+    def function(x: torch.Tensor) -> Any:
+        wide = x.expand(x.shape[1], x.shape[1])
+        return (torch.select_scatter(wide, wide[0] * 2, 0, 1),
+                torch.slice_scatter(wide, wide[:2] * 3, 0, 1, 3),
+                torch.diagonal_scatter(wide, wide[0] * 4))  # fmt: skip
+
+    check(function, torch.randn(1, 5), dynamic=dynamic)
+    traced = make_fx(function, decomposition_table=table(), tracing_mode="fake")(torch.randn(1, 5))
+    scatters = [n for n in traced.graph.nodes if "scatter" in str(n.target)]
+    assert len(scatters) == 3
+    assert all("clone" in str(n.args[0].target) for n in scatters)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -96,6 +96,20 @@ def _norm_along(x: torch.Tensor, ord: Any = 2, dim: Any = None, *args: Any, **kw
     return aten.linalg_vector_norm.default(x, ord, counted, *args, **kwargs)
 
 
+def _into_repeated(op: Any) -> Callable[..., Any]:
+    """What is scattered into has an element for each place. The shape functions of torch 2.11 lay
+    the result out like an expanded input, whose elements share one; eager never does."""
+
+    def traced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        repeats = (s == 0 and n != 1 for s, n in zip(x.stride(), x.shape, strict=True)
+                   if isinstance(s, int))  # fmt: skip
+        if not any(repeats):
+            return NotImplemented
+        return op(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+
+    return traced
+
+
 def _is_crop(pad: Any) -> bool:
     return not free_unbacked_symbols(pad) and bool(pad <= 0)
 
@@ -108,6 +122,14 @@ OWN: dict[Any, Callable[..., Any]] = {
         aten.multilabel_margin_loss_forward.default, 0
     ),
     aten.native_layer_norm_backward.default: _layer_norm_backward_in_float32,
+    **{
+        op: _into_repeated(op)
+        for op in (
+            aten.select_scatter.default,
+            aten.slice_scatter.default,
+            aten.diagonal_scatter.default,
+        )
+    },
     **{
         op: _statistics_in_float32(op)
         for op in (
