@@ -101,9 +101,9 @@ def _into_repeated(op: Any) -> Callable[..., Any]:
     the result out like an expanded input, whose elements share one; eager never does."""
 
     def traced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        repeats = (s == 0 and n != 1 for s, n in zip(x.stride(), x.shape, strict=True)
-                   if isinstance(s, int))  # fmt: skip
-        if not any(repeats):
+        strides: tuple[Any, ...] = x.stride()
+        known = [(s, n) for s, n in zip(strides, x.shape, strict=True) if isinstance(s, int)]
+        if not any(s == 0 and n != 1 for s, n in known):
             return NotImplemented
         return op(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
 
