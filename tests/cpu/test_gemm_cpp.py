@@ -356,12 +356,13 @@ def test_a_layer_is_one_kernel(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("way", "m", "n", "k", "layout"), [
-    ("packed", 151, 173, 301, "t"), ("packed", 13, 700, 3500, "t"), ("dot", 5, 2003, 301, "t"),
-    ("stream", 5, 2003, 301, "n"),
+    ("packed", 151, 173, 301, "t"), ("packed", 13, 700, 3500, "t"), ("packed", 151, 380, 301, "n"),
+    ("dot", 5, 2003, 301, "t"), ("stream", 5, 2003, 301, "n"),
 ])  # fmt: skip
 def test_threads_that_do_not_divide_the_tiles(way: str, m: int, n: int, k: int,
                                               layout: str) -> None:  # fmt: skip
-    """Three, five and seven of them; the second has its columns packed in several goes."""
+    """Three, five and seven of them. The second product has its columns packed in several goes; of
+    the third, three threads have columns of their own."""
     left, right = in_layout(m, k, "n"), in_layout(k, n, layout)
     made = product(left, right, torch.empty(m, n), bias=torch.randn(n))
     for threads in (3, 5, 7):

@@ -4,10 +4,12 @@
 // The two sides of a product are P and Q: its tiles have ROWS rows of P, whose elements are
 // broadcast, and VECS vectors of columns of Q. Either side may be the left operand, so a transposed
 // weight is read along its rows without being packed. K is walked in blocks of KC; a task computes
-// PC rows by QC columns in a buffer that stays in the second-level cache and finishes its rows there.
+// PC rows by QC columns in a buffer that stays in the second-level cache, and finishes a panel's rows
+// when their last block of K is there.
 //
 // Three ways to walk (`S::WAY`):
-//   PACKED  Q is copied to panels of tile width first, by all threads, and used by all
+//   PACKED  Q is copied to panels of tile width first: by each thread the columns that it has to
+//           itself, or, where they are too few for that, by all threads for all
 //   STREAM  few rows: Q is read where it is, once; its columns are contiguous
 //   DOT     few rows of Q, both sides contiguous along K: dot products, nothing is packed
 #pragma once
@@ -93,6 +95,10 @@ TW_INLINE T least(T a, T b) {
 }
 TW_INLINE int64_t parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
 TW_INLINE int64_t rounded_up(int64_t size, int64_t unit) { return parts(size, unit) * unit; }
+// Where one of so many parts begins: each has as many units as the others, or one more.
+TW_INLINE int64_t begin(int64_t part, int64_t of, int64_t size, int64_t unit) {
+    return least(size, parts(size, unit) * part / of * unit);
+}
 
 // ------------------------------------------------------------------------------------------ tiles
 // What a tile multiplies, and how: a step of K is one element of each row of P and of each column of
@@ -276,6 +282,7 @@ struct Scratch {
 struct Team {
     int64_t size = 1;
     int64_t* ticket = nullptr;
+    int64_t me = 0;
     int64_t base = 0;
 
     template <class F>
@@ -297,6 +304,7 @@ struct Team {
 // --------------------------------------------------------------------------------------- the loops
 constexpr int64_t SHARED = 8 << 20;  // bytes of packed columns at a time: they stay in a cache
 constexpr int64_t TURNED = 16;       // columns turned around at a time
+constexpr int64_t ENOUGH = 64;       // columns for a thread to have them to itself
 
 template <class S>
 struct Loops {
@@ -315,27 +323,27 @@ struct Loops {
     int64_t blocks;   // of P: a task is one of them and one of Q's
     int64_t across;   // blocks of Q, of what is packed at a time
     int64_t columns;  // that are packed at a time
+    bool apart;       // each thread has columns of its own, which nobody else packs or waits for
 
-    Loops(const S& s, int64_t threads) : s(s), P(s.p_size()), Q(s.q_size()), K(s.k_size()) {
+    Loops(const S& s, int64_t threads, bool may_part = true)
+        : s(s), P(s.p_size()), Q(s.q_size()), K(s.k_size()) {
         const int64_t deep = K * S::PASSES > 0 ? K * S::PASSES : 1;
         const int64_t fits = SHARED / int64_t(sizeof(T)) / deep / QC * QC;
         const int64_t times = S::WAY == PACKED ? parts(Q, fits > QC ? fits : QC) : 1;
         columns = rounded_up(parts(Q, times), WIDTH);
         across = S::WAY == DOT ? 1 : parts(columns, QC);
         blocks = parts(P, PC);
+        const int64_t wide = rounded_up(columns, threads * WIDTH);  // what all would take if apart
+        apart = may_part && S::WAY == PACKED && threads > 1 && times == 1 && Q >= ENOUGH * threads &&
+                wide - columns <= columns / 32;
+        if (apart) return;
         // the same number of tasks for each thread, as far as there are tiles
         int64_t& finer = S::WAY == STREAM ? across : blocks;
         const int64_t most = S::WAY == STREAM ? parts(Q, WIDTH) : parts(P, S::ROWS);
         while (blocks * across % threads && finer < most) ++finer;
     }
 
-    // Where a block begins: each has as many tiles as the others, or one more.
-    int64_t p_begin(int64_t block) const {
-        return least(P, parts(P, S::ROWS) * block / blocks * S::ROWS);
-    }
-    int64_t q_begin(int64_t block, int64_t of) const {
-        return least(of, parts(of, WIDTH) * block / across * WIDTH);
-    }
+    int64_t p_begin(int64_t block) const { return begin(block, blocks, P, S::ROWS); }
 
     // Elements the threads share.
     int64_t shared() const {
@@ -345,19 +353,20 @@ struct Loops {
 
     void run(Team& team, int64_t batch, T* packed, T* own) const {
         if constexpr (S::WAY == PACKED) {
-            for (int64_t q0 = 0; q0 < Q; q0 += columns) {
-                const int64_t here = least(columns, Q - q0);
-                pack(team, batch, q0, here, packed);
-                team.share(blocks * across, [&](int64_t task) {
-                    const int64_t q = q_begin(task % across, here);
-                    block(batch, task / across, q0 + q, q_begin(task % across + 1, here) - q,
-                          packed + q * K * S::PASSES, own);
-                });
+            if (apart) {
+                const int64_t q = begin(team.me, team.size, Q, WIDTH);
+                const int64_t here = begin(team.me + 1, team.size, Q, WIDTH) - q;
+                Team nobody;
+                walk(nobody, batch, q, here, parts(here, QC), packed + q * K * S::PASSES, own);
+                return;
             }
+            for (int64_t q = 0; q < Q; q += columns)
+                walk(team, batch, q, least(columns, Q - q), across, packed, own);
         } else if constexpr (S::WAY == STREAM) {
             team.share(blocks * across, [&](int64_t task) {
-                const int64_t q = q_begin(task % across, Q);
-                block(batch, task / across, q, q_begin(task % across + 1, Q) - q, nullptr, own);
+                const int64_t q = begin(task % across, across, Q, WIDTH);
+                block(batch, task / across, q, begin(task % across + 1, across, Q, WIDTH) - q,
+                      nullptr, own);
             });
         } else {
             if constexpr (S::PACK_Q)
@@ -367,6 +376,17 @@ struct Loops {
                 });
             team.share(blocks, [&](int64_t task) { dot_block(batch, task, packed, own); });
         }
+    }
+
+    // Some columns with all rows: packed, then used.
+    void walk(Team& team, int64_t batch, int64_t q0, int64_t here, int64_t across, T* packed,
+              T* own) const {
+        pack(team, batch, q0, here, packed);
+        team.share(blocks * across, [&](int64_t task) {
+            const int64_t q = begin(task % across, across, here, WIDTH);
+            block(batch, task / across, q0 + q, begin(task % across + 1, across, here, WIDTH) - q,
+                  packed + q * K * S::PASSES, own);
+        });
     }
 
     // Panels of `columns` columns, each with all of K: panel by panel, pass by pass.
@@ -554,7 +574,7 @@ void run(const S& s) {
 #pragma omp for schedule(dynamic)
             for (int64_t b = 0; b < batches; ++b) loops.run(team, b, mine, mine + together);
         } else {
-            Team team{omp_get_num_threads(), &ticket};
+            Team team{omp_get_num_threads(), &ticket, me};
             for (int64_t b = 0; b < batches; ++b)
                 loops.run(team, b, memory, memory + together + me * own);
         }

@@ -166,8 +166,7 @@ TW_INLINE void tiles_tile(F& tiles, float* out, int64_t out_stride, const bf16* 
 template <class S>
 struct Pairs : Loops<S> {
     using Base = Loops<S>;
-    using Base::across, Base::blocks, Base::columns, Base::K, Base::Q, Base::q_begin,
-        Base::s;
+    using Base::across, Base::blocks, Base::columns, Base::K, Base::Q, Base::s;
     static constexpr int64_t WIDTH = Base::WIDTH, PC = S::PC, KC = S::KC, STRIDE = Base::STRIDE;
     static constexpr int64_t STEP = S::UNIT == TILES ? 2 * SIDE : 2;
     static constexpr int64_t PLAIN = 64;  // steps of a panel before they are paired
@@ -177,7 +176,7 @@ struct Pairs : Loops<S> {
 
     const int64_t deep = rounded_up(K, STEP);
 
-    Pairs(const S& s, int64_t threads) : Base(s, threads) {}
+    Pairs(const S& s, int64_t threads) : Base(s, threads, false) {}
 
     int64_t shared() const { return S::PASSES * deep * rounded_up(columns, WIDTH) / 2; }
 
@@ -199,9 +198,9 @@ struct Pairs : Loops<S> {
             const int64_t here = least(columns, Q - q0);
             pack(team, batch, q0, here, packed);
             team.share(blocks * across, [&](int64_t task) {
-                const int64_t q = q_begin(task % across, here);
-                block(tiles, batch, task / across, q0 + q, q_begin(task % across + 1, here) - q,
-                      packed + q * deep * S::PASSES, own);
+                const int64_t q = begin(task % across, across, here, WIDTH);
+                const int64_t cols = begin(task % across + 1, across, here, WIDTH) - q;
+                block(tiles, batch, task / across, q0 + q, cols, packed + q * deep * S::PASSES, own);
             });
         }
     }
