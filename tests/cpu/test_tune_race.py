@@ -182,6 +182,45 @@ def test_what_wins_on_a_busy_machine_is_fast(clock: FakeClock, seed: int) -> Non
     assert shown < 1.2 * true[verdict.winner.name], "and its time is its own"
 
 
+def on_a_cpu(clock: FakeClock, monkeypatch: pytest.MonkeyPatch, varies: float, waits: float,
+             seconds: float) -> None:  # fmt: skip
+    """Samples that are too long by some part, and threads that wait for some part of each."""
+    rng, now = random.Random(5), FakeTime(monkeypatch)
+
+    def disturb(trial: Fake) -> None:
+        now.advance(seconds)
+        trial.us = trial.base * (1 + abs(rng.gauss(0, varies)))
+        trial.disturbed = waits * trial.us
+
+    clock.is_quiet, clock.on_sample = False, disturb
+
+
+@pytest.mark.parametrize(("library", "varies", "waits", "seconds"), [
+    (2110.0, 0.12, 0.0, 0.02), (2110.0, 0.03, 0.0, 0.02), (2600.0, 0.06, 0.4, 0.013),
+], ids=["varying", "steady", "every thread waits"])  # fmt: skip
+def test_what_is_a_tenth_faster_than_a_library_is_taken(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, library: float, varies: float, waits: float,
+    seconds: float) -> None:  # fmt: skip
+    """Though there is time for few turns, and though nobody's samples are undisturbed: with as many
+    threads as there are cores, one of them nearly always waits for whatever else runs."""
+    on_a_cpu(clock, monkeypatch, varies, waits, seconds)
+    times = {"mm": library, "a": 1900.0, "b": 1930.0, "c": 2050.0}
+    winners: Counter[str] = Counter()
+    for turn in range(40):
+        trials = [Fake(name, us, "ATEN" if name == "mm" else "CPP", estimate=100.0, base=us)
+                  for name, us in times.items()]  # fmt: skip
+        winners[choose(*trials, key=str(turn)).winner.name] += 1
+    assert winners["a"] + winners["b"] >= 39 and winners["a"] >= 36, winners
+
+
+def test_a_library_that_is_as_fast_is_kept_though_every_thread_waits(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    on_a_cpu(clock, monkeypatch, 0.06, 0.4, 0.013)
+    for turn in range(20):
+        trials = [aten(1910.0, base=1910.0), Fake("a", 1900.0, base=1900.0, provider="CPP")]
+        assert choose(*trials, key=str(turn)).winner is trials[0]
+
+
 def test_it_is_said_why_one_that_seems_slower_is_taken(clock: FakeClock) -> None:
     """A library that another is faster than, but not by more than the noise."""
     trials = [aten(100.0, noise=0.08), Fake("other", 95.0, noise=0.08)]

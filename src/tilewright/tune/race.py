@@ -45,7 +45,9 @@ FEWEST_TURNS = 4  # even then
 # Of a machine that others use some samples are of no use at all: so many turns all the same, unless
 # they take several times as long.
 FEWEST_NOISY, LONGER = 8, 4
+PATIENT = 3  # times as many seconds there for those that meet a library, as long as it is not clear
 SURE = 1.25  # times the noise from the border: there are several looks, each may be mistaken
+ACCIDENT = 0.005  # how probable it may be that equals win so many turns
 
 # A card that is kept busy comes to its limit of power, and what then is faster need not be before:
 # 4096x4096x4096 in float16 by the library's own choice takes 184.6 us after a pause and 216.9 us
@@ -123,7 +125,8 @@ def finals(choices: Sequence[ChoiceCaller], take: Take, late: Late, seconds: flo
         near = _run(others, _Turns(is_quiet), take, late, seconds)
         first = {c: c.time for c in others if c.final}
         last = [c for c in choices if c.trial.is_library or c in near]
-    taken = next(iter(_run(last, _Turns(is_quiet), take, late, seconds)), None)
+    patience = seconds if is_quiet else PATIENT * seconds
+    taken = next(iter(_run(last, _Turns(is_quiet), take, late, patience)), None)
     if heats and taken is not None and POWERFUL < taken.time.median_us < LASTING:
         taken = _rested(taken, last, take, late)
     if taken is not None and is_quiet:
@@ -191,7 +194,18 @@ class _Turns:
             return 1 - ratio.median_us, sure * ratio.noise * ratio.median_us
         fast, slow = best.sampled, choice.sampled
         part = fast.median_us / max(slow.median_us, 1e-9)
-        return 1 - part, sure * math.hypot(fast.noise, slow.noise) * part
+        lost, noise = 1 - part, sure * math.hypot(fast.noise, slow.noise) * part
+        if lost > ADVANTAGE and self.is_ahead(best, choice):
+            noise = min(noise, lost - ADVANTAGE)
+        return lost, noise
+
+    def is_ahead(self, best: ChoiceCaller, choice: ChoiceCaller) -> bool:
+        """Whether one was faster by enough in so many of their turns that it is no accident. What
+        others do meets both of them: however much it is, it does not decide who wins a turn."""
+        won = [turn[best] < (1 - ADVANTAGE) * turn[choice] for turn in self.all
+               if best in turn and choice in turn]  # fmt: skip
+        more = sum(math.comb(len(won), k) for k in range(sum(won), len(won) + 1))
+        return bool(won) and more <= ACCIDENT * 2 ** len(won)
 
     def times(self, alive: Sequence[ChoiceCaller]) -> dict[ChoiceCaller, Timing]:
         """Of all that took part, as those would have it that always did."""
@@ -254,8 +268,9 @@ def _run(choices: Sequence[ChoiceCaller], turns: _Turns, take: Take, late: Late,
     libraries = [c for c in alive if c.trial.is_library]
     losses = turns.losses(alive)
     fastest = [c for c, (loss, _) in losses.items() if loss == 0]
-    best = fastest[0].time.median_us if fastest else 0.0
-    unknown = [c for c in libraries if c not in fastest and c.may_be_within(best)]
+    unknown = [c for c in libraries if fastest and c not in fastest
+               and c.may_be_within(fastest[0].time.median_us)
+               and not turns.is_ahead(fastest[0], c)]  # fmt: skip
     if unknown:  # nobody is known to be faster
         return [unknown[0], *fastest]
     for choice, (loss, noise) in losses.items():
