@@ -157,7 +157,7 @@ class Recording:
         if self.refused and self.name is not None:
             _uncached(self.refused)
         self._keep()
-        return function if self.plain is None or self.has_own else _unpacked(self.plain)
+        return function if self.plain is None or self.has_own else native.entry(self.plain)
 
     def _note_guards(self, context: TracingContext, inputs: Inputs) -> None:
         env = context.fake_mode.shape_env if context.fake_mode is not None else None
@@ -325,7 +325,7 @@ def restore(entry: Entry, gm: torch.fx.GraphModule, inputs: Inputs) -> Call | No
     else:
         wrapped = _with_gradients(entry, forward, backward, settings)
     metrics.counters["capture"]["hit"] += 1
-    return _unpacked(wrapped)
+    return native.entry(wrapped)
 
 
 def _load(part: Part, where: Sequence[str]) -> Compiled | None:
@@ -391,10 +391,6 @@ def _sparing(backward: Compiled, donated: tuple[int, ...]) -> Compiled:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def _unpacked(wrapped: Call) -> Call:
-    return torch._dynamo.disable(native.entry(wrapped), reason="a compiled graph")
 
 
 __all__ = ["Recording", "find", "graph_bytes", "key", "restore", "watching"]

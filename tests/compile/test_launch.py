@@ -176,3 +176,23 @@ def test_an_entry_gives_its_arguments_as_a_list() -> None:
         entry(a=1)
     with pytest.raises(ZeroDivisionError):
         native.module().Entry(lambda args: 1 // 0)()
+
+
+def test_an_entry_switches_around_its_program() -> None:
+    state: list[Any] = ["on"]
+
+    def switch(value: Any) -> Any:
+        state.append(value)
+        return state[-2]
+
+    def program(args: list[Any]) -> Any:
+        assert state[-1] is None
+        return 1 // args[0]
+
+    entry = native.module().Entry(program, switch)
+    assert entry(1) == 1 and state == ["on", None, "on"]
+    with pytest.raises(ZeroDivisionError):
+        entry(0)
+    assert state == ["on", None, "on", None, "on"]
+    with pytest.raises(KeyError):
+        native.module().Entry(program, {}.__getitem__)(1)

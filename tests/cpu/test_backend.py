@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame  # pyright: ignore[reportMissingImports]
+from torch._dynamo import eval_frame
 
 from tilewright import config, metrics
 from tilewright.errors import LoweringError
 from tilewright.lower.table import LOWERINGS
+from tilewright.runtime import native
 from tilewright.testing import fresh_cache, run_and_get_code
 
 aten = torch.ops.aten
@@ -136,6 +139,58 @@ def test_a_compiled_frame_has_no_events_for_profilers() -> None:
     with torch.profiler.profile() as seen:
         fn(x)
     assert "Pregraph bytecode" not in {event.name for event in seen.events()}
+
+
+callbacks: list[Any] = []  # of Dynamo's, as the operator below found them
+
+
+@torch.library.custom_op("tilewright_test::watched", mutates_args=(), schema="(Tensor x) -> Tensor")
+def watched(x: Tensor) -> Tensor:
+    callbacks.append(set_eval_frame(None))
+    if float(x.sum()) > 1e6:
+        raise ZeroDivisionError("as it was told to")
+    return x + 1
+
+
+@watched.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def around(x: Tensor) -> Tensor:
+    return watched(x * 2).cos()
+
+
+def installed() -> dict[str, Any]:
+    """What Dynamo has put into the globals here for frames it compiled."""
+    return {name: v for name, v in globals().items() if name.startswith("__compiled_fn")}
+
+
+@pytest.mark.parametrize("lean", [True, False], ids=["in C", "wrapped by Dynamo"])
+def test_dynamo_sees_nothing_of_a_compiled_program(
+    lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Its callback is gone while the program runs and there again behind it, also after an error;
+    and Dynamo's own wrapper, which does that otherwise, is as before."""
+    assert native.module() is not None
+    if not lean:
+        monkeypatch.setattr(native, "set_eval_frame", None)
+    before, wrap = installed(), eval_frame.DisableContext.__call__
+    with fresh_cache(), torch.no_grad():
+        x = torch.randn(5, 7)
+        result = torch.compile(around, backend="tilewright", fullgraph=True)(x)
+        torch.testing.assert_close(result, (x * 2 + 1).cos())
+        (made,) = [v for name, v in installed().items() if name not in before]
+        assert native.is_entry(made) == lean
+        assert eval_frame.DisableContext.__call__ is wrap
+        callbacks.clear()
+        set_eval_frame(False)  # as in a frame that Dynamo runs
+        try:
+            with pytest.raises(ZeroDivisionError, match="as it was told to"):
+                made(torch.full((5, 7), 1e9))
+            made(x)
+        finally:
+            after = set_eval_frame(None)
+        assert callbacks == [None, None] and after is False
 
 
 @pytest.mark.parametrize("enabled", [True, False])

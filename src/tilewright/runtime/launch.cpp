@@ -5,7 +5,8 @@
 // argument whose kind is a capital letter must be a multiple of 16; if it is not, `otherwise` is
 // called instead. A launch that does not fit the card goes to `spare`, where there is one.
 // `Function(name, address, count)` is a function of the host's, of tensors, addresses and integers.
-// `Entry(program)` is called with arguments, and gives them to the program as a list.
+// `Entry(program, switch)` is called with arguments, and gives them to the program as a list; around
+// it `switch` is called, with None and with what it said then.
 // `Replay(...)` starts a recorded CUDA graph, if nothing has changed since it was recorded.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -295,9 +296,24 @@ struct Entry {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject* program;
+    PyObject* switched;  // null: nothing is
 };
 
+// Switch back, whatever became of the program; its error is the one to tell.
+PyObject* back(const Entry* e, PyObject* before, PyObject* result) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject* done = PyObject_CallOneArg(e->switched, before);
+    Py_DECREF(before);
+    if (done && type) PyErr_Restore(type, value, trace);
+    else Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
+    if (!done) Py_CLEAR(result);
+    Py_XDECREF(done);
+    return result;
+}
+
 PyObject* enter(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
+    const Entry* e = reinterpret_cast<Entry*>(self);
     if (names) return PyErr_Format(PyExc_TypeError, "a program takes no keywords");
     const Py_ssize_t count = PyVectorcall_NARGS(flags);
     PyObject* list = PyList_New(count);
@@ -306,29 +322,34 @@ PyObject* enter(PyObject* self, PyObject* const* args, size_t flags, PyObject* n
         Py_INCREF(args[i]);
         PyList_SET_ITEM(list, i, args[i]);
     }
-    PyObject* result = PyObject_CallOneArg(reinterpret_cast<Entry*>(self)->program, list);
+    PyObject* before = e->switched ? PyObject_CallOneArg(e->switched, Py_None) : nullptr;
+    PyObject* result = nullptr;
+    if (before || !e->switched) result = PyObject_CallOneArg(e->program, list);
     Py_DECREF(list);
-    return result;
+    return before ? back(e, before, result) : result;
 }
 
 PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject* program;
-    if (!PyArg_ParseTuple(args, "O", &program)) return nullptr;
+    PyObject *program, *switched = Py_None;
+    if (!PyArg_ParseTuple(args, "O|O", &program, &switched)) return nullptr;
     Entry* e = reinterpret_cast<Entry*>(type->tp_alloc(type, 0));
     if (!e) return nullptr;
     Py_INCREF(program);
     e->call = enter, e->program = program;
+    if (switched != Py_None) Py_INCREF(switched), e->switched = switched;
     return reinterpret_cast<PyObject*>(e);
 }
 
 int visit_entry(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(reinterpret_cast<Entry*>(self)->program);
+    Py_VISIT(reinterpret_cast<Entry*>(self)->switched);
     return 0;
 }
 
 int clear_entry(PyObject* self) {
     Py_CLEAR(reinterpret_cast<Entry*>(self)->program);
+    Py_CLEAR(reinterpret_cast<Entry*>(self)->switched);
     return 0;
 }
 
@@ -343,6 +364,7 @@ void drop_entry(PyObject* self) {
 PyMemberDef entry_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Entry, call), READONLY, nullptr},
     {"program", T_OBJECT, offsetof(Entry, program), READONLY, nullptr},
+    {"switch", T_OBJECT, offsetof(Entry, switched), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot entry_slots[] = {{Py_tp_new, reinterpret_cast<void*>(make_entry)},
                              {Py_tp_dealloc, reinterpret_cast<void*>(drop_entry)},

@@ -75,8 +75,23 @@ def when_ready(use: Callable[[Any], None]) -> None:
     start().add_done_callback(done)
 
 
+try:  # what Dynamo's own wrapper switches with; private, so it may go away
+    from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import]
+except ImportError:
+    set_eval_frame = None
+
+
 def entry(program: Callable[[list[Any]], Any]) -> Callable[..., Any]:
-    """The program, called with its arguments one by one."""
+    """The program, called with its arguments one by one, and nothing of it seen by Dynamo."""
     future = start()
     found = future.result() if future.done() and future.exception() is None else None
-    return found.Entry(program) if found is not None else lambda *args: program(list(args))
+    if found is not None and set_eval_frame is not None:
+        return found.Entry(program, set_eval_frame)
+    call = found.Entry(program) if found is not None else lambda *args: program(list(args))
+    return torch._dynamo.disable(call, reason="a compiled graph")
+
+
+def is_entry(function: Any) -> bool:
+    """Whether a function keeps Dynamo away from what it calls, without a wrapper of Dynamo's."""
+    module = start().result() if start().done() else None
+    return module is not None and isinstance(function, module.Entry) and function.switch is not None
