@@ -408,15 +408,17 @@ struct Loops {
         T* const q_own = p_own + PACKED_P;
         T* const turned = q_own + PACKED_Q;
         if (K == 0) return finish_nothing(batch, p0, rows, q0, cols, sums, turned);
+        const bool once = K <= KC && S::PASSES == 1;  // a panel is done before the next begins
         for (int64_t pass = 0; pass < S::PASSES; ++pass)
             for (int64_t k = 0; k < K; k += KC) {
                 const int64_t kc = least(KC, K - k);
                 const bool first = k == 0 && pass == 0, last = k + KC >= K && pass + 1 == S::PASSES;
                 if constexpr (S::PACK_P) s.p_rows(pass, p_own, KC, batch, k, kc, p0, rows);
                 for (int64_t q = 0; q < cols; q += WIDTH) {
+                    T* const here = once ? sums : sums + q;
                     auto with = [&](const auto* panel, int64_t q_stride) {
                         for (int64_t p = 0; p < rows; p += S::ROWS) {
-                            T* out = sums + p * STRIDE + q;
+                            T* out = here + p * STRIDE;
                             if (last) expect(batch, p0 + p, q0 + q);
                             if constexpr (S::PACK_P) {
                                 tile<S>(out, STRIDE, p_own + p * KC, KC, panel, q_stride, kc, first);
@@ -430,7 +432,7 @@ struct Loops {
                             }
                         }
                         if (last)
-                            finish(batch, p0, rows, q0 + q, least(WIDTH, cols - q), sums + q, turned);
+                            finish(batch, p0, rows, q0 + q, least(WIDTH, cols - q), here, turned);
                     };
                     if constexpr (S::WAY == PACKED) {
                         with(packed + (q * S::PASSES + pass * WIDTH) * K + k * WIDTH, WIDTH);
