@@ -71,6 +71,19 @@ def test_registers_that_spill() -> None:
     assert build(alone).binary.stack > 0, "it runs, if there is nothing else"
 
 
+def test_registers_that_are_held_back() -> None:
+    """Where that spills at all, they are not."""
+    few, all_ = (TritonConfig((("X", 32),), num_warps=1, maxnreg=most) for most in (48, None))
+    source = replace(TURN, text=SPILLS, name="outer", shared_memory=227 * 1024, shrinks=False,
+                     configs=(few, all_))  # fmt: skip
+    first, second = (b.binary for b in triton_build.compile_all(source))
+    assert first.registers <= 48 < second.registers
+    assert first.stack > second.stack == 0
+    assert build(source).config == all_
+    roomy = replace(source, configs=(replace(few, maxnreg=160), all_))
+    assert build(roomy).config == roomy.configs[0]
+
+
 def test_blocks_larger_than_triton_takes() -> None:
     huge = TritonConfig((("X", 2**21),))
     assert build(replace(ADD, configs=(huge, ADD.configs[0]))).config == ADD.configs[0]

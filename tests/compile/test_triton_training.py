@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,21 @@ def test_a_mean_of_losses_leaves_the_rows_in_one_pass() -> None:
     assert "tri.online" in made[0].text
     for kernel in made:
         assert build(kernel).spills == 0
+
+
+@pytest.mark.parametrize("classes", [32000, 50257])
+def test_all_threads_of_a_gradient_of_losses_run(classes: int) -> None:
+    """Sixteen warps of four programs on a processor, with 32 registers each."""
+    x = torch.empty(8192, classes, dtype=torch.bfloat16)
+    rows = torch.empty(8192)
+
+    def gradient(x: Tensor, top: Tensor, total: Tensor) -> Tensor:
+        return (torch.exp(x.float() - top[:, None] - total[:, None]) * 0.1 - 0.3).bfloat16()
+
+    (kernel,) = kernels_of(gradient, x, rows, rows)
+    assert (kernel.config.num_warps, kernel.config.registers) == (16, 32)
+    assert build(kernel).spills == 0
+    assert kernel.configs[1] == replace(kernel.config, registers=None)
 
 
 def test_chunks_that_end_sooner() -> None:

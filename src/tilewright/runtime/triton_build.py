@@ -31,7 +31,8 @@ from tilewright.runtime import store
 from tilewright.runtime.cubin import facts
 
 WORKER = Path(__file__).parent / "triton_worker.py"
-SPILLED = 64  # bytes of stack per thread that cost less than a smaller configuration would
+SPILLED = 64  # bytes of stack per thread that cost less than a smaller configuration would; where
+# registers are held back none do (H200: gradient of cross entropy 271 us with 8, 252 us with none)
 FLOATS = (("enable_fp_fusion", False),)  # a product and a sum round one after the other
 FUSED = (("enable_fp_fusion", True),)
 _TIMEOUT = 300.0  # seconds for one kernel; a hanging compiler costs only that kernel
@@ -253,7 +254,7 @@ class _Workshop:
                 binary = wait.result()
                 if binary.shared <= source.shared_memory:
                     seen.append(Built(binary, chosen))
-                    if binary.stack <= SPILLED:
+                    if binary.stack <= (SPILLED if chosen.maxnreg is None else 0):
                         result.set_result(seen[-1])
                         return
             if not left and not seen and (less := smaller(source, chosen)) is not None:

@@ -141,8 +141,10 @@ def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
 
 def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """Short pieces of many rows (H200: 65536 rows of 2048 bfloat16 124 us with 64 pieces of 128,
-    133 us with one of 1024); blocks that divide a row need no mask. Where each row looks up many,
-    one at a time (gathered gradients of 2048 bfloat16 132 us, 200 us in short pieces)."""
+    133 us with one of 1024); blocks that divide a row need no mask. With no more registers than let
+    all threads run (gradient of cross entropy of 8192x32000 bfloat16 255 us with 32, 277 us with
+    34; of 50257 420 us, 444 us with 40). Where each row looks up many, one at a time (gathered
+    gradients of 2048 bfloat16 132 us, 200 us in short pieces)."""
     y, x = shape.parallel
     size = x.size or x.likely
     even = size & -size
@@ -154,11 +156,13 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
     # of rows that begin anywhere longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
     lengths = (64, 128, 32) if x.lean is not None else (16, 128, 32)
-    for piece in (length * vector for length in lengths):
+    most: list[int | None] = [32, None, None, None]  # as many threads as there is room for
+    for piece, registers in zip((n * vector for n in (lengths[0], *lengths)), most, strict=True):
         bx = min(even, piece) if even >= 16 * vector else min(power(size), piece)
         enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
         by = clamp(1, 1024 * vector // bx, power(enough))
-        yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (64 * vector), 16))
+        warps = clamp(1, by * bx // (64 * vector), 16)
+        yield Config(((y.block, by), (x.block, bx)), warps, registers=registers)
 
 
 def _rows(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
@@ -261,7 +265,8 @@ def _shared_rows(shape: Shape, vector: int) -> Iterable[Config]:
 
 def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """128 bytes of a row by 256 rows, the next ones under way (H200: sum of columns of 16384x8192
-    bfloat16 62 us, 69 us in small blocks without; gradient of bias and gelu 218 us, 420 us). Of
+    bfloat16 62 us, 69 us in small blocks without); 128 rows of several buffers, if there are many
+    (gradient of bias and gelu 208 us, 213 us by 256, 420 us in small blocks without). Of
     means and deviations a thread has sixteen rows, all of them under way at once: few threads, for
     each has its part in joining them in the end (var of 256 rows of 512 columns 67 us with two
     warps, 69 us with four, 101 us with eight; of 1024 rows of 131072 64 us and 72 us). Programs
@@ -278,6 +283,8 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
     choices = [(bx, 256, share, 3), (bx, 128, share, 3), (bx, 64, 8, 3), (bx, 256, share, 1),
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
+    if share == 16 and all(a.likely > 256 for a in shape.inner):
+        choices[:2] = choices[1::-1]
     if folds(shape, "welford"):
         choices = [(bx, 128, 16 * vector, 1), (bx, 64, 4 * vector, 4), (bx, 128, 8 * vector, 3),
                    (bx, 128, 8 * vector, 1)]  # fmt: skip

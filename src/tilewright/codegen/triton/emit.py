@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from tilewright.codegen.triton.barriers import Barriers
+from tilewright.codegen.triton.rounding import is_exact, rounded
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import (
     OPS,
@@ -52,6 +53,7 @@ class Writer:
         self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
         self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
+        self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
@@ -250,8 +252,8 @@ class Writer:
             return node.src[:1]
         if drawn := _compared(node):
             return drawn.src
-        if self._is_rounding(node):
-            return node.src[0].src
+        if (source := self._rounded(node)) is not None:
+            return (source,)
         if node.op in ("load", "index"):
             place = node.src[node.op == "index"]
             rest = node.src[1:] if node.op == "load" else node.src[:1]
@@ -308,8 +310,9 @@ class Writer:
             return block
         if (drawn := _compared(node)) and (block := self._drawn_at_once(drawn, node.src[1].arg)):
             return block
-        if self._is_rounding(node):
-            return f"tri.rounded({self.operand(node.src[0].src[0])})"
+        if (source := self._rounded(node)) is not None:
+            text = self.operand(source)
+            return text if is_exact(source) else f"tri.rounded({text})"
         if node in self.coarse:
             return self.coarse[node].format(*(self.operand(s) for s in self._needs(node)))
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
@@ -323,13 +326,14 @@ class Writer:
                 operands.append(self.operand(s))
         return OPS[node.op](node, *operands)
 
-    def _is_rounding(self, node: Expr) -> bool:
-        """Whether it takes a tile of floats through bfloat16: two at a time, where one at a time
-        would go through the unit for exponentials and the like."""
-        inner = node.src[0] if node.op == "cast" and node.dtype == torch.float32 else node
-        return (inner is not node and inner.op == "cast" and inner.dtype == torch.bfloat16
-                and inner.src[0].dtype == torch.float32
-                and bool(self.pairs & self.support(node)))  # fmt: skip
+    def _rounded(self, node: Expr) -> Expr | None:
+        """The floats that a node takes through bfloat16: if that changes none of them, or if two go
+        at a time, where one at a time would go through the unit for exponentials and the like."""
+        source = rounded(node)
+        if source is None or is_exact(source):
+            return source
+        paired = self.pairs & self.support(node) and node.src[0] not in self.narrow
+        return source if paired else None
 
     def _drawn_at_once(self, node: Expr, limit: float | None = None) -> str:
         """Random numbers along the last axis they change along, if their places follow each other

@@ -33,6 +33,7 @@ from tilewright.codegen.triton.folds import (
 )
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
+from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
@@ -135,9 +136,12 @@ class Kernel:
         if target.capability >= (8, 0):
             self.w.pairs = {a for a in shape.axes
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
-        self.w.coarse = coarse(exprs, results, {s.buffer: s.value for m in shape.members
-                                                for s in m.stores})  # fmt: skip
-        self.joins = joins(exprs, results - {torch.float32} | self._along)
+        made = {s.buffer: s.value for m in shape.members for s in m.stores}
+        self.w.coarse = coarse(exprs, results, made)
+        if target.capability >= (9, 0):
+            self.w.narrow = kept_narrow(exprs, made)
+        self.joins = not skips_a_rounding(exprs, made) and joins(
+            exprs, results - {torch.float32} | self._along)  # fmt: skip
         self.w.valued = valued(exprs, [s for m in shape.members for s in m.stores])
         self.w.seldom = choices(shape, self.w)
         if not shape.persistent:
