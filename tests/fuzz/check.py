@@ -223,7 +223,8 @@ def _is_rounding(ours: Tensor, eager: Tensor, true: Tensor, coarse: float) -> bo
 
 
 def _is_unstable(ours: Tensor, eager: Tensor, nearby: Sequence[Tensor]) -> bool:
-    """Whether ours is among eager's results nearby, wherever it is not eager's."""
+    """Whether ours is among eager's results nearby, wherever it is not eager's: no farther from
+    them than they are from each other."""
     if not ours.dtype.is_floating_point or any(t.shape != ours.shape for t in nearby):
         return False
     scale = max(1.0, eager.detach().abs().nan_to_num(0, 0, 0).max().item())
@@ -231,7 +232,9 @@ def _is_unstable(ours: Tensor, eager: Tensor, nearby: Sequence[Tensor]) -> bool:
     around = torch.stack([t.detach().double() for t in (eager, *nearby)])
     ours, eager = ours.detach().double(), eager.detach().double()
     right = ((ours - eager).abs() <= room) | (ours == eager) | (ours.isnan() & eager.isnan())
-    between = (ours >= around.amin(0) - room) & (ours <= around.amax(0) + room)
+    least, most = around.amin(0), around.amax(0)
+    beyond = most - least + room
+    between = (ours >= least - beyond) & (ours <= most + beyond)
     return bool((right | between).all())
 
 
