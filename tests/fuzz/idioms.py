@@ -34,7 +34,8 @@ def _rotated(rng: random.Random, t: Tensor) -> str:
                          "F.layer_norm({0}, {0}.shape[-1:])"))  # fmt: skip
     if t.shape[-1] % 2 == 0 and rng.random() < 0.5:
         turned = rng.choice((ROTATED, CROSSED))
-        return f"(lambda n, c: n * c.cos() + {turned} * c.sin())({normed}, {{0}}[..., :1])"
+        angle = "{0}[..., :1].clamp(-4, 4)"  # a large one would turn anywhere for a last bit
+        return f"(lambda n, c: n * c.cos() + {turned} * c.sin())({normed}, {angle})"
     return f"(lambda n: {rng.choice((ROTATED, CROSSED))})({normed})"
 
 
