@@ -355,6 +355,23 @@ def test_a_layer_is_one_kernel(rows: int) -> None:
 # ---- threads, instruction sets, names
 
 
+def test_the_depth_that_caches_hold_is_tried_first() -> None:
+    """As measured on the machine that the model is of: one block of k where that is near enough,
+    and else blocks whose panels the first-level cache holds."""
+    target = Target("x86_64", isa="avx2")
+
+    def depth(m: int, n: int, k: int) -> int:
+        made = product(in_layout(m, k, "n"), in_layout(k, n, "t"), torch.empty(m, n))
+        problem = replace(made.problem, target=target)
+        found = CppProvider().candidates(problem, "none")[0]
+        assert isinstance(found, CppCandidate)
+        return found.config.kc
+
+    assert depth(512, 1000, 128) == 128 and depth(512, 1152, 288) == 288
+    assert depth(512, 288, 1152) == 232 and depth(512, 256, 1024) == 256
+    assert depth(1024, 3072, 768) == 768
+
+
 @pytest.mark.parametrize(("way", "m", "n", "k", "layout"), [
     ("packed", 151, 173, 301, "t"), ("packed", 13, 700, 3500, "t"), ("packed", 151, 380, 301, "n"),
     ("dot", 5, 2003, 301, "t"), ("stream", 5, 2003, 301, "n"),

@@ -53,6 +53,9 @@ NEXT = 0.15  # packing what is needed next, fetched ahead
 READ = 0.06  # from a cache that is shared
 ROW, TURNED_ROW = 0.05, 0.15  # finishing
 WORTH = 10_000  # nanoseconds of work per thread that are worth starting it
+# Parts of the time for arithmetic, where K is walked in blocks: of coming back to the sums, times
+# the depth of a block; and of a panel that the first-level cache does not hold beside its rows.
+VISIT, FAR, L1 = 15.0, 0.04, 32 << 10
 COMMON = frozenset({"cast", "add", "mul", "sub", "where"})  # say nothing about an epilogue
 
 
@@ -295,7 +298,8 @@ def estimate(problem: GemmProblem, c: Config) -> float:
     q, p = (n, m) if c.q == "n" else (m, n)
     k *= len(problem.operands) // 2
     width = c.vecs * (1 if c.way == "dot" else lanes_of(problem))
-    arithmetic = _up(p, c.rows) * _up(q, width) * k / (6 * lanes_of(problem)) / _efficiency(c)
+    reached = _efficiency(c) - _depth_costs(problem, c)
+    arithmetic = _up(p, c.rows) * _up(q, width) * k / (6 * lanes_of(problem)) / reached
     arithmetic /= PAIRED[c.unit][2] if c.unit else 1
     packing = 0.0
     if c.way == "packed":
@@ -316,6 +320,15 @@ def _efficiency(c: Config) -> float:
     loads = (c.rows + c.vecs) / (c.rows * c.vecs)
     visits = 16 / (c.kc + 16) / c.vecs if c.way == "stream" else 0.0  # to the sums
     return (0.8 if c.way == "dot" else 0.93) * min(1.0, 0.9 / max(loads, 0.75)) - visits
+
+
+def _depth_costs(problem: GemmProblem, c: Config) -> float:
+    """What part of that a block of such a depth costs; known of the machine above alone."""
+    if c.way != "packed" or problem.target.isa != "avx2":
+        return 0.0
+    line = (c.vecs * lanes_of(problem) + 2 * c.rows) * sum_dtype(problem).itemsize
+    visits = VISIT / c.kc if problem.hints[3] > c.kc else 0.0
+    return visits + (FAR if c.kc * line > L1 else 0.0)
 
 
 def _packing(problem: GemmProblem, name: str, along: str) -> float:
