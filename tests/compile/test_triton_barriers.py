@@ -27,12 +27,12 @@ def kernel_with(text: str, part: str) -> str:
 
 
 def test_a_barrier_inside_a_loop_that_may_not_run_is_none_for_what_follows() -> None:
-    """Rows are stored whole and read again in parts of two columns: a loop of whole blocks of these
+    """Rows are stored whole and read again in parts of 13 columns: a loop of whole blocks of these
     runs no round, so the barrier is before it."""
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.sigmoid(x)
-        return rows, torch.cat([p * k for k, p in enumerate(rows.split(2, 1))], 1)
+        return rows, torch.cat([p * k for k, p in enumerate(rows.split(13, 1))], 1)
 
     kernel = kernel_with(code(fn, torch.empty(130, 130).half(), dynamic=True), "for r1offset")
     stored = [m.start() for m in re.finditer(r"tl\.store\(p1 ", kernel)]
