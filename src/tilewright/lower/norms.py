@@ -433,7 +433,7 @@ def _batch_norm_backward(ctx: Lowering, grad: Tensor, x: Tensor, weight: Tensor 
     away = pointwise(sub, values, centre)
     normal = pointwise(mul, away, spread)
     gradient = None
-    # an instance norm adds these up, and in eager they are rounded before
+    # an instance norm adds these up: rounded before that, they would be less exact than eager's
     summed = total if grad.dtype == x.dtype else partial
     plain = summed(ctx, grad, dims) if training or mask[2] else None
     scaled = None
