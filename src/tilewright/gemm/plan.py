@@ -33,7 +33,7 @@ from tilewright.tune import clock
 Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
 MOST_BYTES = 16 << 30  # of all sets of buffers together
 MOST_PLACED = 2 << 30  # of those that are only there to lie elsewhere
-LARGEST_SETS = 8
+LARGEST_SETS = 16
 
 # How far results may be from the library's, relative to the largest and to their own size: a few
 # roundings of the product's dtype, with sums taken in another order.
