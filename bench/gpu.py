@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from bench import gpu_memory
 from bench.gpu_memory import BACKENDS, compile_ahead
-from bench.gpu_programs import PROGRAMS
 
 Lines = list[str]
 Key = tuple[int, str]  # (steps of a chain, backend)
@@ -48,7 +47,7 @@ class Clock:
 
 
 def memory(clock: Clock, raw: dict[str, Any]) -> Lines:
-    compile_ahead(PROGRAMS, BACKENDS, 8)
+    compile_ahead(8)
     return gpu_memory.memory(clock.end, raw)
 
 

@@ -6,6 +6,8 @@ over several sets of inputs where one would stay in the cache, replayed in turns
 are those of the inputs and outputs, each once; "of copy" is the time these would take at the copy
 bandwidth measured in the same run, over the time it took. Kernels are compiled by several processes
 first: compile time is not measured here.
+
+`--random N --seed S` measures programs that are drawn instead, of the kinds that models have.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.drawn_programs import drawn
 from bench.gpu_programs import PROGRAMS, GpuProgram
 from bench.kernels import copy_bandwidth
 from bench.measure import clone, compile_with, difference, geomean, leaves, run_all
@@ -193,13 +196,11 @@ def memory(end: float, raw: dict[str, Any], programs: Sequence[GpuProgram] = PRO
 # ---- compiling ahead
 
 
-def compile_ahead(programs: Sequence[GpuProgram], backends: Sequence[str], jobs: int) -> None:
-    """Each program once under each backend that compiles, in several processes."""
-    known = {p.name: str(k) for k, p in enumerate(PROGRAMS)}
-    command = [sys.executable, "-m", "bench.gpu_memory", "--backends", ",".join(backends)]
-    shares = [",".join(known[p.name] for p in programs[k::jobs])
-              for k in range(min(jobs, len(programs)))]  # fmt: skip
-    run_all([[*command, "--ahead", share] for share in shares], AHEAD)
+def compile_ahead(jobs: int, arguments: Sequence[str] = ()) -> None:
+    """Each program once under each backend that compiles, in several processes. They choose
+    programs by the same arguments, and each takes its share."""
+    command = [sys.executable, "-m", "bench.gpu_memory", *arguments]
+    run_all([[*command, "--ahead", f"{k}/{jobs}"] for k in range(jobs)], AHEAD)
 
 
 def _ahead(programs: Sequence[GpuProgram], backends: Sequence[str]) -> None:
@@ -219,17 +220,21 @@ def main() -> None:
     parser.add_argument("--backends", default=",".join(BACKENDS), help="comma list, in order")
     parser.add_argument("--budget", type=float, default=300, help="seconds in all")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile ahead")
+    parser.add_argument("--random", type=int, default=0, help="so many programs that are drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of those")
     parser.add_argument("--out", type=Path, help="a JSON file of all times")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     backends = options.backends.split(",")
+    programs = drawn(options.random, options.seed) if options.random else PROGRAMS
+    chosen = [p for p in programs
+              if not options.names or any(p.name.startswith(n) for n in options.names)]  # fmt: skip
     if options.ahead:
-        _ahead([PROGRAMS[int(k)] for k in options.ahead.split(",")], backends)
+        share, jobs = options.ahead.split("/")
+        _ahead(chosen[int(share) :: int(jobs)], backends)
         return
     end = time.perf_counter() + options.budget
-    chosen = [p for p in PROGRAMS
-              if not options.names or any(p.name.startswith(n) for n in options.names)]  # fmt: skip
-    compile_ahead(chosen, backends, options.jobs)
+    compile_ahead(min(options.jobs, len(chosen)), sys.argv[1:])
     print(f"compiled ahead, {end - time.perf_counter():.0f} s left", flush=True)
     raw: dict[str, Any] = {}
     lines = memory(end, raw, chosen, backends)
