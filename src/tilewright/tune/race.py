@@ -34,8 +34,8 @@ NOISY_ROUNDS, ROUND = ((2.0, 4), (1.4, 4)), 0.1
 FINAL = 1.05
 FINALISTS = 16
 # A library within this factor of the best is in the finals, whatever its first samples say; on a
-# noisy machine within the second. 16x14336x4096 in bfloat16 had them 5 % above what it takes in four
-# tunings of ten (H200), and in those was not there to be preferred.
+# noisy machine within the second. In four tunings of ten they were 5 % above what 16x14336x4096 in
+# bfloat16 takes (H200), and it was not there to be preferred.
 LIBRARY, NOISY_LIBRARY = 1.2, 1.5
 LEAST_TURNS, MOST_TURNS = 12, 1024  # looked at after the first, then at twice as many
 # Seconds after which the finals end, those with a library as well: more does not settle a noisy
