@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fuzz.__main__ import report
+from tests.fuzz.__main__ import ended, report
 from tests.fuzz.check import difference
 from tests.fuzz.generate import Input, Line, Program, generate
 from tests.fuzz.shrink import shrink
@@ -277,6 +278,15 @@ def test_a_wrong_backend_is_noticed_and_the_program_shrunk() -> None:
     small = shrink(program, lambda p: bool(difference(p, _wrong)))
     assert [line.text for line in small.lines] == ["torch.sin({0})"]
     assert len(small.outputs) == 1
+
+
+def test_a_process_that_does_not_end_is_not_waited_for() -> None:
+    text = ("import subprocess, time; subprocess.Popen(['sleep', '20'], start_new_session=True)\n"
+            "print('here', flush=True); time.sleep(60)")  # fmt: skip
+    start = time.perf_counter()
+    assert ended([sys.executable, "-c", text], 2) == (None, "here\n", "")
+    assert ended([sys.executable, "-c", "exit(3)"], 60) == (3, "", "")
+    assert time.perf_counter() - start < 15
 
 
 def test_generation_is_repeatable() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 
 import torch
 
@@ -20,6 +25,8 @@ from tests.fuzz.shrink import shrink
 CARD = "card"
 DEVICES = f"cpu, cuda, or {CARD}: kernels of a card in Triton's interpreter"
 SHARE = 40  # programs of one process
+GRACE = 60.0  # seconds that a process may take longer than it was told to
+BEGINS = "begins: seed"
 SUMMARY = re.compile(r"(\d+) programs, (\d+) differ from eager")
 
 
@@ -51,6 +58,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help=DEVICES)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as generated")
+    parser.add_argument("--tell", action="store_true", help="name each seed as it begins")
     parser.add_argument("--keep-going", type=int, default=5, help="failures after which to stop")
     options = parser.parse_args()
     start = time.perf_counter()
@@ -64,7 +72,7 @@ def main() -> int:
         torch.set_default_device(options.device)
         done = alone(options)
     print(f"{done.programs} programs, {done.failures} differ from eager,"
-          f" {done.lost} processes died, {time.perf_counter() - start:.0f} s")  # fmt: skip
+          f" {done.lost} processes lost, {time.perf_counter() - start:.0f} s")  # fmt: skip
     return 1 if done.failures or done.lost else 0
 
 
@@ -72,18 +80,20 @@ def main() -> int:
 class Done:
     programs: int = 0
     failures: int = 0
-    lost: int = 0  # processes that ended before their programs did
+    lost: int = 0  # processes that ended before their programs did, or never
 
 
 def alone(options: argparse.Namespace) -> Done:
     done, start = Done(), time.perf_counter()
     for seed in range(options.seed, options.seed + options.programs):
+        if options.tell:
+            print(BEGINS, seed, file=sys.stderr, flush=True)
         found = difference(generate(seed))
         done.programs += 1
         if found:
             done.failures += 1
-            text = f"seed {seed}: {found}\n{describe(generate(seed))}"
-            print(text if options.no_shrink else report(seed, found), "=" * 80, flush=True)
+            print(f"seed {seed}: {found}\n{describe(generate(seed))}", flush=True)
+            print("" if options.no_shrink else report(seed, found), "=" * 80, flush=True)
         if done.failures >= options.keep_going or time.perf_counter() - start > options.seconds:
             break
     return done
@@ -101,24 +111,43 @@ def shared(options: argparse.Namespace) -> Done:
             return
         count = min(SHARE, last - first)
         command = [sys.executable, "-m", "tests.fuzz", "--programs", count, "--seed", first,
-                   "--seconds", left, "--device", options.device, "--keep-going", count,
+                   "--seconds", left, "--device", options.device, "--keep-going", count, "--tell",
                    *["--no-shrink"][: options.no_shrink]]  # fmt: skip
-        ended = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-        *failures, summary = ended.stdout.strip().split("\n") or [""]
+        code, output, errors = ended([str(c) for c in command], left + GRACE)
+        *failures, summary = output.strip().split("\n") or [""]
         counts = re.match(SUMMARY, summary)
-        if failures or not counts:
-            print("\n".join(failures), flush=True)
         if counts:
+            if failures:
+                print("\n".join(failures), flush=True)
             done.programs += int(counts[1])
             done.failures += int(counts[2])
-        else:
-            done.lost += 1
-            print(f"seeds {first} to {first + count - 1}: exit {ended.returncode}\n"
-                  f"{ended.stderr[-1500:]}", flush=True)  # fmt: skip
+            return
+        done.lost += 1
+        begun = re.findall(rf"{BEGINS} (\d+)", errors) or ["none"]
+        why = "did not end" if code is None else f"exit {code}"
+        print(f"{output}seeds {first} to {first + count - 1}: {why}, at seed {begun[-1]}\n"
+              f"{errors[-1500:]}", flush=True)  # fmt: skip
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, range(options.seed, last, SHARE)))
     return done
+
+
+def ended(command: Sequence[str], seconds: float) -> tuple[int | None, str, str]:
+    """How a command ended and what it wrote. One that takes longer is killed with all it started;
+    whatever survives that is not waited for: output goes to files, which nobody has to close."""
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+        code = None
+        try:
+            code = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(10)
+        output.seek(0)
+        errors.seek(0)
+        return code, output.read(), errors.read()
 
 
 if __name__ == "__main__":
