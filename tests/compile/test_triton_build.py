@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tilewright import metrics, testing
 from tilewright.errors import BuildError
-from tilewright.runtime import triton_build
+from tilewright.runtime import triton_build, triton_worker
 from tilewright.runtime.triton_build import TritonConfig, TritonSource, build, compile_all
 
 TEXT = """
@@ -92,6 +93,18 @@ def test_alignment_reaches_the_binary():
     aligned = build(ADD).binary
     loose = build(replace(ADD, aligned=frozenset())).binary
     assert aligned.cubin != loose.cubin
+
+
+def test_short_integers_are_added_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """ptxas loses a constant that is added to a pair of which one half is used."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, more = "tl.load(a + i, inside)", "tl.full([X], 1, tl.int16)"
+    text = TEXT.replace(f"{x} + scale * tl.load(b + i, inside)",
+                        f"tl.where(i % 16 == 0, {x} + {more}, {x}) % 7")  # fmt: skip
+    params = (("a", "*i16"), ("b", "*i16"), ("out", "*i16"), *ADD.params[3:])
+    short = replace(ADD, text=text, params=params)
+    ptx = triton_worker.build(short.order(TritonConfig((("X", 256),), num_warps=1)))["ptx"]
+    assert "add.s16 " in ptx and "add.s16x2" not in ptx
 
 
 def test_a_configuration_that_does_not_fit_makes_way():

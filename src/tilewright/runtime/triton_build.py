@@ -138,7 +138,7 @@ class TritonSource:
 
     def key(self, chosen: TritonConfig) -> str:
         order = self.order(chosen)
-        return store.key(*(f"{k}={order[k]!r}" for k in sorted(order)), _triton_version(),
+        return store.key(*(f"{k}={order[k]!r}" for k in sorted(order)), _compiler(),
                          _helpers() if "tilewright.runtime" in self.text else "")  # fmt: skip
 
 
@@ -342,8 +342,9 @@ def _helpers() -> str:
 
 
 @functools.cache
-def _triton_version() -> str:
-    return importlib.metadata.version("triton")
+def _compiler() -> str:
+    """Which Triton, and what we do about its faults."""
+    return store.key(importlib.metadata.version("triton"), WORKER.read_bytes())
 
 
 # ---- the compiling process

@@ -9,9 +9,11 @@ names, put in place by a rename, and this process answers `number status` on sta
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import pickle
+import re
 import selectors
 import shutil
 import signal
@@ -133,6 +135,7 @@ def build(order: Order) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    repair()
     start = time.perf_counter()
     file = f"<{order['name']} of tilewright>"
     linecache.cache[file] = (len(order["text"]), None, order["text"].splitlines(True), file)
@@ -159,6 +162,23 @@ def build(order: Order) -> dict[str, Any]:
         "version": triton.__version__,
         "seconds": time.perf_counter() - start,
     }
+
+
+PAIR = re.compile(r"add\.s16x2\s+(\S+), (\S+), (\S+);")
+APART = r"""{ .reg .b16 a, b, c, d; .reg .b32 by; mov.b32 by, \3;
+	mov.b32 {a, b}, \2; mov.b32 {c, d}, by; add.s16 a, a, c; add.s16 b, b, d;
+	mov.b32 \1, {a, b}; }"""
+
+
+@functools.cache
+def repair() -> None:
+    """Have 16-bit integers added one at a time. LLVM makes pairs of them; where a constant is added
+    to a pair and one half of the result is used, ptxas (12.8, 12.9) adds zero instead."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    backend: Any = CUDABackend
+    made = backend.make_ptx
+    backend.make_ptx = lambda *args: PAIR.sub(APART, made(*args))
 
 
 WARM_UP = """
