@@ -10,6 +10,7 @@ import torch
 from tests.compile.as_cuda import as_cuda
 from tests.fuzz.check import difference
 from tests.fuzz.generate import Input, Line, Program, generate
+from tilewright.codegen.triton import shape
 
 
 def _program(inputs: tuple[Input, ...], *lines: tuple[str, tuple[int, ...]]) -> Program:
@@ -61,6 +62,13 @@ _INTO_ONE = "torch.zeros_like({0}).index_add_(0, torch.zeros(17, dtype=torch.lon
             id="a row that is overwritten in part before it is read",
         ),
         pytest.param(
+            _program(
+                (Input((1,), torch.float32), Input((), torch.int8)),
+                ("F.pad(torch.scatter({0}, 0, {1}.long() * 0, 2), (0, 2))", (0, 1)),
+            ),
+            id="a number that is overwritten before it is read in part",
+        ),
+        pytest.param(
             replace(
                 _program((Input(("A", "B"), torch.float32),), ("(-{0})[1::2, 1::2] * 2", (0,))),
                 sizes=({"A": 64, "B": 31}, {"A": 33, "B": 130}),
@@ -80,6 +88,16 @@ _INTO_ONE = "torch.zeros_like({0}).index_add_(0, torch.zeros(17, dtype=torch.lon
 def test_found_before(program: Program) -> None:
     with as_cuda():
         assert difference(program) == ""
+
+
+def test_a_row_that_is_overwritten_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a loop over a row that is too long to be held."""
+    monkeypatch.setattr(shape, "MOST_KEPT", 64)
+    monkeypatch.setattr(shape, "LONGEST_PASS", 32)
+    text = "F.softmax(torch.index_fill({0}, 1, torch.zeros(1, dtype=torch.long), 2.0) * {0}, -1)"
+    program = _program((Input((33, 1, 100), torch.float32),), (text, (0,)))
+    with as_cuda():
+        assert difference(replace(program, exact=(True, False))) == ""
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")

@@ -20,6 +20,8 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, load
 from tilewright.ir.program import Handle, Opaque, Program, Store, View
 from tilewright.ir.verify import verify_nest
+from tilewright.schedule import pairs
+from tilewright.schedule.group import Group
 from tilewright.schedule.plan import Schedule, schedule
 
 F32 = torch.float32
@@ -162,6 +164,17 @@ def test_a_local_value_survives_a_write_to_what_it_was_made_from() -> None:
     b.nest([i, j], Store(x, at, plus(b.at(x, i, j), 1)))
     b.nest([i], Store(out, i, build.part(build.reduce("welford", b.at(y, i, j)), 1)), reduce=[j])
     check(b, out, x, inputs=[torch.randn(32, 200)])
+
+
+def test_what_is_written_twice_is_not_computed_again() -> None:
+    b = Build()
+    x, t, y = b.input(8), b.buffer((8,)), b.buffer((8,))
+    (i,) = loops = b.loops(8)
+    nests = (b.nest(loops, Store(t, i, b.at(x, i))), b.nest(loops, Store(t, i, const(2.0, F32))),
+             b.nest(loops, Store(y, i, b.at(t, i))))  # fmt: skip
+    assert pairs.computed_again(b.program, nests, {t}) == nests
+    groups = [Group((n,), n.loops) for n in nests]
+    assert pairs._dropped(b.program, groups, nests[0]) == groups
 
 
 def test_a_masked_read_of_a_local_value_is_zero_elsewhere() -> None:

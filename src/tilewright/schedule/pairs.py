@@ -67,6 +67,9 @@ def _dropped(program: Program, groups: list[Group], maker: Nest) -> list[Group]:
     at = next(k for k, g in enumerate(groups) if maker in g.members)
     if any(g.writes & maker.reads for g in groups[at:]) or len(groups[at].members) > 2:
         return groups  # computed later it would be of other values
+    beside = [m for m in groups[at].members if m is not maker]
+    if any(maker.writes & n.writes for n in (*beside, *groups[:at], *groups[at + 1 :])):
+        return groups  # or it is not all that is read there
     for g in groups:
         members = [again(program, maker, m) if maker.writes & m.reads else m
                    for m in g.members if m is not maker]  # fmt: skip
@@ -104,7 +107,7 @@ def computed_again(program: Program, members: Sequence[Nest], private: set[str]
             continue
         new = {k: again(program, maker, m) for k, m in enumerate(found)
                if k != at and maker.writes & m.reads}  # fmt: skip
-        if not all(new.values()) or any(maker.writes & found[k].writes for k in new):
+        if not all(new.values()) or any(maker.writes & m.writes for m in found if m is not maker):
             continue
         if any(m.writes & maker.reads for m in found[at:]):
             continue  # computed later it would be of other values

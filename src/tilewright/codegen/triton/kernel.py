@@ -42,7 +42,7 @@ from tilewright.codegen.triton.text import (
     cast,
 )
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, walk
+from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
 from tilewright.schedule.group import Group
 from tilewright.schedule.segments import Segment
@@ -628,11 +628,11 @@ class Kernel:
     def load(self, node: Expr) -> str:
         w = self.w
         if node.arg in self.local:  # a row made in an earlier loop is computed again
+            if len(node.src) > 1:
+                text = w.operand(load(node.arg, node.dtype, node.src[0]))
+                return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
             maker = self._maker(node)
-            text = cast(w.operand(maker.value), maker.value.dtype, node.dtype)
-            if len(node.src) == 1:
-                return text
-            return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
+            return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
         support = w.covered(w.support(*node.src))
         axis = self._common(node, support)
         alone = axis is not None or self._one_per_row(support)  # not as tiles are stored
@@ -786,8 +786,10 @@ class Kernel:
             w.line(text)
 
     def _loads_of(self, store: Store) -> list[Expr]:
-        return [n for m in self.shape.members for n in loads(*m.exprs)
-                if n.arg == store.buffer and n.src == (store.index,)]  # fmt: skip
+        """Whole ones: from them come those of a local buffer that have a mask."""
+        return [load(n.arg, n.dtype, n.src[0]) for m in self.shape.members for n in loads(*m.exprs)
+                if n.arg == store.buffer and n.src[0] is store.index
+                and (len(n.src) == 1 or n.arg in self.local)]  # fmt: skip
 
 
 def _multiple(e: Expr) -> int:

@@ -436,7 +436,8 @@ def _cannot_hand_over(group: Group, shape: Shape) -> str:
             # a result in the place of what it is computed from: read there before it is stored
             gone = any(n.arg in rewritten or own.get(n.arg, n.src[0]) is not n.src[0]
                        for n in _behind(maker, makers, group.local))  # fmt: skip
-            if gone or is_fold(maker, "scan"):
+            twice = sum(i is node.src[0] for i in stored.get(node.arg, ())) > 1
+            if gone or twice or is_fold(maker, "scan"):
                 return f"{node.arg} cannot be computed twice"
         rewritten |= seen & m.writes
         seen |= m.reads | m.writes
