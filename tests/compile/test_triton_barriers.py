@@ -55,6 +55,20 @@ def test_what_is_read_as_part_of_a_tile_is_read_before_it_changes() -> None:
     assert kernel.index("tl.load") < kernel.index(BARRIER) < kernel.rindex("tl.store")
 
 
+def test_what_several_threads_load_is_stored_after_all_of_them_did() -> None:
+    """A tile of fewer elements than the program has threads: several load one, one stores it."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        result = torch.softmax(x, -1) * y.sum(-1, keepdim=True)
+        y.add_(1)
+        return result
+
+    kernel = kernel_with(code(fn, torch.empty(64, 4096), torch.empty(64, 16)), "R1BLOCK")
+    (load,) = re.finditer(r"tl\.load\((p\d) \+ \(\(xbase\*16", kernel)
+    store = kernel.index(f"tl.store({load[1]} ")
+    assert load.end() < kernel.index(BARRIER, load.end()) < store
+
+
 def test_parts_that_lie_apart_do_not_wait() -> None:
     def fn(x: Tensor) -> Tensor:
         return torch.cat((torch.softmax(x, -1), x + 1), 1)

@@ -1,8 +1,9 @@
 """Barriers in a Triton kernel whose threads touch each other's memory.
 
 A tile lies over the threads of a program as suits the instruction that loads or stores it. What is
-touched twice at the same index is touched by the same threads, in the order of the text; what is
-touched at another one, by any: then a barrier has to stand between, if one of the two is a store.
+touched twice at the same index is touched by the same threads, in the order of the text, if there
+are no more of these than elements; what is touched at another one, by any: then a barrier has to
+stand between, if one of the two is a store.
 """
 
 from __future__ import annotations

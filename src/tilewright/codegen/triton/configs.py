@@ -39,6 +39,11 @@ class Config:
     def kwargs(self) -> dict[str, int]:
         return dict(self.constants)
 
+    def covers(self, blocks: Iterable[str]) -> bool:
+        """Whether a tile of these blocks has an element for every thread. Of a smaller one several
+        threads load an element, and one of them stores it."""
+        return math.prod(self.kwargs[b] for b in blocks) >= 32 * self.num_warps
+
 
 def power(n: float) -> int:
     """The least power of two that is not smaller."""
@@ -248,7 +253,9 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices, aheads = [*choices, choices[1]], [*aheads, 1]
     for (bx, br, warps), ahead in zip(choices, aheads, strict=True):
         rows = tuple((a.block, _round_of(a, _piece_of(shape, a, br), 1024)) for a in shape.inner)
-        yield Config(((x.block, min(bx, power(x.likely))), *rows), warps, ahead=ahead)
+        block = min(bx, power(x.likely))
+        most = clamp(1, block * max(size for _, size in rows) // 32, warps)
+        yield Config(((x.block, block), *rows), most, ahead=ahead)
 
 
 def _shared_rows(shape: Shape, vector: int) -> Iterable[Config]:

@@ -37,10 +37,7 @@ from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
-from tilewright.codegen.triton.text import (
-    SIGNATURE,
-    cast,
-)
+from tilewright.codegen.triton.text import SIGNATURE, cast
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
@@ -635,7 +632,9 @@ class Kernel:
             return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
         support = w.covered(w.support(*node.src))
         axis = self._common(node, support)
-        alone = axis is not None or self._one_per_row(support)  # not as tiles are stored
+        covered = all(c.covers(a.block for a in support) for c in self.configs)
+        # not as tiles are stored
+        alone = axis is not None or self._one_per_row(support) or not covered
         self.w.barriers.before_load(node.arg, None if alone else node.src[0])
         if axis is not None:
             return self._load_pieces(node, axis)
