@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ def _difference(program: Program, backend: Any) -> str:
             got = _run(compiled, args)
         except Exception as error:
             return f"call {number} raised {type(error).__name__}: {str(error)[:1500]}"
-        exact = functools.partial(_in_float64, program, sizes)
-        near = functools.partial(_nearby, program, sizes)
+        exact = partial(_in_float64, program, sizes)
+        near = partial(_nearby, program, sizes)
         found = _compare(program, (*got, args), (*want, eager_args), exact, near)
         if found:
             return f"call {number}: {found}"
@@ -100,19 +101,30 @@ Results = tuple[list[Tensor], list[Any], list[Tensor]]  # outputs, gradients, ar
 
 
 def _nearby(program: Program, sizes: dict[str, int]) -> list[Results]:
-    """What eager gives for arguments that differ in their last bits: where these jump, no result is
-    more right than others."""
-    function = program.function()
+    """What eager gives where arguments, and values on the way that are rounded, differ in their
+    last bits: where these jump, no result is more right than others."""
+    draw = torch.Generator("cpu")
+    lines = (line if line.exact else replace(line, text=f"shaken({line.text})")
+             for line in program.lines)  # fmt: skip
+    function = replace(program, lines=tuple(lines)).function(shaken=partial(_shaken, draw, 2))
     found: list[Results] = []
     for number in range(_NEARBY):
         args = program.arguments(sizes)
-        draw = torch.Generator("cpu").manual_seed(number)
-        for a in (a.detach() for a in args if a.dtype.is_floating_point):
-            flat = torch.empty(0, dtype=a.dtype, device=a.device).set_(a.untyped_storage())
-            steps = torch.randint(-4, 5, flat.shape, generator=draw, device="cpu").to(a.device)
-            flat.copy_(flat.double() * (1 + steps * torch.finfo(a.dtype).eps))
+        draw.manual_seed(number)
+        for a in args:
+            _shaken(draw, 4, torch.empty(0, dtype=a.dtype).set_(a.untyped_storage()))
         found.append((*_run(function, args), args))
     return found
+
+
+def _shaken(draw: torch.Generator, most: int, value: Tensor) -> Tensor:
+    """The value with some of its last bits changed where it lies."""
+    if value.dtype.is_floating_point:
+        steps = torch.randint(-most, most + 1, value.shape, generator=draw, device="cpu")
+        factor = 1 + steps.to(value.device) * torch.finfo(value.dtype).eps
+        with contextlib.suppress(RuntimeError):  # several of its elements lie in one place
+            value.data.copy_(value.data.double() * factor)
+    return value
 
 
 def _compare(program: Program, got: Results, want: Results, exact: Callable[[], Results],

@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,8 +116,8 @@ class Program:
         outputs = ", ".join(names[k] for k in self.outputs)
         return "\n".join([*text, f"    return ({outputs},)", ""])
 
-    def function(self) -> Callable[..., tuple[Tensor, ...]]:
-        namespace = {"torch": torch, "F": torch.nn.functional}
+    def function(self, **names: Any) -> Callable[..., tuple[Tensor, ...]]:
+        namespace = {"torch": torch, "F": torch.nn.functional, **names}
         exec(compile(self.source(), f"<fuzz {self.seed}>", "exec"), namespace)
         return namespace["program"]  # type: ignore[return-value]
 
