@@ -27,6 +27,7 @@ LAYOUTS = ("plain", "plain", "plain", "transposed", "strided", "offset", "expand
 SIZES = (2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130)
 _NARROW = re.compile(r"torch\.(bfloat16|float16|float32)\b")
 LARGEST = 40_000  # elements of one value
+MOST_PIECES = 130  # of a value that is cut up: where sizes are symbols, Dynamo took 0.2 s for each
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class _Growth:
             return False
         tensors = [self.values[0][k] for k in operands]
         text = kind.write(self.rng, *tensors)
-        if text is None:
+        if text is None or (_cuts(text) and self._longest(operands[0]) > MOST_PIECES):
             return False
         exact = kind.exact and not _sums(text, tensors[0])
         line = Line(text, tuple(operands), exact)
@@ -221,6 +222,9 @@ class _Growth:
         if _mutates(text) and not self.exact[-1]:
             self._blur(self.values[0][-1])
         return True
+
+    def _longest(self, value: int) -> int:
+        return max(n for values in self.values for n in (*values[value].shape, 1))
 
     def _blur(self, changed: Tensor) -> None:
         """What lies in memory that holds rounded numbers now is not exact any more."""
@@ -269,6 +273,11 @@ def _sums(text: str, t: Tensor) -> bool:
     """Whether the line adds many numbers into one: eager rounds after each of them, in bfloat16
     until the sum no longer grows, and a compiler may keep the sum in a wider type."""
     return t.dtype.is_floating_point and ("scatter_add" in text or "accumulate=True" in text)
+
+
+def _cuts(text: str) -> bool:
+    """Whether the line makes a tensor of every element or two along a dimension."""
+    return ".unbind(" in text or ".split(" in text
 
 
 def _mutates(text: str) -> bool:
