@@ -221,6 +221,8 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     made = _Cutting(program)
     members, serial = _merged(group.members, group.serial)
     outer = group.outer
+    if target.is_gpu:
+        members, serial = _as_one(members, outer, serial)
     pairs = any(folds_over(m, serial) and is_pair(m, top) for m in members for top in members)
     if len(segments_of(members, outer)) > 1 and not pairs:
         whole = Fit(members, outer, serial)
@@ -233,7 +235,8 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     count = chunks(whole, target)
     if count > 1 and hint(loop.src[0]) > 1:
         inner = hint_product(v.src[0] for v in rest)
-        chunk, inside, index = _chunk(loop, count, -(-shortest_chunk(whole) // max(inner, 1)))
+        step = _step(members, loop, count) if target.is_gpu else 1
+        chunk, inside, index = _chunk(loop, count, -(-shortest_chunk(whole) // max(inner, 1)), step)
         members = tuple(made.chunked(m, loop, (chunk, inside), index) for m in members)
         outer, serial = (chunk, *outer), () if pairs else (inside, *rest)
     return made.result(replace(group, members=members, outer=outer, serial=serial))
@@ -294,11 +297,32 @@ def _merged(members: tuple[Nest, ...], serial: tuple[Expr, ...]
     return members, serial
 
 
-def _chunk(loop: Expr, count: int, shortest: int) -> tuple[Expr, Expr, Expr]:
+def _as_one(members: tuple[Nest, ...], outer: tuple[Expr, ...], serial: tuple[Expr, ...]
+            ) -> tuple[tuple[Nest, ...], tuple[Expr, ...]]:  # fmt: skip
+    """The serial loops and those inside them as one loop, where all of it is folded at once: its
+    chunks can begin wherever memory is read best (H200: largest of 99359x2311 bfloat16 108 us, 313
+    us in chunks of rows)."""
+    loops = members[0].reduce
+    if any(m.reduce != loops or not set(m.loops) <= set(outer) for m in members):
+        return members, serial
+    found, joined = _merged(members, loops)
+    return (found, joined) if len(joined) == 1 else (members, serial)
+
+
+def _step(members: Sequence[Nest], loop: Expr, count: int) -> int:
+    """What chunks of a loop along memory are multiples of: pieces that are loaded at once, blocks
+    if these are many."""
+    if not any(ix.coefficient(n.src[0], loop) is ix.ONE for m in members for n in loads(*m.exprs)):
+        return 1
+    length = hint(loop.src[0]) // count
+    return next((step for step in (8192, 1024, 64) if length >= 32 * step), 1)
+
+
+def _chunk(loop: Expr, count: int, shortest: int, step: int) -> tuple[Expr, Expr, Expr]:
     """The loop over chunks, the loop inside one, and the old variable in terms of both. The length
     of a chunk is a number, so that other sizes need no other code."""
     size = loop.src[0]
-    length = -(-hint(size) // count)
+    length = -(-hint(size) // (count * step)) * step
     if ix.value_of(size) is None:
         length = max(length, shortest)
     chunk = var(f"{loop.arg}p", ix.floordiv(ix.add(size, length - 1), length))

@@ -66,7 +66,7 @@ def folds(shape: Shape, *kinds: str) -> bool:
                for m in shape.members for n in walk(*m.exprs))  # fmt: skip
 
 
-def _is_heavy(shape: Shape) -> bool:
+def is_heavy(shape: Shape) -> bool:
     """Whether a special function is among the operations: long code, so few elements a thread."""
     return any(n.op in TABLE and TABLE[n.op].cost >= 60 and n.dtype.is_floating_point
                for m in shape.members for n in walk(*m.exprs))  # fmt: skip
@@ -81,7 +81,7 @@ def _is_seldom(shape: Shape) -> bool:
 def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...]:
     """Best first, each once."""
     vector = _vector(program, shape)
-    heavy = _is_heavy(shape)
+    heavy = is_heavy(shape)
     if shape.family == "poi" and shape.serial:  # how far its loops run depends on the one point
         found = [Config(((shape.parallel[0].block, 1),), 1)]
     elif shape.family == "poi":

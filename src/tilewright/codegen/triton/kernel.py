@@ -37,7 +37,7 @@ from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
-from tilewright.codegen.triton.text import SIGNATURE, cast
+from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
@@ -266,7 +266,7 @@ class Kernel:
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
         text = "\n".join([*imports(lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *lines]) + "\n"  # fmt: skip
-        grid = [(ix.add(a.extent, max(a.piece - 1, 0)), a.block) for a in self.shape.parallel]
+        grid = [(ix.add(a.extent, a.slack), a.block) for a in self.shape.parallel]
         if self.shape.shared:
             grid.append((ix.as_index(self.shape.shared), "1"))
         rows = self.shape.parallel[0].size or 0
@@ -315,8 +315,7 @@ class Kernel:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             at = "pid"
             if k:
-                lanes = f"{axis.name}numel + {max(axis.piece - 1, 0)}" if axis.piece else (
-                    f"{axis.name}numel")  # fmt: skip
+                lanes = f"{axis.name}numel + {axis.slack}" if axis.slack else f"{axis.name}numel"
                 w.line(f"{axis.name}blocks = ({lanes} + {axis.block} - 1) // {axis.block}")
                 at = f"(pid % {axis.name}blocks)"
             first = f"{at} * {axis.block}"
@@ -348,6 +347,9 @@ class Kernel:
         w, a, count = self.w, axis.name, self.shape.shared
         if not count:
             w.line(f"{a}first, {a}last = 0, {a}numel")
+            if (limit := self.shape.limit(axis)) is not None:
+                w.line(f"{a}limit = tl.minimum({a}numel, {w.index(limit)})")
+                w.line(f"{a}last = tl.reduce({a}limit, None, tri.maximum)")
             return
         step = str(PIECE) if self.shape.in_turn else axis.block
         each = f"({a}numel + {count} * {step} - 1) // ({count} * {step}) * {step}"
@@ -573,9 +575,12 @@ class Kernel:
         masked = axis in self.w.masked
         whole = f"{a}first, {a}last, {block}"
         apart = self.shape.shared and not self.shape.in_turn
-        if not masked or axis in self._ends or apart or self.shape.across:
+        sooner = axis in self._ends and (back or self.shape.limit(axis) is None)
+        if not masked or sooner or apart or self.shape.across:
             return [(whole, masked)]
         length = f"({a}last - {a}first)"
+        if axis in self._ends:
+            length = f"tl.maximum(tl.reduce({a}limit, None, tri.minimum), 0)"
         if not back:
             self.w.line(f"{a}full = {a}first + {length} // {block} * {block}")
             return [(f"{a}first, {a}full, {block}", False), (f"{a}full, {a}last, {block}", True)]
@@ -632,12 +637,16 @@ class Kernel:
             return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
         support = w.covered(w.support(*node.src))
         axis = self._common(node, support)
+        one = len(node.src) == 1 and node.src[0].is_const
         covered = all(c.covers(a.block for a in support) for c in self.configs)
         # not as tiles are stored
-        alone = axis is not None or self._one_per_row(support) or not covered
+        alone = one or axis is not None or self._one_per_row(support) or not covered
         self.w.barriers.before_load(node.arg, None if alone else node.src[0])
         if axis is not None:
             return self._load_pieces(node, axis)
+        if one:  # loaded once, not once for each element
+            text = f"tl.load({self.pointer(node.arg)} + {w.index(node.src[0])})"
+            return f"tl.full({w.shape(NOWHERE)}, {text}, {TYPE[node.dtype]})"
         place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
         conditions = [w.operand(s) for s in node.src[1:]]
         mask = w.mask(support, *conditions)
@@ -668,13 +677,10 @@ class Kernel:
 
     def _neighbours(self, axis: Axis) -> int:
         """Elements that a thread loads at once of rows along an axis."""
-        sizes = [
-            n.dtype.itemsize
-            for m in self.shape.members
-            for n in loads(*m.exprs)
-            if n.arg not in self.local and ix.coefficient(n.src[0], axis.var) is ix.ONE
-        ]
-        return 16 // max(sizes, default=16)  # fmt: skip
+        sizes = [n.dtype.itemsize for m in self.shape.members for n in loads(*m.exprs)
+                 if n.arg not in self.local
+                 and ix.coefficient(n.src[0], axis.var) is ix.ONE]  # fmt: skip
+        return 16 // max(sizes, default=16)
 
     def _load_pieces(self, node: Expr, axis: Axis) -> str:
         """Loaded once for all neighbours of a thread (H200: group norm of rows of 65536 bfloat16,
@@ -738,9 +744,8 @@ class Kernel:
 
     def value(self, store: Store) -> str:
         """What is stored, in the buffer's type."""
-        return cast(
-            self.w.operand(store.value), store.value.dtype, self.buffers[store.buffer].dtype
-        )
+        dtype = self.buffers[store.buffer].dtype
+        return cast(self.w.operand(store.value), store.value.dtype, dtype)
 
     def _walked(self, nest: Nest) -> Support:
         """The part of the tile that the points of a nest are."""

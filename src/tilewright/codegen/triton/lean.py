@@ -4,6 +4,9 @@ Of a row of an odd length no thread can load neighbours at once: most rows begin
 of sixteen bytes. The lanes of an axis that leans begin at such a place, and pieces of sixteen bytes
 that are whole in the row are loaded and stored at once. What is left at the two ends of a row is a
 tile of two pieces, which is folded and stored beside: its values stay while the row is walked.
+
+A tensor that is one row begins with a piece, and may end within one: there a mask would be needed
+for every element. Its whole pieces have one for each piece, and its end is a tile of one piece.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ class Lean:
         assert axis.lean is not None
         self.kernel, self.w, self.axis = kernel, kernel.w, axis
         self.start = axis.lean
+        self.whole = axis.slack == 0  # one row that begins with a piece
+        self._lanes_of_ends = axis.piece if self.whole else 2 * axis.piece
         self._at_ends = False
         self._kept: dict[Expr, str] = {}  # what is known at the ends of rows
         self.w.ends[axis] = self.w.support(axis.lean)
@@ -41,6 +46,11 @@ class Lean:
         """Where lanes begin, the whole pieces of the row in them, and its ends."""
         a, n, block = self.axis.name, self.axis.piece, self.axis.block
         w = self.w
+        if self.whole:
+            w.line(f"{a}tail = {a}numel // {n} * {n}")
+            w.line(f"{a}mask = {a}base < {a}tail")
+            w.know(self.axis.var, f"{a}base")
+            return
         w.line(f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}")
         w.line(f"{a}start = {a}place // {n} * {n}")
         w.line(f"{a}slide = {a}place - {a}start")
@@ -77,7 +87,7 @@ class Lean:
 
     def place(self, index: Expr) -> str:
         """An index as text that shows what it is a multiple of; nothing where it is none."""
-        if self._at_ends or not self.steps(index):
+        if self.whole or self._at_ends or not self.steps(index):
             return ""
         a = self.axis.name
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
@@ -115,6 +125,10 @@ class Lean:
     def _edges(self) -> None:
         """Places in the row of what is not in whole pieces, before them and after them."""
         w, a, n = self.w, self.axis.name, self.axis.piece
+        if self.whole:
+            w.line(f"{a}at = {a}tail + tl.arange(0, {n})")
+            w.line(f"{a}edge = {a}at < {a}numel")
+            return
         where = ", ".join(":" if d == self.axis.dim else "None" for d in range(w.rank))
         w.line(f"{a}two = tl.arange(0, {2 * n})[{where}]")
         w.line(f"{a}at = tl.where({a}two < {n}, {a}two, {a}tail - {a}slide + {a}two - {n})")
@@ -126,10 +140,12 @@ class Lean:
         w, a = self.w, self.axis.name
         with w.elsewhere(self.axis, self._kept):
             w.know(self.axis.var, f"{a}at")
-            w.ends_of_rows[self.axis] = f"{2 * self.axis.piece}", f"{a}edge"
+            w.ends_of_rows[self.axis] = str(self._lanes_of_ends), f"{a}edge"
+            starts, w.starts = w.starts, {}  # random numbers are drawn one by one
             self._at_ends = True
             yield
             self._at_ends = False
+            w.starts = starts
             del w.ends_of_rows[self.axis]
 
     def _fetch(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright.codegen.triton.configs import is_heavy
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
 from tilewright.ir import index as ix
@@ -13,6 +14,8 @@ from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint, hint_product
 
+PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
+SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
 SHORTEST = 2048  # elements of a row for which its ends do not matter
 WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
 
@@ -20,9 +23,10 @@ WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they
 def leaning(program: Program, group: Group, shape: Shape) -> Shape:
     """The shape with an axis that leans, where that lets most of what it moves move at once."""
     axis = _last(shape)
-    if axis is None or axis.likely < SHORTEST:
-        return shape
-    guide = _guide(program, group, shape.flat(), axis)
+    if axis is not None and axis.likely >= SHORTEST:
+        guide = _guide(program, group, shape.flat(), axis)
+    else:
+        axis, guide = shape.parallel[0], _end(group, shape)
     if guide is None:
         return shape
     new = replace(axis, lean=guide[0], piece=guide[1])
@@ -42,6 +46,24 @@ def _last(shape: Shape) -> Axis | None:
     if shape.inner:
         return shape.inner[0] if len(shape.inner) == 1 else None
     return shape.parallel[1] if shape.looked_up else None
+
+
+def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
+    """Of a tensor that is walked as one row, its place and pieces: the last may not be whole (H200:
+    bias and silu of 2313x54179 bfloat16 121 us, 418 us one element at a time)."""
+    if shape.rank != 1 or shape.serial or shape.ragged or shape.inner or is_heavy(shape):
+        return None
+    (axis,) = shape.parallel
+    if axis.likely < SHORTEST_WHOLE or _is_even(axis.extent, PIECE):
+        return None
+    flat = shape.flat()
+    if any(scatters(m) for m in flat.members):
+        return None
+    moved = [n.src[0] for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    moved += [s.index for m in flat.members for s in m.stores if s.buffer not in group.local]
+    along = any(ix.mod(ix.sub(i, axis.var), PIECE) is ix.ZERO
+                and axis.var not in free_vars(ix.sub(i, axis.var)) for i in moved)  # fmt: skip
+    return (ix.ZERO, PIECE) if along else None
 
 
 def _guide(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int] | None:

@@ -72,6 +72,11 @@ class Axis:
     def likely(self) -> int:
         return max(1, hint(self.extent))
 
+    @property
+    def slack(self) -> int:
+        """The most lanes before a row."""
+        return 0 if self.lean is None or self.lean is ix.ZERO else self.piece - 1
+
 
 @dataclass
 class Shape:
@@ -120,6 +125,14 @@ class Shape:
         axes = [*self.parallel, *([] if axis in self.parallel else [axis])]
         mapping = {v: e for a in axes for v, e in a.places().items()}
         return [substitute(e, mapping) for v, e in self.ragged.items() if v in axis.loops]
+
+    def limit(self, axis: Axis) -> Expr | None:
+        """Where rows along the axis end in a last chunk, if one place says it."""
+        ends = self.ends(axis)
+        if len(ends) != 1 or ix.coefficient(ends[0], axis.var) is not ix.ONE:
+            return None
+        limit = ix.sub(axis.var, ends[0])
+        return limit if free_vars(limit) else None
 
     @property
     def inner(self) -> list[Axis]:
