@@ -48,6 +48,8 @@ COUNTS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "one less than blocks": (lambda x: x + 1, lambda: (_random(4095),)),
     "even": (lambda x: x * 3, lambda: (_random(6002, dtype=F32),)),
     "columns": (lambda x, b: F.relu(x + b), lambda: (_random(57, 57), _random(57))),
+    "rows": (lambda x, s: x * s, lambda: (_random(57, 71), _random(57, 1))),
+    "channels": (lambda x, c: x + c[:, None], lambda: (_random(3, 7, 81), _random(7))),
     "rolled": (lambda x: torch.roll(x + 1, 3, -1), lambda: (_random(57, 57),)),
     "looked up": (lambda x, i: x[i] + 1, lambda: (
         _random(300), torch.randint(0, 300, (6001,)))),
@@ -112,6 +114,8 @@ WIDE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         torch.empty(74747, 335, dtype=torch.bool))),
     "to int8": (lambda x, s: (x / s).to(torch.int8), (
         torch.empty(9935, 2311, dtype=BF16), torch.empty(()))),
+    "rows": (lambda x, s: x * s, (
+        torch.empty(14001, 711, dtype=BF16), torch.empty(14001, 1, dtype=BF16))),
     "columns": (_bias, (torch.empty(231, 54179, dtype=BF16), torch.empty(54179, dtype=BF16))),
 }  # fmt: skip
 

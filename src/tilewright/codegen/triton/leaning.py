@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tilewright.codegen.triton.configs import is_heavy
 from tilewright.codegen.triton.emit import RANDOM
-from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
+from tilewright.codegen.triton.shape import SHORTEST_LEAN, Axis, Shape, scatters, uses
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, syms
 from tilewright.ir.program import Program
@@ -16,14 +16,13 @@ from tilewright.schedule.sizes import hint, hint_product
 
 PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
 SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
-SHORTEST = 2048  # elements of a row for which its ends do not matter
 WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
 
 
 def leaning(program: Program, group: Group, shape: Shape) -> Shape:
     """The shape with an axis that leans, where that lets most of what it moves move at once."""
     axis = _last(shape)
-    if axis is not None and axis.likely >= SHORTEST:
+    if axis is not None and axis.likely >= SHORTEST_LEAN:
         guide = _guide(program, group, shape.flat(), axis)
     else:
         axis, guide = shape.parallel[0], _end(group, shape)
