@@ -57,15 +57,15 @@ def kernels_of(fn: Callable[..., Any], *args: torch.Tensor, target: str = "sm_90
 
 
 def build(kernel: TritonKernel, target: str = "sm_90", config: int = 0) -> Compiled:
-    """With every pointer aligned, as the allocator gives them."""
+    """With pointers aligned, as the allocator gives them, where the kernel makes use of it."""
     file = f"<{kernel.name} {hash(kernel.text)}>"
     linecache.cache[file] = (len(kernel.text), None, kernel.text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__name__": file}
     exec(compile(kernel.text, file, "exec"), namespace)
     chosen = kernel.configs[config]
     signature = {**dict(kernel.arguments), **dict.fromkeys(chosen.kwargs, "constexpr")}
-    aligned = {(k,): [["tt.divisibility", 16]] for k, (_, kind) in enumerate(kernel.arguments)
-               if kind.startswith("*")}  # fmt: skip
+    aligned = {(k,): [["tt.divisibility", 16]] for k, p in enumerate(kernel.params)
+               if p.kind == "ptr" and p.multiple == 16}  # fmt: skip
     source = ASTSource(namespace[kernel.name], signature, chosen.kwargs, aligned)
     capability = int(target.removeprefix("sm_"))
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32),

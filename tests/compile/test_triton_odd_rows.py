@@ -30,6 +30,11 @@ def _scaled(x: Tensor, row: Tensor) -> Tensor:
     return (x.float() - row.float()).to(x.dtype)
 
 
+def _residual(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, F.layer_norm(total, total.shape[-1:], weight)
+
+
 ROWS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "softmax": (lambda x: torch.softmax(x, -1), lambda: (_random(17, 3001),)),
     "one more than a block": (lambda x: torch.softmax(x, -1), lambda: (_random(17, 4097),)),
@@ -46,6 +51,10 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "folds and a row": (lambda x: (x * 2, x.float().sum(-1)), lambda: (_random(17, 2999),)),
     "layer norm": (lambda x, w: F.layer_norm(x, x.shape[-1:], w), lambda: (
         _random(17, 17003), _random(17003))),
+    "a residual that is stored": (_residual, lambda: (
+        _random(17, 17003), _random(17, 17003), _random(17003))),
+    "a residual that is held": (lambda x, y, w: _residual(x, y, w), lambda: (
+        _random(17, 3001), _random(17, 3001), _random(3001))),
     "a mask": (lambda x, m: torch.softmax(x.masked_fill(m, -1e4), -1), lambda: (
         _random(17, 2501), torch.rand(17, 2501) < 0.3)),
     "a part of rows": (lambda x: torch.softmax(x[:, 3:2900], -1), lambda: (_random(17, 4000),)),
@@ -149,6 +158,7 @@ WIDE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "softmax": (lambda x: torch.softmax(x, -1), (torch.empty(512, 4097, dtype=BF16),)),
     "log softmax": (lambda x: torch.log_softmax(x, -1), (torch.empty(64, 50257, dtype=BF16),)),
     "sum": (lambda x: x.float().sum(-1), (torch.empty(512, 4097, dtype=BF16),)),
+    "moments": (lambda x: torch.var_mean(x.float(), -1), (torch.empty(64, 50257, dtype=BF16),)),
     "pointwise": (_scaled, (torch.empty(64, 50257, dtype=BF16), torch.empty(64, 1))),
 }
 
@@ -159,7 +169,25 @@ def test_odd_rows_are_moved_sixteen_bytes_at_once(name: str) -> None:
     (kernel,) = kernels_of(fn, *args)
     made = build(kernel)
     assert made.widest("ld.global") == 16
-    assert name == "sum" or made.widest("st.global") == 16
+    assert name in ("sum", "moments") or made.widest("st.global") == 16
     assert made.spills <= SPILLED
     # the ends of a row are a tile of their own, one element for each thread
     assert len(re.findall(r"ld\.global\S*\.b16", made.ptx)) <= 1
+
+
+def test_what_is_stored_on_the_way_is_moved_at_once_too() -> None:
+    x = torch.empty(1348, 17649, dtype=BF16)
+    (kernel,) = kernels_of(_residual, x, x, torch.empty(17649, dtype=BF16))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert not made.spills
+
+
+@pytest.mark.parametrize("length", [389, 493])
+def test_weights_do_not_lay_out_rows_that_begin_anywhere(length: int) -> None:
+    """A thread with eight neighbours of the weights would have eight of each row, loaded one by one
+    from every eighth place, and brought to where they are stored through shared memory."""
+    x = torch.empty(4096, length, dtype=BF16)
+    weight = torch.empty(length, dtype=BF16)
+    (kernel,) = kernels_of(lambda x, w: F.layer_norm(x, x.shape[-1:], w), x, weight)
+    assert build(kernel).shared < 512

@@ -103,7 +103,9 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
 
 def _is_aligned(p: Param) -> bool:
     """Whether an argument is likely a multiple of 16: memory is, unless a view starts inside."""
-    return p.kind == "ptr" or (p.kind == "int" and p.hint is not None and p.hint % 16 == 0)
+    if p.kind == "ptr":
+        return p.multiple == 16
+    return p.kind == "int" and p.hint is not None and p.hint % 16 == 0
 
 
 def _sample(program: Program, p: Param) -> Sample | int | float:

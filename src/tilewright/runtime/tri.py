@@ -181,10 +181,10 @@ def moved(mean, m2, mean_b, m2_b, n, share):
 def moments(mean, m2, n):
     """Rows of lanes' means, squared deviations and sizes as one's each: two sums, where lanes taken
     two by two would take a division each."""
-    total = tl.reduce(n, 1, add, keep_dims=True)
-    middle = tl.reduce(mean * (n * (1.0 / tl.maximum(total, 1.0))), 1, add, keep_dims=True)
-    apart = mean - middle
-    return middle, tl.reduce(m2 + apart * apart * n, 1, add, keep_dims=True), total
+    total = tl.reduce(n, 1, add)
+    middle = tl.reduce(mean * (n * (1.0 / tl.maximum(one(total), 1.0))), 1, add)
+    apart = mean - one(middle)
+    return middle[:, None], tl.reduce(m2 + apart * apart * n, 1, add)[:, None], total[:, None]
 
 
 @jit

@@ -267,7 +267,7 @@ class WelfordFold(Fold):
         w = self.w
         shape = f"[{self._columns}, {self.together.lanes}]" if self.counted else w.shape(
             self.support)  # fmt: skip
-        for name in self._names[: 2 if self.counted else 3]:
+        for name in self._names[: 2 if self.counted and not self._leans else 3]:
             w.line(f"{name} = tl.full({shape}, 0.0, {TYPE[self.dtype]})")
         if self.counted:
             w.line(f"{self.name}_k = tl.full({w.shape(NOWHERE)}, 0.0, {TYPE[self.dtype]})")
@@ -284,7 +284,13 @@ class WelfordFold(Fold):
     def counted(self) -> bool:
         """Whether all lanes inside the row have as many values, those of the rounds so far: one
         reciprocal does for all of them, where divisions would take longer than memory."""
-        return self.axis is not None and self.axis not in self.w.ends
+        return self._leans or (self.axis is not None and self.axis not in self.w.ends)
+
+    @property
+    def _leans(self) -> bool:
+        """Whether how many values a lane has beyond whole blocks depends on the row: they are
+        counted where they are, which lays them out as the values."""
+        return self.axis is not None and self.axis.lean is not None
 
     def step(self) -> None:
         w = self.w
@@ -296,7 +302,11 @@ class WelfordFold(Fold):
         both = ", ".join(self._names[:2])
         tile, how = self._seen(self._columns, self._tile()), 1 + self.together.own
         if self.masked:
-            made = f"several_inside({both}, {tile}, {self._seen('1', self._inside)}"
+            inside = self._seen(self._columns if self._leans else "1", self._inside)
+            made = f"several_inside({both}, {tile}, {inside}"
+            if self._leans:
+                count = f"{inside}.to({TYPE[self.dtype]})"
+                w.line(f"{self.name}_n += tl.reduce({count}, {how}, tri.add)")
         else:
             made = f"several_more({both}, {tile}"
         w.line(f"{both} = tri.{made}, {self.name}_k, {how})")
@@ -328,7 +338,11 @@ class WelfordFold(Fold):
             both = ", ".join(self._names[:2])
             self.w.line(f"{results} = tri.even_moments({both}, {self.name}_k)")
             return made
-        if self.counted:
+        if self._leans:
+            assert self.axis is not None
+            whole = f"({self.axis.name}full * ({self.together.count}))"
+            self.w.line(f"{self._names[2]} += {whole}.to({TYPE[self.dtype]})")
+        elif self.counted:
             assert self.axis is not None
             w, a, count = self.w, self.axis, self._names[2]
             own, lanes = self.together.count, self.together.lanes

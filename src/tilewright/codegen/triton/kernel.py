@@ -32,6 +32,7 @@ from tilewright.codegen.triton.folds import (
     scans_of,
 )
 from tilewright.codegen.triton.lean import Lean
+from tilewright.codegen.triton.leaning import rows_alike
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
@@ -280,9 +281,10 @@ class Kernel:
         found: list[Param] = []
         members = self.shape.members
         high, meets = positions(members), meeting(members, self.buffers)
+        alike = rows_alike(self.shape) if self.shape.odd else ()
         for buffer, name in self.pointers.items():
             dtype = self.buffers[buffer].dtype
-            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 16,
+            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 1 if buffer in alike else 16,
                                high=high.get(buffer, 0), meets=meets.get(buffer, "")))  # fmt: skip
         for e, name in self.numbers.items():
             if e.dtype == torch.float64:

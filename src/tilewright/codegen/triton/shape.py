@@ -98,6 +98,7 @@ class Shape:
     in_turn: bool = False  # these are more than run at once
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
+    odd: bool = False  # rows begin anywhere in memory: they are moved by single elements
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
     members: list[Nest] = field(default_factory=list[Nest])
 
