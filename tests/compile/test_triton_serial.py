@@ -11,6 +11,9 @@ from tilewright.codegen.triton.generate import generate
 from tilewright.ir import build
 from tilewright.ir.program import Store
 from tilewright.schedule.group import Group
+from tilewright.schedule.legality import Fit
+from tilewright.schedule.mixed import chunks
+from tilewright.target import Target
 
 CHUNKS, ROWS, COLUMNS = 3, 4, 70
 
@@ -53,3 +56,17 @@ def test_rows_and_columns_of_one_pass(kind: str) -> None:
     torch.testing.assert_close(tensors[scaled], want)
     torch.testing.assert_close(tensors[columns], folded, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(tensors[everything], want.sum((1, 2)), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "length", "programs"),
+                         [(16384, 4096, 256), (222534, 389, 2048), (4096, 389, 97)])  # fmt: skip
+def test_more_programs_walk_short_rows(rows: int, length: int, programs: int) -> None:
+    """Each has a row or a few under way, and of short ones that is little. Where rows are few, what
+    programs leave would be more."""
+    b = Build()
+    r, j = b.loops(rows, length)
+    x, total, columns = b.input(rows, length), b.buffer((rows,)), b.buffer((length,))
+    row = b.nest([r], Store(total, r, build.reduce("sum", b.at(x, r, j))), reduce=[j])
+    scaled = build.op("mul", b.at(x, r, j), b.at(total, r))
+    column = b.nest([j], Store(columns, j, build.reduce("sum", scaled)), reduce=[r])
+    assert chunks(Fit((row, column), (), (r,)), Target("sm_90")) == programs

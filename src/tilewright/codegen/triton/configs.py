@@ -60,6 +60,12 @@ def _vector(program: Program, shape: Shape) -> int:
     return clamp(4, 16 // min(sizes, default=4), 8)
 
 
+def _floats(program: Program, shape: Shape) -> list[int]:
+    """The sizes of the numbers that the kernel reads and writes."""
+    kinds = {program.buffers[b].dtype for m in shape.members for b in m.reads | m.writes}
+    return [kind.itemsize for kind in kinds if kind.is_floating_point]
+
+
 def folds(shape: Shape, *kinds: str) -> bool:
     """Whether something of these kinds is folded."""
     return any(n.op == "reduce" and n.arg.kind in kinds
@@ -99,7 +105,7 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
     elif shape.serial:
         found = _rows_in_order(shape)
     else:
-        found = _columns(shape, target) if shape.across else _rows(shape, vector, target)
+        found = _columns(shape, target) if shape.across else _rows(program, shape, target)
     chosen = dict.fromkeys(found)
     if heavy:  # one element per thread where threads suffice
         chosen = dict.fromkeys(
@@ -170,16 +176,27 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         yield Config(((y.block, by), (x.block, bx)), warps, registers=registers)
 
 
-def _rows(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
+def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     """Whole rows, several of them where they are short; 16 elements per thread (H200: softmax of
     1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way; of 8191
-    68 us with 32 registers and four rows on a processor, 76 us with 40 and three)."""
+    68 us with 32 registers and four rows on a processor, 76 us with 40 and three). Of odd rows 32
+    of sixteen bits (layer norm of 389 bfloat16 106 us by two rows of a warp, 145 us by four of four
+    warps; causal softmax of 205 floats 138 us by two of a warp, 155 us by four of two)."""
+    vector = _vector(program, shape)
     x = shape.parallel[0]
     rows = [(a.block, power(a.size // max(a.piece, 1) * max(a.piece, 1) if a.size else 1))
             for a in shape.inner]  # fmt: skip
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
-    if any(a.piece for a in shape.inner):  # as many rows at work as of those that are even
+    if shape.odd:  # few threads with many loads each, and whole rows where one warp has them
+        share = 64 // min(_floats(program, shape), default=4)
+        block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
+        warps = clamp(1, longest * block // (32 * share), MOST_WARPS)
+        yield Config(((x.block, block), *rows), warps)
+    leans = any(a.piece for a in shape.inner)
+    if leans and longest <= 2048:
+        yield Config(((x.block, 1), *rows), clamp(1, longest // (32 * 32), 2))
+    if leans:  # as many rows at work as of those that are even
         warps = clamp(1, power(longest / (32 * 16)), MOST_WARPS)
         yield Config(((x.block, 1), *rows), warps, registers=32)
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
@@ -190,11 +207,15 @@ def _rows(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
 
 def _rows_in_order(shape: Shape) -> Iterable[Config]:
     """Rows one after the other, the loads of the next ones under way (H200: the backward pass of
-    layer norm, 16384x4096 bfloat16: 105 us with three, 169 us without)."""
+    layer norm, 16384x4096 bfloat16: 105 us with three, 169 us without; of rows of 1501, which are
+    not loaded ahead, 212 us with four warps, 237 us with two; of 777 171 us with one, 202 us with
+    two)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     choices = ((32, 3), (16, 3), (32, 2), (16, 1)) if shape.ahead else ((16, 0), (32, 0), (8, 0))
+    if shape.odd and shape.ahead and longest > 1024:  # single elements are not fetched ahead
+        choices = ((16, 1), (32, 1))
     for share, ahead in choices:
         warps = clamp(1, power(longest / (32 * share)), MOST_WARPS)
         yield Config(((x.block, 1), *rows), warps, ahead=ahead)
@@ -242,6 +263,10 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
     elif shape.again:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
+        if folds(shape, "welford"):
+            choices.insert(0, (1, 4096, 16))
+        elif x.likely < 8 * target.sms:
+            choices.insert(0, (1, 4096, 8))
     if folds(shape, "argmin", "argmax"):
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:
