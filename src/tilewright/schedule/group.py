@@ -9,6 +9,7 @@ bounded number of neighbours, so the effort grows with the number of nodes.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tilewright import config
+from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Nest, Node, Opaque, Program
 from tilewright.schedule.cost import Footprint, Prices, footprint
@@ -34,6 +36,7 @@ MOST_SHARED = 32 << 20  # bytes a kernel that shares its launch moves: a few mic
 PIECES_APART = 4  # small kernels of a card that fill one buffer; more of them share launches
 PIECES_TOGETHER = 32  # by so many
 SMALL_PIECE = 4 << 20  # bytes it moves: a fourth of the time of a launch (H200: 4.4 us, 2026-11-15)
+IN_TURNS = 512  # bytes a kernel writes before another one's follow
 LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
 
@@ -249,6 +252,44 @@ class Search:
         for other in sorted(self.near[a]):
             self._weigh(a, other)
 
+    # ---- lines of memory
+
+    def fill_in_turns(self) -> None:
+        """On a card, what fills a buffer in turns, a few bytes each, as the columns of a stack do,
+        is one kernel: else each would write part of every line of memory."""
+        for buffer, ks in self._writers().items():
+            a = ks[0]
+            for k in ks[1:]:
+                gap = self.order.between(a, k)
+                fit = self._in_turns(buffer, a, k) if self._target(a).is_gpu else None
+                if fit is None or isinstance(gap, str):
+                    a = k
+                    continue
+                self._join(a, k, fit, gap)
+                a = a if a in self.shape else k
+
+    def _in_turns(self, buffer: str, a: int, k: int) -> Fit | None:
+        if a not in self.shape or k not in self.shape or self.device[a] != self.device[k]:
+            return None
+        fit = align(self.shape[a], self.shape[k], self.position)
+        if isinstance(fit, Misfit) or len(fit.members) > config.max_fusion_size:
+            return None
+        if any(m.reduce or len(m.loops) != len(fit.outer) for m in fit.members):
+            return None
+        places = [s.index for m in fit.members for s in m.stores if s.buffer == buffer]
+        apart = [ix.value_of(ix.sub(one, other)) for one, other in itertools.pairwise(places)]
+        near = all(n is not None and abs(n) * self.prices.item[buffer] <= IN_TURNS for n in apart)
+        return None if not near or unsuited(fit, self._target(a)) else fit
+
+    def _writers(self) -> dict[str, list[int]]:
+        """The groups that write each buffer, in their order."""
+        found: dict[str, list[int]] = {}
+        for k in sorted(self.shape, key=self.order.rank.__getitem__):
+            for b, touch in self.touch[k].items():
+                if touch.writes:
+                    found.setdefault(b, []).append(k)
+        return found
+
     # ---- launches
 
     def combine(self) -> None:
@@ -257,12 +298,10 @@ class Search:
         are alike where `combo_kernels` asks for it."""
         ranked = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
                   if not self.shape[k].serial]  # fmt: skip
-        writers: dict[str, list[int]] = {}
-        for k in ranked:
-            for b, touch in self.touch[k].items():
-                if touch.writes:
-                    writers.setdefault(b, []).append(k)
-        for ks in writers.values():
+        for ks in self._writers().values():
+            ks = [k for k in ks if not self.shape[k].serial]
+            if not ks:
+                continue
             if config.combo_kernels or not self._target(ks[0]).is_gpu:
                 self._share_launches([k for k in ks if self._may_share(k, MOST_SHARED)], 1 << 30)
             elif len(ks) > PIECES_APART:
@@ -324,6 +363,7 @@ class Search:
 
     def groups(self) -> list[Group]:
         """The groups in an order that respects their dependences."""
+        self.fill_in_turns()
         self.combine()
         made: dict[int, Group] = {}
         for k in self.parts:

@@ -27,7 +27,7 @@ from tilewright.codegen.triton.text import (
 )
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
-from tilewright.ir.expr import INDEX, Expr, loads, var, walk
+from tilewright.ir.expr import INDEX, Expr, loads, walk
 from tilewright.ir.ops import INDEX_OPS, SURE
 
 Support = frozenset[Axis]
@@ -120,12 +120,11 @@ class Writer:
                 return scope[e]
         return None
 
-    def stand_in(self, axis: Axis, name: str, block: str) -> Expr:
+    def stand_in(self, axis: Axis, made: Expr, block: str) -> Expr:
         """A variable that runs along an axis in blocks of its own; their masks end in `mask`."""
-        made = var(name, axis.extent)
         self._axis[made] = axis
-        self.ends_of_rows[axis] = block, f"{name}mask"
-        self.know(made, name)
+        self.ends_of_rows[axis] = block, f"{made.arg}mask"
+        self.know(made, made.arg)
         return made
 
     @contextmanager
@@ -284,7 +283,9 @@ class Writer:
             case "ifloordiv" | "imod" | "imin" | "imax":
                 self.know(node, self.let(self._index_op(node)))
             case "load":
-                self.know(node, self.let(self._load(node)))
+                text = self._load(node)
+                if self.known(node) is None:  # not yet with another
+                    self.know(node, self.let(text))
             case "index":
                 self.know(node, self._checked(node))
             case _ if node in self.seldom or self._adds_seldom(node):

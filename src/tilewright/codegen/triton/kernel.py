@@ -13,6 +13,7 @@ import torch
 
 from tilewright import config
 from tilewright.codegen.triton.configs import Config, configs, power
+from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.facts import (
     coarse,
@@ -40,7 +41,7 @@ from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, walk
+from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
 from tilewright.schedule.group import Group
 from tilewright.schedule.segments import Segment
@@ -126,6 +127,7 @@ class Kernel:
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
         self.lean = Lean.of(self)
+        self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         exprs = [e for m in shape.members for e in m.exprs]
@@ -166,7 +168,7 @@ class Kernel:
             [e for m in self.shape.members for e in m.exprs],
             [a.extent for a in self.shape.axes],
             [self.buffers[b] for b in sorted(touched)],
-            max(b for c in self.configs for _, b in c.blocks),
+            2 * max(b for c in self.configs for _, b in c.blocks),
         )
         return self.assume is not None
 
@@ -325,6 +327,7 @@ class Kernel:
                 w.line(f"{axis.name}first = {first}")
                 first = w.starts[axis] = f"{axis.name}first"
             w.line(f"{axis.name}base = {first} + {self._lanes(axis)}")
+            self.doubles.begin(axis, at)
             if axis.lean is not None:
                 w.line(f"{axis.name}block = {at}")
             if k:
@@ -637,6 +640,8 @@ class Kernel:
                 return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
             maker = self._maker(node)
             return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
+        if both := self.doubles.load(node):
+            return both
         support = w.covered(w.support(*node.src))
         axis = self._common(node, support)
         one = len(node.src) == 1 and node.src[0].is_const
@@ -694,7 +699,7 @@ class Kernel:
             w.line(f"{name} = {first} + {lanes} * {side}")
             if axis in w.masked:
                 w.line(f"{name}mask = {name} < {axis.name}numel")
-            made = w.stand_in(axis, name, f"{axis.block} // {side}")
+            made = w.stand_in(axis, var(name, axis.extent), f"{axis.block} // {side}")
             again = substitute(node.src[0], {axis.var: made})
             mask = w.mask(w.support(again))
             masked = f", {mask}, other=0" if mask else ""
@@ -777,7 +782,7 @@ class Kernel:
             read = w.let(f"tl.broadcast_to({value}, {w.shape(want | have)})")
         for node in known:
             w.know(node, read)
-        if store.buffer in self.local:
+        if store.buffer in self.local or self.doubles.store(store, value):
             return
         self.w.barriers.before_store(store.buffer, store.index)
         place, support = self.place(store)

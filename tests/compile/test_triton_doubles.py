@@ -1,0 +1,81 @@
+"""Every second element of a row and the ones between: loaded and stored at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build, kernels_of
+from tests.compile.interp import check
+from tilewright.testing import run_and_get_code
+
+Fn = Callable[..., Any]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+
+
+def _bfloat16(*size: int) -> Tensor:
+    return torch.randn(size).bfloat16()
+
+
+CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
+    "rotation": (rotated, (_bfloat16(3, 5, 24), torch.randn(5, 12), torch.randn(5, 12))),
+    "average": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 5, 10, 12),)),
+    "average of odd planes": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 5, 11, 13),)),
+    "average of odd rows": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 2, 11, 12),)),
+    "largest": (lambda x: F.max_pool2d(x, 3, 2, 1), (torch.randn(2, 3, 10, 14),)),
+    "differences": (lambda x: x[:, ::2] - x[:, 1::2], (torch.randn(7, 38),)),
+    "beside a constant": (
+        lambda x: torch.stack((x, torch.ones_like(x)), -1) * 2, (torch.randn(7, 33),)),
+    "turned": (
+        lambda x, y: torch.stack((x.t() + y, x.t() - y), -1),
+        (torch.randn(40, 33), _bfloat16(33, 40))),
+    "in the place of one": (
+        lambda x: x.copy_(torch.stack((x[..., 1::2], x[..., ::2]), -1).flatten(-2)),
+        (torch.randn(7, 34),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str) -> None:
+    fn, args = CASES[name]
+    check(fn, *(a.clone() for a in args))
+
+
+@pytest.mark.parametrize("name", ["rotation", "average", "turned"])
+def test_values_of_sizes_that_are_not_known(name: str) -> None:
+    fn, args = CASES[name]
+    check(fn, *args, dynamic=True)
+
+
+def test_a_window_is_loaded_sixteen_bytes_at_once() -> None:
+    (kernel,) = kernels_of(lambda x: F.avg_pool2d(x, 2), _bfloat16(64, 64, 32, 32))
+    assert build(kernel).widest("ld.global") == 16
+
+
+def test_a_rotation_of_pairs_moves_sixteen_bytes_at_once() -> None:
+    (kernel,) = kernels_of(rotated, _bfloat16(64, 512, 64), *torch.randn(2, 512, 32))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert kernel.text.count("tl.store") == 1
+
+
+@pytest.mark.parametrize("size", [(64, 33), (3, 64, 32)])
+def test_a_stack_of_columns_is_one_kernel(size: tuple[int, ...]) -> None:
+    x, y = _bfloat16(*size), _bfloat16(*size)
+    with as_cuda():
+        found, code = run_and_get_code(
+            torch.compile(lambda x, y: torch.stack((x, y * 2), -1), backend="tilewright"), x, y
+        )
+    torch.testing.assert_close(found, torch.stack((x, y * 2), -1))
+    text = "\n".join(code)
+    assert text.count("@triton.jit") == text.count("tl.store") == 1
