@@ -343,6 +343,8 @@ def test_disjoint_parts() -> None:
     assert disjoint(ix.add(row, j), ix.add(row, j, 5)) and disjoint(ix.add(row, j, 25), row)
     assert not disjoint(ix.add(row, j), ix.add(row, j, 4))
     assert disjoint(ix.mul(i, 2), ix.add(ix.mul(i, 2), 1))
+    flat = ix.add(ix.mul(ix.floordiv(i, 5), 10), ix.mod(i, 5))  # the same rows by one loop
+    assert disjoint(flat, ix.add(flat, 5)) and not disjoint(flat, ix.add(flat, 4))
 
 
 def test_an_order_stays_right_while_groups_are_joined() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
@@ -101,9 +102,27 @@ Steps = tuple[list[tuple[Expr, Expr]], Expr]  # (stride, size) of each loop, and
 def _steps(index: Expr) -> Steps | None:
     loops = tuple(free_vars(index))
     found = terms(index, loops)
-    if found is None or loads(found[1]) or any(free_vars(s) for s in found[0].values()):
+    if found is None:
+        return _free_steps(index)
+    if loads(found[1]) or any(free_vars(s) for s in found[0].values()):
         return None
     return [(s, v.src[0]) for v, s in found[0].items()], found[1]
+
+
+def _free_steps(index: Expr) -> Steps | None:
+    """The same with each quotient and remainder a loop of its own: it goes where they go, and
+    further."""
+    steps: list[tuple[Expr, Expr]] = []
+    start = ix.ZERO
+    for atoms, factor in ix.poly(index).items():
+        if not atoms:
+            start = ix.as_index(factor)
+            continue
+        low, high = ix.bounds(ix.mul(*atoms))
+        if len(atoms) > 1 or loads(*atoms) or low != 0 or not math.isfinite(high):
+            return None
+        steps.append((ix.as_index(factor), ix.as_index(int(high) + 1)))
+    return steps, start
 
 
 def _range(steps: Steps) -> tuple[Expr, Expr] | None:
