@@ -42,12 +42,13 @@ class Doubles:
         size = f"2 * {axis.block}"
         w.line(f"{name} = {block} * ({size}) + tl.arange(0, {size}){where}")
         if axis in w.masked:
-            w.line(f"{name}mask = {name} < 2 * {axis.name}numel")
+            piece = max(axis.piece, 1)  # of a row whose end is a tile beside
+            w.line(f"{name}mask = {name} < {axis.name}numel // {piece} * {2 * piece}")
 
     def load(self, node: Expr) -> str:
         """The load of an element with its neighbour; nothing where it has none."""
         first = self.read.get(node)
-        if first is None:
+        if first is None or self._at_ends:
             return ""
         w = self.w
         with self._both():
@@ -67,7 +68,7 @@ class Doubles:
     def store(self, store: Store, value: str) -> bool:
         """Whether the store has a neighbour: the second of the two stores both."""
         first = self.written.get((store.buffer, store.index))
-        if first is None:
+        if first is None or self._at_ends:
             return False
         w = self.w
         w.barriers.before_store(store.buffer, store.index)
@@ -89,6 +90,10 @@ class Doubles:
         w.line(f"tl.store({self.kernel.pointer(store.buffer)} + ({place}), {joined}{masked})")
         return True
 
+    @property
+    def _at_ends(self) -> bool:
+        return self.kernel.lean is not None and self.kernel.lean.at_ends
+
     @contextmanager
     def _both(self) -> Generator[None]:
         """Among lanes that are two for each point."""
@@ -104,8 +109,7 @@ def pairs(shape: Shape, local: frozenset[str]) -> tuple[dict[Expr, Expr], dict[P
     """For loads that have a neighbour the first of the two, and for stores the index of the first;
     the first comes before the second in both."""
     axis = shape.parallel[-1] if shape.parallel else None
-    if axis is None or shape.family != "poi" or axis.lean is not None or shape.serial or (
-        shape.ragged):  # fmt: skip
+    if axis is None or shape.family != "poi" or axis.slack or shape.serial or shape.ragged:
         return {}, {}
     stores = [s for m in shape.members for s in m.stores]
     nodes = loads(*(e for m in shape.members for e in m.exprs))

@@ -294,7 +294,8 @@ class Kernel:
                 continue
             narrow = self.w.index_type == "tl.int32" and e not in self.w.valued
             kind = "i32" if narrow else "i64"
-            found.append(Param("int", e.arg.name, kind, name, _multiple(e), e.arg.hint))
+            multiple = 16 if e.arg.hint and e.arg.hint % 16 == 0 else 1
+            found.append(Param("int", e.arg.name, kind, name, multiple, e.arg.hint))
         if self.meetings:
             found += [Param("ptr", WORKSPACE, "*fp32", WORKSPACE, 16),
                       Param("ptr", COUNTERS, "*i32", COUNTERS, 16)]  # fmt: skip
@@ -801,10 +802,3 @@ class Kernel:
         return [load(n.arg, n.dtype, n.src[0]) for m in self.shape.members for n in loads(*m.exprs)
                 if n.arg == store.buffer and n.src[0] is store.index
                 and (len(n.src) == 1 or n.arg in self.local)]  # fmt: skip
-
-
-def _multiple(e: Expr) -> int:
-    return 16 if e.arg.hint and e.arg.hint % 16 == 0 else 1
-
-
-__all__ = ["Config", "Kernel", "Param", "TritonKernel"]

@@ -33,7 +33,7 @@ class Lean:
         self.start = axis.lean
         self.whole = axis.slack == 0  # one row that begins with a piece
         self._lanes_of_ends = axis.piece if self.whole else 2 * axis.piece
-        self._at_ends = False
+        self.at_ends = False
         self._kept: dict[Expr, str] = {}  # what is known at the ends of rows
         self.w.ends[axis] = self.w.support(axis.lean)
 
@@ -87,7 +87,7 @@ class Lean:
 
     def place(self, index: Expr) -> str:
         """An index as text that shows what it is a multiple of; nothing where it is none."""
-        if self.whole or self._at_ends or not self.steps(index):
+        if self.whole or self.at_ends or not self.steps(index):
             return ""
         a = self.axis.name
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
@@ -142,9 +142,9 @@ class Lean:
             w.know(self.axis.var, f"{a}at")
             w.ends_of_rows[self.axis] = str(self._lanes_of_ends), f"{a}edge"
             starts, w.starts = w.starts, {}  # random numbers are drawn one by one
-            self._at_ends = True
+            self.at_ends = True
             yield
-            self._at_ends = False
+            self.at_ends = False
             w.starts = starts
             del w.ends_of_rows[self.axis]
 
