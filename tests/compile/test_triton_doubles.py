@@ -9,10 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compile.as_cuda import as_cuda
+from tests.compile.card import CARD
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tests.pretend import pretended
+from tilewright.graph.simplify import simplify
+from tilewright.lower.graph import lower
 from tilewright.testing import run_and_get_code
 
 Fn = Callable[..., Any]
@@ -80,3 +86,13 @@ def test_a_stack_of_columns_is_one_kernel(size: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, torch.stack((x, y * 2), -1))
     text = "\n".join(code)
     assert text.count("@triton.jit") == text.count("tl.join") == 1
+
+
+@pytest.mark.parametrize(("dim", "loops"), [(1, 1), (0, 2)])
+@pretended
+def test_short_pieces_of_a_concatenation_are_one_loop(dim: int, loops: int) -> None:
+    with FakeTensorMode():
+        x = torch.empty(100, 80, device="cuda")
+        gm = make_fx(lambda x, y: [torch.cat((x, y * 2), dim)])(x, x.clone())
+    simplify(gm)
+    assert len(lower(gm, CARD).nodes) == loops
