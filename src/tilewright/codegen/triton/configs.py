@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tilewright.codegen.triton.doubles import is_even, pairs, step
 from tilewright.codegen.triton.shape import MOST_KEPT, NARROWEST_TILE, Axis, Shape
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
@@ -95,9 +96,9 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         if shape.looked_up:
             found = _row_pieces(shape, vector, target)
         else:
-            many = 4 if _is_seldom(shape) else 1
+            many = 1 if heavy else _at_once(program, shape, vector)
             found = (_tiled(program, shape, target) if shape.rank > 1
-                     else _flat(x, 1 if heavy else many * vector, target))  # fmt: skip
+                     else _flat(x, many, target))  # fmt: skip
     elif shape.shared:
         found = _shared_rows(shape, vector)
     elif not shape.persistent:
@@ -118,6 +119,20 @@ def _elements(config: Config) -> int:
     return math.prod(size for _, size in config.blocks)
 
 
+def _at_once(program: Program, shape: Shape, vector: int) -> int:
+    """Elements of a thread at once. Neighbours that are some elements apart in memory belong to
+    neighbouring threads, or each access of these has lines of its own (H200: largest of three by
+    two of 146x1024x16x16 bfloat16 32 us by one element, 100 us by four)."""
+    if _is_seldom(shape):
+        return 4 * vector
+    if shape.scattered:  # halves of rotary embeddings of 80 bfloat16: 44.9 us, 50.5 us by eight
+        return 2
+    flat = shape.flat()
+    known, _ = pairs(flat, program.buffers, frozenset())
+    apart = [n.src[0] for m in flat.members for n in loads(*m.exprs) if n not in known]
+    return 1 if any(2 <= step(i, flat.parallel[-1]) <= 8 for i in apart) else vector
+
+
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
     """Two accesses of sixteen bytes per thread (H200: bias and gelu of 16384x8192 bfloat16 128 us,
     135 us with one); smaller blocks where a few programs would do all the work."""
@@ -132,7 +147,9 @@ def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
 def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     """Square tiles, as far as the loops are long enough; large ones where memory is all there is
     to wait for (H200: 8191x8191 bfloat16 transposed 87 us, 122 us in tiles of 64 by 64; 512x400x640
-    turned around 138 us, 150 us; 8191x8191 float32 155 us, 187 us)."""
+    turned around 138 us, 150 us; 8191x8191 float32 155 us, 187 us). Small ones where what is loaded
+    at once cannot be stored so (559x363x1024 bfloat16 turned 228 us, 315 us). A second tile that
+    would be almost empty is part of the first (rows of 134: 178 us, 205 us)."""
     *rest, y, x = shape.parallel
     fixed = tuple((a.block, clamp(1, power(a.likely), 8)) for a in rest)
     choices = [(64, 64, 8), (32, 64, 4), (64, 32, 4), (32, 32, 4), (128, 32, 8), (8, 128, 4)]
@@ -143,11 +160,25 @@ def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     tiles = y.likely * x.likely // (large[0] * large[1])
     if not rest and len(read) <= 2 and widest <= 4 and tiles >= 4 * target.sms:
         choices.insert(0, large)
+        if widest <= 2 and _is_stored_apart(shape):
+            choices.insert(0, (32, 128, 4))
     for across, along, warps in choices:
+        if along < x.likely < along + along // 2:
+            across, along, warps = across // 2, 2 * along, 2 * warps
         by = min(across, power(y.likely))
         bx = min(along * (across // by), power(x.likely))
-        by = min(by * max(1, along // bx), power(y.likely))
+        by = min(by * clamp(1, along // bx, 2), power(y.likely))
         yield Config((*fixed, (y.block, by), (x.block, bx)), clamp(1, by * bx // 256, warps))
+
+
+def _is_stored_apart(shape: Shape) -> bool:
+    """Whether all loads of a tile are of sixteen bytes, and no store is."""
+    flat = shape.flat()
+    y, x = flat.parallel
+    read = [n.src[0] for m in flat.members for n in loads(*m.exprs)]
+    written = [s.index for m in flat.members for s in m.stores]
+    return all(is_even(i, x, 8) or is_even(i, y, 8) for i in read) and not any(
+        is_even(i, x, 8) for i in written)  # fmt: skip
 
 
 def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:

@@ -7,17 +7,18 @@ both are one access over twice the lanes, taken apart or put together in registe
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.facts import span
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.kernel import Kernel
     from tilewright.codegen.triton.shape import Axis, Shape
-    from tilewright.ir.program import Store
+    from tilewright.ir.program import Buffer, Store
 
 Place = tuple[str, Expr]  # a buffer and an index
 
@@ -28,7 +29,7 @@ class Doubles:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.w = kernel, kernel.w
         self.axis = kernel.shape.parallel[-1]
-        self.read, self.written = pairs(kernel.shape, kernel.local)
+        self.read, self.written = pairs(kernel.shape, kernel.buffers, kernel.local)
         self.two = _lanes(self.axis)
         self._waiting: dict[Place, str] = {}  # values of the first of two stores
 
@@ -60,7 +61,8 @@ class Doubles:
             both = w.let(f"tl.load({self.kernel.pointer(node.arg)} + ({w.index(index)}){masked})")
         names = [w.fresh(), w.fresh()]
         w.line(f"{', '.join(names)} = tl.split(tl.reshape({both}, {self._apart(support)}))")
-        found = dict(zip([n for n, f in self.read.items() if f is first], names, strict=True))
+        known = [n for n, f in self.read.items() if f is first]
+        found = dict(zip(known, names, strict=False))  # the second may not be needed
         for n, name in found.items():
             w.know(n, name)
         return found[node]
@@ -105,9 +107,11 @@ class Doubles:
         return self.w.shape(support)[:-1] + ", 2]"
 
 
-def pairs(shape: Shape, local: frozenset[str]) -> tuple[dict[Expr, Expr], dict[Place, Expr]]:
+def pairs(shape: Shape, buffers: Mapping[str, Buffer], local: frozenset[str]
+          ) -> tuple[dict[Expr, Expr], dict[Place, Expr]]:  # fmt: skip
     """For loads that have a neighbour the first of the two, and for stores the index of the first;
-    the first comes before the second in both."""
+    the first comes before the second in both. A load at even places has a neighbour in memory, if
+    nowhere else: both come in one access as soon as one does."""
     axis = shape.parallel[-1] if shape.parallel else None
     if axis is None or shape.family != "poi" or axis.slack or shape.serial or shape.ragged:
         return {}, {}
@@ -120,6 +124,8 @@ def pairs(shape: Shape, local: frozenset[str]) -> tuple[dict[Expr, Expr], dict[P
     for (buffer, index), other in _neighbours(alone, axis):
         first = alone[buffer, index]
         read |= {first: first, alone[buffer, other]: first}
+    read |= {n: n for (b, i), n in alone.items() if n not in read and _is_even(i, axis)
+             and ix.mod(span(buffers[b].size, buffers[b].stride), 2) is ix.ZERO}  # fmt: skip
     plain = [(s.buffer, s.index) for s in stores if s.buffer not in used | local
              and s.mode == "set" and s.mask is None]  # fmt: skip
     written: dict[Place, Expr] = {}
@@ -134,9 +140,13 @@ def _neighbours(places: Iterable[Place], axis: Axis) -> list[tuple[Place, Expr]]
     found: list[tuple[Place, Expr]] = []
     for buffer, index in known:
         after = ix.add(index, 1)
-        if (buffer, after) in known and ix.mod(index, 2) is ix.ZERO and doubled(index, axis):
+        if (buffer, after) in known and _is_even(index, axis):
             found.append(((buffer, index), after))
     return found
+
+
+def _is_even(index: Expr, axis: Axis) -> bool:
+    return ix.mod(index, 2) is ix.ZERO and doubled(index, axis) is not None
 
 
 def _lanes(axis: Axis) -> Expr:
@@ -149,16 +159,34 @@ def doubled(index: Expr, axis: Axis) -> Expr | None:
     if loads(index):
         return None
     x, two = axis.var, _lanes(axis)
-    for monomial, factor in ix.poly(index).items():
-        if factor != 2 or len(monomial) != 1:
+    atom = _atom(index, axis, 2)
+    if atom is None:
+        return None
+    along = two if atom is x else ix.mod(two, ix.mul(atom.src[1], 2))
+    return ix.add(along, substitute(ix.sub(index, ix.mul(atom, 2)), {x: ix.floordiv(two, 2)}))
+
+
+def step(index: Expr, axis: Axis) -> int:
+    """Elements from one point of an axis to the next, for most of its points; 0 if not known."""
+    found = [abs(factor) for factor in ix.poly(index).values() if _atom(index, axis, factor)]
+    return min(found, default=0)
+
+
+def is_even(index: Expr, axis: Axis, piece: int) -> bool:
+    """Whether pieces of so many points of an axis are together in memory, where pieces are."""
+    atom = _atom(index, axis, 1)
+    if atom is None or ix.mod(ix.sub(index, atom), piece) is not ix.ZERO:
+        return False
+    return atom is axis.var or ix.mod(atom.src[1], piece) is ix.ZERO
+
+
+def _atom(index: Expr, axis: Axis, factor: int) -> Expr | None:
+    """The part of an index that goes along an axis by so many elements, as it is or in turns."""
+    for monomial, found in ix.poly(index).items():
+        if found != factor or len(monomial) != 1:
             continue
         (atom,) = monomial
-        rest = ix.sub(index, ix.mul(atom, 2))
-        if atom is x:
-            along = two
-        elif atom.op == "imod" and atom.src[0] is x and not free_vars(atom.src[1]):
-            along = ix.mod(two, ix.mul(atom.src[1], 2))
-        else:
-            continue
-        return ix.add(along, substitute(rest, {x: ix.floordiv(two, 2)}))
+        in_turns = atom.op == "imod" and atom.src[0] is axis.var and not free_vars(atom.src[1])
+        if atom is axis.var or in_turns:
+            return atom
     return None

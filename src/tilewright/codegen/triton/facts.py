@@ -30,7 +30,7 @@ def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buf
             math.isfinite(low) and low < -LARGEST
         ):
             return None
-    spans = [_span(b.size, b.stride) for b in buffers]
+    spans = [span(b.size, b.stride) for b in buffers]
     assumed = [s for s in dict.fromkeys([*extents, *spans]) if ix.bounds(s)[1] + largest > LARGEST]
     return None if any(ix.value_of(s) is not None for s in assumed) else assumed
 
@@ -145,5 +145,5 @@ def _is_sum(e: Expr) -> bool:
     return e.op == "reduce" and e.arg.kind == "sum"
 
 
-def _span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
+def span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
     return ix.add(1, *(ix.mul(ix.sub(n, 1), s) for n, s in zip(size, stride, strict=True)))

@@ -30,6 +30,8 @@ SHORTEST_COLUMN = 64  # rows below which columns are folded at once
 SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
 SHORTEST_ROW = 64  # elements worth looking up where they are once
 SHORTEST_LEAN = 2048  # elements of a row for which its ends do not matter
+SECTORS = 64  # bytes that memory is read by
+LONGEST_PIECE = 512  # bytes of a row in which those at its ends matter
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
 
@@ -92,6 +94,7 @@ class Shape:
     persistent: bool = True
     across: bool = False  # memory runs along the parallel axis, not along the rows
     ahead: bool = False  # loads of later rounds of its loops may be under way
+    scattered: bool = False  # stores are in pieces, in the order of what is read
     looked_up: bool = False  # of the axes of a tile, the outer ones say which rows are read
     again: bool = False  # rows are walked more than once
     shared: int = 0  # programs that walk each row together
@@ -176,8 +179,9 @@ def shape_of(program: Program, group: Group) -> Shape | str:
                 _rows_looked_up(members, outer) or _rows_of_one(program, members, outer) or parallel
             )
             looked_up = len(parallel) > 1
-        shape = Shape(parallel, placed, max(1, len(parallel)), looked_up=looked_up, ragged=ragged,
-                      members=members)  # fmt: skip
+        scattered = _read_in_pieces(members) is not None
+        shape = Shape(parallel, placed, max(1, len(parallel)), scattered=scattered,
+                      looked_up=looked_up, ragged=ragged, members=members)  # fmt: skip
         return _cannot_hand_over(group, shape) or shape
     total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
                       and any(v not in group.serial for v in m.reduce))  # fmt: skip
@@ -290,6 +294,30 @@ def _main_access(members: Sequence[Nest]) -> Expr | None:
     return None if best is None else best[1]
 
 
+def _read_in_pieces(members: Sequence[Nest]) -> Expr | None:
+    """The index of what is read in another order than it is stored, where that would be done in
+    pieces that do not fill memory's sectors: better to read all of them, and to store in pieces
+    (H200: halves of rotary embeddings of 80 bfloat16, heads before positions, 44.9 us, 63.0 us)."""
+    index = None if any(m.reduce for m in members) else _main_access(members)
+    if index is None:
+        return None
+    loops = tuple(sorted(free_vars(index), key=lambda v: v.arg))
+    for node in loads(*(e for m in members for e in m.exprs)):
+        if len(loops) < 2 or free_vars(node.src[0]) != frozenset(loops):
+            continue
+        stored, read = _strides(index, loops), _strides(node.src[0], loops)
+        if max(*stored.values(), *read.values(), 0) >= 1 << 40:
+            continue
+        run, order = 1, _sorted(loops, stored)
+        for v in reversed(order):
+            run *= hint(v.src[0]) if stored[v] == read[v] == run else 1
+        piece = run * node.dtype.itemsize
+        if order != _sorted(loops, read) and run >= SHORTEST_TILE and piece % SECTORS and (
+            piece <= LONGEST_PIECE):  # fmt: skip
+            return node.src[0]
+    return None
+
+
 def _sorted(loops: tuple[Expr, ...], strides: dict[Expr, int]) -> tuple[Expr, ...]:
     return tuple(sorted(loops, key=lambda v: -strides.get(v, 1 << 50)))
 
@@ -297,7 +325,7 @@ def _sorted(loops: tuple[Expr, ...], strides: dict[Expr, int]) -> tuple[Expr, ..
 def _ordered(members: list[Nest], outer: tuple[Expr, ...]
              ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
     """Loops from the longest stride to the shortest, so that the flat index walks memory."""
-    main = _main_access(members)
+    main = _read_in_pieces(members) or _main_access(members)
     if main is None:
         return members, outer
     every = tuple(dict.fromkeys(v for m in members for v in all_loops(m)))

@@ -1,4 +1,6 @@
-"""Every second element of a row and the ones between: loaded and stored at once."""
+"""Data that moves from one layout to another: every second element and the ones between are loaded
+and stored at once, what is read in pieces is walked as it is read, and tiles suit what is stored.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,19 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
 
+def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = x.transpose(1, 2)
+    low, high = x.chunk(2, -1)
+    return (x * cos + torch.cat((-high, low), -1) * sin).to(x.dtype).contiguous()
+
+
 def _bfloat16(*size: int) -> Tensor:
     return torch.randn(size).bfloat16()
 
 
 CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
     "rotation": (rotated, (_bfloat16(3, 5, 24), torch.randn(5, 12), torch.randn(5, 12))),
+    "rotation of halves": (halves, (_bfloat16(2, 5, 3, 80), *torch.randn(2, 5, 80))),
     "average": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 5, 10, 12),)),
     "average of odd planes": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 5, 11, 13),)),
     "average of odd rows": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 2, 11, 12),)),
@@ -58,7 +67,7 @@ def test_values(name: str) -> None:
     check(fn, *(a.clone() for a in args))
 
 
-@pytest.mark.parametrize("name", ["rotation", "average", "turned"])
+@pytest.mark.parametrize("name", ["rotation", "rotation of halves", "average"])
 def test_values_of_sizes_that_are_not_known(name: str) -> None:
     fn, args = CASES[name]
     check(fn, *args, dynamic=True)
@@ -96,3 +105,27 @@ def test_short_pieces_of_a_concatenation_are_one_loop(dim: int, loops: int) -> N
         gm = make_fx(lambda x, y: [torch.cat((x, y * 2), dim)])(x, x.clone())
     simplify(gm)
     assert len(lower(gm, CARD).nodes) == loops
+
+
+BLOCKS: dict[str, tuple[Fn, tuple[int, ...], dict[str, int]]] = {
+    "elements apart": (
+        lambda x: F.max_pool2d(x, 3, 2, 1), (64, 64, 32, 32), {"XBLOCK": 256}),
+    "pieces of rows": (
+        lambda x: halves(x, x[0, :, 0], x[1, :, 0]), (11, 301, 16, 80), {"XBLOCK": 512}),
+    "a second tile for six columns": (
+        lambda x: x.permute(3, 2, 1, 0).contiguous(), (134, 128, 23, 83),
+        {"YBLOCK": 64, "XBLOCK": 256}),
+    "rows that begin anywhere": (
+        lambda x: x.permute(0, 2, 1).contiguous(), (159, 363, 1024),
+        {"YBLOCK": 32, "XBLOCK": 128}),
+    "rows that begin with sixteen bytes": (
+        lambda x: x.permute(0, 2, 1).contiguous(), (159, 384, 1024),
+        {"YBLOCK": 128, "XBLOCK": 128}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name: str) -> None:
+    fn, size, blocks = BLOCKS[name]
+    (kernel,) = kernels_of(fn, torch.empty(size, dtype=torch.bfloat16))
+    assert kernel.config.kwargs == blocks
