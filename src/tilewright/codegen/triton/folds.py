@@ -13,7 +13,7 @@ from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import COMBINE, RUNNING, TYPE, cast, neutral
 from tilewright.ir import index as ix
 from tilewright.ir.build import part
-from tilewright.ir.expr import INDEX, Expr, walk
+from tilewright.ir.expr import INDEX, Expr, substitute, walk
 from tilewright.ir.program import Nest
 
 _NO_PLACE = {"tl.int32": str(2**31 - 1), "tl.int64": str(2**63 - 1)}
@@ -142,11 +142,12 @@ class Fold:
 class ArgFold(Fold):
     """The position of an extreme."""
 
-    def _places(self) -> str:
+    def _places(self, kept: bool = False) -> str:
+        """`kept`: what is outside the row never takes the place of what is inside."""
         w = self.w
         place = self.node.src[1]
         text = f"tl.broadcast_to({w.index(place)}, {w.shape(self.support)})"
-        if self.masked:
+        if self.masked and not kept:
             text = f"tl.where({self._inside}, {text}, {_NO_PLACE[w.index_type]})"
         return text
 
@@ -160,7 +161,16 @@ class ArgFold(Fold):
         of both."""
         top = self.w.let(f"tl.reduce({self.name}, 1, {self._extreme}, keep_dims=True)")
         there = self._having(top, self.name, f"{self.name}_at")
-        return [top, self.w.let(f"tl.reduce({there}, 1, tri.minimum, keep_dims=True)")]
+        at = self.w.let(f"tl.reduce({there}, 1, tri.minimum, keep_dims=True)")
+        return [top, self._or_first(at) if self._in_order() else at]
+
+    def _or_first(self, at: str) -> str:
+        """The first, where all of a row is as small as what lanes begin with: that has no place."""
+        w, place, axis = self.w, self.node.src[1], self.axis
+        assert axis is not None
+        start, slope = substitute(place, {axis.var: ix.ZERO}), ix.coefficient(place, axis.var)
+        first = f"{w.index(start)} + {w.index(slope or ix.ONE)} * {axis.name}first"
+        return w.let(f"tl.where({at} == {_NO_PLACE[w.index_type]}, {first}, {at})")
 
     @property
     def _extreme(self) -> str:
@@ -194,10 +204,10 @@ class ArgFold(Fold):
         w.line(f"{self.name}_at = tl.full({w.shape(self.support)}, {none}, {w.index_type})")
 
     def step(self) -> None:
-        at = f"{self.name}_at"
-        combine = self.combine.replace("tri.", "tri.first_") if self._in_order() else self.combine
+        at, kept = f"{self.name}_at", self._in_order()
+        combine = self.combine.replace("tri.", "tri.first_") if kept else self.combine
         self.w.line(f"{self.name}, {at} = {combine}({self.name}, {at}, {self._tile()}, "
-                    f"{self._places()})")  # fmt: skip
+                    f"{self._places(kept)})")  # fmt: skip
 
     def end(self) -> None:
         if self.axis is None:
