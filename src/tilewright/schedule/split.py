@@ -17,12 +17,14 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, load, loads, rewrite, substitute, var, walk
+from tilewright.ir.expr import Expr, const, load, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Buffer, Nest, Program, Store
+from tilewright.schedule.dealt import dealt, in_pieces
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, align, conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
 from tilewright.schedule.mixed import (
+    LARGE,
     chunks,
     dependents,
     folds_over,
@@ -41,7 +43,7 @@ from tilewright.schedule.pairs import (
     sums,
 )
 from tilewright.schedule.segments import segments_of
-from tilewright.schedule.sizes import hint, hint_product
+from tilewright.schedule.sizes import hint, hint_product, work
 from tilewright.target import Target
 
 
@@ -97,6 +99,9 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     if count > 1:
         return [replace(group, shared=count)]
     loops = starved(fit, target)
+    reordered = None if loops else _reordered(group, target)
+    if reordered is not None:
+        return [reordered]
     if not loops:
         count = in_turn(fit, target)
         return [replace(group, shared=count, in_turn=True) if count > 1 else group]
@@ -110,6 +115,23 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     later = tuple(m for m in later if m.name not in names)
     rest = [_widened(replace(group, members=later))] if later else []
     return [replace(group, members=(*first, *folded), serial=loops), *rest]
+
+
+def _reordered(group: Group, target: Target) -> Group | None:
+    """A group of folds that have programs enough, but none that read memory well: with the loops
+    to cut, joined where they walk memory as one."""
+    loops, fit = group.members[0].reduce, Fit(group.members, group.outer)
+    if not target.is_gpu or not loops or any(is_alone(m) for m in group.members):
+        return None
+    if max(work(m) for m in group.members) < LARGE or dependents(group.members):
+        return None
+    members, loops = _merged(group.members, loops)
+    if dealt(replace(fit, members=members, serial=loops), target, starved=False):
+        return replace(group, members=members, serial=loops)
+    around = replace(fit, members=members, serial=loops[:-1])
+    return (
+        replace(group, members=members, serial=around.serial) if in_pieces(around, target) else None
+    )
 
 
 def _widened(group: Group) -> Group:
@@ -224,8 +246,8 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     if target.is_gpu:
         members, serial = _as_one(members, outer, serial)
     pairs = any(folds_over(m, serial) and is_pair(m, top) for m in members for top in members)
-    if len(segments_of(members, outer)) > 1 and not pairs:
-        whole = Fit(members, outer, serial)
+    whole = Fit(members, outer, serial)
+    if (len(segments_of(members, outer)) > 1 or in_pieces(whole, target)) and not pairs:
         members = tuple(made.apart(m, serial) if stays_apart(m, whole, target) else m
                         for m in members)  # fmt: skip
         if not any(folds_over(m, serial) for m in members):
@@ -233,12 +255,14 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     loop, *rest = serial
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
-    if count > 1 and hint(loop.src[0]) > 1:
+    in_turn = 0 if pairs else dealt(whole, target, starved=count > 1)
+    if in_turn or (count > 1 and hint(loop.src[0]) > 1):
         inner = hint_product(v.src[0] for v in rest)
         step = _step(members, loop, count) if target.is_gpu else 1
-        chunk, inside, index = _chunk(loop, count, -(-shortest_chunk(whole) // max(inner, 1)), step)
-        members = tuple(made.chunked(m, loop, (chunk, inside), index) for m in members)
-        outer, serial = (chunk, *outer), () if pairs else (inside, *rest)
+        shortest = -(-shortest_chunk(whole) // max(inner, 1))
+        parts = _dealt(loop, in_turn) if in_turn else _chunk(loop, count, shortest, step)
+        members = tuple(made.chunked(m, parts) for m in members)
+        outer, serial = (parts.chunk, *outer), () if pairs else (parts.inside, *rest)
     return made.result(replace(group, members=members, outer=outer, serial=serial))
 
 
@@ -257,16 +281,15 @@ class _Cutting:
             group = replace(group, serial=())
         return Cut(group, tuple(_grouped(self.after)), tuple(self.buffers))
 
-    def chunked(self, nest: Nest, loop: Expr, parts: tuple[Expr, Expr], index: Expr) -> Nest:
-        """The nest with `loop` as a loop over chunks and one inside them."""
-        chunk, inside = parts
-        loops = [w for v in nest.loops for w in (parts if v is loop else (v,))]
+    def chunked(self, nest: Nest, parts: _Chunks) -> Nest:
+        """The nest with a loop over chunks and one inside them."""
+        loop, both, cut = parts.loop, (parts.chunk, parts.inside), {parts.loop: parts.index}
+        loops = [w for v in nest.loops for w in (both if v is loop else (v,))]
         if loop not in nest.reduce:
-            return substitute_nest(nest, {loop: index}, loops, nest.reduce)
-        reduce = [inside if v is loop else v for v in nest.reduce]
-        cut = {loop: index}
-        new = substitute_nest(nest, cut, [chunk, *loops], reduce)
-        partial = _Partial(self.program, nest, new, (chunk,))
+            return substitute_nest(nest, cut, loops, nest.reduce)
+        reduce = [parts.inside if v is loop else v for v in nest.reduce]
+        new = substitute_nest(nest, cut, [parts.chunk, *loops], reduce)
+        partial = _Partial(self.program, nest, new, (parts.chunk,), parts.left)
         partial.pair = next((p for p in self.tops if is_pair(nest, p[0])), None)
         made = self._split(partial, cut)
         if len(partial.kept) == len(nest.stores) == 1:
@@ -318,9 +341,33 @@ def _step(members: Sequence[Nest], loop: Expr, count: int) -> int:
     return next((step for step in (8192, 1024, 64) if length >= 32 * step), 1)
 
 
-def _chunk(loop: Expr, count: int, shortest: int, step: int) -> tuple[Expr, Expr, Expr]:
-    """The loop over chunks, the loop inside one, and the old variable in terms of both. The length
-    of a chunk is a number, so that other sizes need no other code."""
+@dataclass(frozen=True)
+class _Left:
+    """Rows that are in no chunk: what folds the chunks' results takes each of them as one more."""
+
+    chunks: Expr  # the loop over the chunks
+    both: Expr  # the loop over the chunks, then these rows
+    row: Mapping[Expr, Expr]  # the old variable in terms of that
+
+    @property
+    def in_chunk(self) -> Expr:
+        return build.op("lt", self.both, self.chunks.src[0])
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """A loop as one over chunks and one inside them."""
+
+    loop: Expr
+    chunk: Expr
+    inside: Expr
+    index: Expr  # the old variable in terms of both
+    left: _Left | None = None
+
+
+def _chunk(loop: Expr, count: int, shortest: int, step: int) -> _Chunks:
+    """Chunks of neighbouring rows. The length of one is a number, so that other sizes need no other
+    code."""
     size = loop.src[0]
     length = -(-hint(size) // (count * step)) * step
     if ix.value_of(size) is None:
@@ -329,7 +376,20 @@ def _chunk(loop: Expr, count: int, shortest: int, step: int) -> tuple[Expr, Expr
     left = ix.sub(size, ix.mul(chunk, length))
     even = ix.mod(size, length) is ix.ZERO
     inner = var(f"{loop.arg}q", ix.as_index(length) if even else ix.minimum(length, left))
-    return chunk, inner, ix.add(ix.mul(chunk, length), inner)
+    return _Chunks(loop, chunk, inner, ix.add(ix.mul(chunk, length), inner))
+
+
+def _dealt(loop: Expr, count: int) -> _Chunks:
+    """Chunks of rows that are dealt out in turn, as long as there is one for each."""
+    size = loop.src[0]
+    length, rest = ix.floordiv(size, count), ix.mod(size, count)
+    chunk, inside = var(f"{loop.arg}p", ix.as_index(count)), var(f"{loop.arg}q", length)
+    index = ix.add(ix.mul(inside, count), chunk)
+    if rest is ix.ZERO:
+        return _Chunks(loop, chunk, inside, index)
+    both = var(f"{loop.arg}p", ix.add(rest, count))
+    row = ix.add(both, ix.mul(ix.sub(length, 1), count))
+    return _Chunks(loop, chunk, inside, index, _Left(chunk, both, {loop: row}))
 
 
 def _grouped(nests: Sequence[Nest]) -> list[Group]:
@@ -354,12 +414,13 @@ class _Partial:
     """A fold over a loop that was cut: `nest` keeps the partial results of each chunk, nests after
     it fold them. Partial results have the type they are accumulated in."""
 
-    def __init__(self, program: Program, whole: Nest, nest: Nest,
-                 apart: tuple[Expr, ...]) -> None:  # fmt: skip
+    def __init__(self, program: Program, whole: Nest, nest: Nest, apart: tuple[Expr, ...],
+                 left: _Left | None = None) -> None:  # fmt: skip
         self.program = program
         self.whole = whole
         self.nest = nest
         self.apart = apart
+        self.left = left
         self.columns = whole.loops
         self.made: list[Buffer] = []
         self.stores: list[Store] = []
@@ -385,13 +446,23 @@ class _Partial:
 
     def _nest(self, name: str, stores: tuple[Store, ...]) -> Nest:
         folds = any(n.op == "reduce" for s in stores for n in walk(*s.exprs))
-        return Nest(name, self.columns, self.apart if folds else (), stores, self.nest.origin)
+        apart = self.apart if self.left is None else (self.left.both,)
+        return Nest(name, self.columns, apart if folds else (), stores, self.nest.origin)
 
-    def _keep(self, value: Expr) -> Expr:
-        """Store a partial result; the load that gives it back."""
+    def _keep(self, value: Expr, alone: Expr) -> Expr:
+        """Store a partial result, `alone` if it is of one element; what gives it back."""
         where = (*self.apart, *self.columns)
-        self.kept.append(self._buffer(value, where, self.stores))
+        new = alone if not self.nest.reduce else value
+        kept = self._buffer(new, where, self.stores)
+        self.kept.append(kept if self.left is None else self._or_left(self.left, kept, alone))
         return self.kept[-1]
+
+    def _or_left(self, left: _Left, kept: Expr, alone: Expr) -> Expr:
+        """What a chunk left, or a row that is in none."""
+        inside, beyond = left.in_chunk, build.op("ge", left.both, left.chunks.src[0])
+        kept = substitute(kept, {left.chunks: left.both})
+        one = build.cast(substitute(alone, left.row), kept.dtype)
+        return build.where(inside, build.guard(kept, inside), build.guard(one, beyond))
 
     def _buffer(self, value: Expr, where: Sequence[Expr], stores: list[Store]) -> Expr:
         sizes = tuple(v.src[0] for v in where)
@@ -406,15 +477,13 @@ class _Partial:
     def _fold(self, old: Expr, node: Expr) -> dict[Expr, Expr]:
         """What the whole fold (its parts, if it has several) is made of."""
         kind = node.arg.kind
-        alone = not self.nest.reduce  # each partial result is of one element
         if kind in ("argmin", "argmax"):
-            value, place = node.src
-            best = self._keep(value if alone else build.reduce(kind.removeprefix("arg"), value))
-            at = self._keep(place if alone else node)
-            return {old: build.reduce(kind, best, at, dtype=node.dtype)}
+            value, place = old.src
+            best = self._keep(build.reduce(kind.removeprefix("arg"), node.src[0]), value)
+            return {old: build.reduce(kind, best, self._keep(node, place), dtype=node.dtype)}
         if kind == "welford":
             return self._moments(old, node)
-        one = self._keep(build.cast(node.src[0], node.dtype) if alone else node)
+        one = self._keep(node, build.cast(old.src[0], node.dtype))
         return {old: build.reduce(kind, one, dtype=node.dtype)}
 
     def _powers(self, old: Expr, cut: Mapping[Expr, Expr], whole: Nest, top: Expr
@@ -422,17 +491,23 @@ class _Partial:
         """A chunk's sum of exponentials is relative to its own largest value."""
         buffer = whole.stores[0].buffer
         base = next(n for n in loads(old) if n.arg == buffer)
-        part = self._keep(substitute(relative_to(old, base, top), cut))
+        one = substitute(relative_to(old, base, top), cut)
+        part = self._keep(one, one)
         return {old: build.reduce("sum", scaled(part, top, base), dtype=old.dtype)}
 
     def _moments(self, old: Expr, node: Expr) -> dict[Expr, Expr]:
         """The mean of the chunks' means; then their deviations, and those of their means."""
-        if self.nest.reduce:
-            mean, m2 = self._keep(build.part(node, 0)), self._keep(build.part(node, 1))
-        else:
-            mean = self._keep(node.src[0])
-            m2 = build.op("sub", mean, mean)  # zero, or NaN where the element has no deviation
+        value = old.src[0]
+        mean = self._keep(build.part(node, 0), value)
+        none = build.op("sub", value, value)  # zero, or NaN where the element has no deviation
+        m2 = (
+            self._keep(build.part(node, 1), none)
+            if self.nest.reduce
+            else build.op("sub", mean, mean)
+        )
         count = build.cast(ix.product(v.src[0] for v in self.nest.reduce), node.dtype)
+        if self.left is not None:
+            count = build.where(self.left.in_chunk, count, const(1, node.dtype))
         total = build.cast(ix.product(v.src[0] for v in self.whole.reduce), node.dtype)
         share = build.op("div", count, total)
         one = build.reduce("sum", build.op("mul", mean, share))

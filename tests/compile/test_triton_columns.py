@@ -1,0 +1,117 @@
+"""Columns folded on a card: rows of any width are read in wide accesses, rows that no chunk has are
+folded too, and folds of what lies in pieces have programs enough."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build
+from tests.compile.test_triton_in_turn import for_card
+from tilewright.schedule import mixed, split
+from tilewright.testing import run_and_get_code
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (mixed, split):
+        monkeypatch.setattr(module, "LARGE", 1 << 12)
+
+
+def _whole(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Numbers whose sums are exact in any order."""
+    return torch.randint(-50, 50, shape).to(dtype)
+
+
+def _check(fn: Callable[..., Any], *args: Tensor) -> str:
+    """What eager gives, on a card that is interpreted; the kernels' text."""
+    torch._dynamo.reset()
+    with as_cuda():
+        compiled = torch.compile(fn, backend="tilewright", dynamic=False)
+        found, code = run_and_get_code(compiled, *args)
+    torch.testing.assert_close(found, fn(*args), equal_nan=True, rtol=1e-4, atol=1e-4)
+    return "\n".join(code)
+
+
+def test_the_first_of_all_that_are_smallest() -> None:
+    """What a fold begins with has no place: a column of nothing else began nowhere."""
+    x = _whole(301, 40)
+    x[:, 9] = float("-inf")
+    _check(lambda x: x.argmax(0), x)
+
+
+def _folds(x: Tensor) -> tuple[Any, ...]:
+    plain = x.float().nan_to_num(0, 0, 0)
+    return (plain.sum(0), torch.var_mean(plain, 0), x.argmax(0), x.argmin(0), x.amax(0),
+            (x > 48).any(0))  # fmt: skip
+
+
+def _unusual() -> Tensor:
+    x = _whole(601, 21)
+    x[7, 3] = x[599, 5] = x[600, 5] = float("nan")
+    x[:, 9] = float("-inf")
+    return x
+
+
+COLUMNS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = {
+    "folds": (_folds, lambda: (_unusual(),)),
+    "few columns": (lambda x: x.float().sum(0), lambda: (_whole(5001, 3),)),
+    "two loops": (lambda x: x.float().sum((0, 1)), lambda: (_whole(30, 40, 21),)),
+    "a batch": (lambda x: x.float().sum(1), lambda: (_whole(5, 640, 21),)),
+    "buffers": (lambda x, y, w: (x * y * w).float().sum(0),
+                lambda: (_whole(599, 53), _whole(599, 53), _whole(53))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns(name: str) -> None:
+    fn, make = COLUMNS[name]
+    text = _check(fn, *make())
+    assert "rindex*" in text and len(re.findall("p0 +.*%", text)) == 0
+
+
+def test_a_number_of_rows_that_is_not_known() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return x.float().sum(0), x.argmax(0)
+
+    with as_cuda():
+        compiled = torch.compile(fn, backend="tilewright")
+        for size in (601, 17, 1):
+            x = _whole(size, 53)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(compiled(x), fn(x))
+
+
+def test_pieces() -> None:
+    """Folds over what lies in pieces, of odd lengths too."""
+    text = _check(lambda x: (x.float().sum((0, 2)), torch.var_mean(x.float(), (0, 2))),
+                  _whole(9, 7, 101))  # fmt: skip
+    assert len(re.findall("numel = 63$", text, re.M)) == 1
+
+
+SHAPES = [((10897, 32, 177), (0,)), ((3652, 32, 1155), (0, 1)), ((323604, 232), (0,)),
+          ((2001, 54179), (0,)), ((512, 400, 177), (1,)), ((359, 145, 1759), (0, 2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dims"), SHAPES, ids=str)
+def test_processors_have_enough_to_do_to_the_end(shape: tuple[int, ...], dims: tuple[int, ...]
+                                                 ) -> None:  # fmt: skip
+    kernel, _ = for_card(lambda x: x.float().sum(dims), torch.empty(shape, dtype=BF16))
+    waves = kernel.programs({}) / 132
+    assert waves > 1.5 and waves / math.ceil(waves) > 0.85
+
+
+@pytest.mark.parametrize("shape", [(116864, 1155), (2001, 54179)], ids=str)
+def test_rows_of_odd_width_are_read_in_wide_accesses(shape: tuple[int, ...]) -> None:
+    made = build(for_card(lambda x: x.float().sum(0), torch.empty(shape, dtype=BF16))[0])
+    assert "cp.async.cg.shared.global" in made.ptx or made.widest("ld.global") == 16
+    assert "ld.global.b16" not in made.ptx and made.spills == 0
