@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build
 from tests.compile.test_triton_in_turn import for_card
-from tilewright.schedule import mixed, split
+from tilewright.schedule import dealt, mixed, split
 from tilewright.testing import run_and_get_code
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -25,6 +25,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (mixed, split):
         monkeypatch.setattr(module, "LARGE", 1 << 12)
+    monkeypatch.setattr(dealt, "CHUNK_WORK", 1 << 10)
 
 
 def _whole(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -51,7 +52,7 @@ def test_the_first_of_all_that_are_smallest() -> None:
 
 def _folds(x: Tensor) -> tuple[Any, ...]:
     plain = x.float().nan_to_num(0, 0, 0)
-    return (plain.sum(0), torch.var_mean(plain, 0), x.argmax(0), x.argmin(0), x.amax(0),
+    return (plain.sum(0), torch.var_mean(plain, 0), x.argmax(0), x.amax(0),
             (x > 48).any(0))  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.schedule.legality import Fit
+from tilewright.schedule.mixed import CHUNK_WORK
 from tilewright.schedule.sizes import hint, hint_product
 from tilewright.target import Target
 
@@ -21,7 +22,7 @@ LINE = 128  # bytes of memory that a tile takes of a row
 SHORTEST = 64  # rows of a chunk: what it leaves is then a small part of what it reads
 LEAST = 16  # where narrow accesses are the alternative
 MOST = 1024  # chunks: few programs fold what they leave
-WAVES = 4  # times that all processors are given work
+FEW, MANY = 1.9, 4  # programs for each processor
 EVEN = 0.94  # of the time that all of them have some, if all programs take as long
 
 
@@ -54,11 +55,20 @@ def dealt(fit: Fit, target: Target, starved: bool) -> int:
         return 0
     columns = hint_product(v.src[0] for v in fit.outer)
     tiles = columns * max(r.element for r in rows) / LINE
-    most = min(MOST, hint(loop.src[0]) // SHORTEST)
-    if lines <= most:
-        return _count(lines, most, tiles, target.sms)
-    return _count(aligned, max(most, aligned), tiles, target.sms) if (
-        aligned * LEAST <= hint(loop.src[0])) else 0  # fmt: skip
+    count = hint(loop.src[0])
+    unit, most = lines, min(MOST, count // SHORTEST, count * columns // CHUNK_WORK)
+    if lines > most:
+        unit, most = aligned, max(most, min(aligned, count // LEAST))
+    chosen = _count(unit, most, count, tiles, target.sms)
+    return chosen if chosen > 1 else 0
+
+
+def around_rows(fit: Fit) -> tuple[Expr, ...]:
+    """The loops that go from rows to others further away."""
+    (loop,) = fit.serial
+    index = next(n.src[0] for m in fit.members for n in loads(*m.exprs) if loop in free_vars(n))
+    step = {v: hint(ix.coefficient(index, v) or ix.ZERO) for v in (loop, *fit.outer)}
+    return tuple(v for v in fit.outer if step[v] > step[loop])
 
 
 def in_pieces(fit: Fit, target: Target) -> bool:
@@ -75,7 +85,7 @@ def in_pieces(fit: Fit, target: Target) -> bool:
         return False
     steps = [(ix.coefficient(n.src[0], v), n) for n in found for v in (*fit.outer, *fit.serial)]
     narrow = any(hint(s or ix.ONE) * n.dtype.itemsize % ACCESS for s, n in steps)
-    return narrow or hint_product(v.src[0] for v in fit.outer) < WAVES * target.sms
+    return narrow or hint_product(v.src[0] for v in fit.outer) < MANY * target.sms
 
 
 def _all_fold(fit: Fit, loops: tuple[Expr, ...]) -> bool:
@@ -85,17 +95,18 @@ def _all_fold(fit: Fit, loops: tuple[Expr, ...]) -> bool:
                for m in fit.members)  # fmt: skip
 
 
-def _count(unit: int, most: int, tiles: float, processors: int) -> int:
-    """The fewest chunks that keep all processors at work to the end; each has so many tiles."""
-    best, least = 0, 0.0
-    for count in range(unit, most + 1, unit):
-        waves = math.ceil(count * tiles) / processors
-        even = waves / math.ceil(waves)
-        if even > least:
-            best, least = count, even
-        if waves >= WAVES or even >= EVEN:
-            break
-    return best
+def _count(unit: int, most: int, rows: int, tiles: float, processors: int) -> int:
+    """The fewest chunks that keep all processors at work to the end, if possible with as many rows
+    each; a chunk has so many tiles."""
+    waves = {n: math.ceil(n * tiles) / processors for n in range(unit, most + 1, unit)}
+    enough = [n for n, w in waves.items() if FEW <= w <= MANY]
+    enough = enough or [n for n, w in waves.items() if w > MANY][:1] or [max(waves, default=0)]
+
+    def worth(n: int) -> tuple[float, bool, int]:
+        even = waves[n] / math.ceil(waves[n]) if n else 0
+        return min(even, EVEN), n > 0 and rows % n == 0, -n
+
+    return max(enough, key=worth)
 
 
 def _rows(node: Expr, loop: Expr, outer: tuple[Expr, ...]) -> _Rows | None:

@@ -19,7 +19,7 @@ from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, load, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Buffer, Nest, Program, Store
-from tilewright.schedule.dealt import dealt, in_pieces
+from tilewright.schedule.dealt import around_rows, dealt, in_pieces
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, align, conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
@@ -260,7 +260,7 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
         inner = hint_product(v.src[0] for v in rest)
         step = _step(members, loop, count) if target.is_gpu else 1
         shortest = -(-shortest_chunk(whole) // max(inner, 1))
-        parts = _dealt(loop, in_turn) if in_turn else _chunk(loop, count, shortest, step)
+        parts = _dealt(whole, in_turn) if in_turn else _chunk(loop, count, shortest, step)
         members = tuple(made.chunked(m, parts) for m in members)
         outer, serial = (parts.chunk, *outer), () if pairs else (parts.inside, *rest)
     return made.result(replace(group, members=members, outer=outer, serial=serial))
@@ -289,7 +289,7 @@ class _Cutting:
             return substitute_nest(nest, cut, loops, nest.reduce)
         reduce = [parts.inside if v is loop else v for v in nest.reduce]
         new = substitute_nest(nest, cut, [parts.chunk, *loops], reduce)
-        partial = _Partial(self.program, nest, new, (parts.chunk,), parts.left)
+        partial = _Partial(self.program, nest, new, (parts.chunk,), parts)
         partial.pair = next((p for p in self.tops if is_pair(nest, p[0])), None)
         made = self._split(partial, cut)
         if len(partial.kept) == len(nest.stores) == 1:
@@ -362,6 +362,7 @@ class _Chunks:
     chunk: Expr
     inside: Expr
     index: Expr  # the old variable in terms of both
+    around: tuple[Expr, ...] = ()  # loops that are outside all of it in memory
     left: _Left | None = None
 
 
@@ -379,17 +380,18 @@ def _chunk(loop: Expr, count: int, shortest: int, step: int) -> _Chunks:
     return _Chunks(loop, chunk, inner, ix.add(ix.mul(chunk, length), inner))
 
 
-def _dealt(loop: Expr, count: int) -> _Chunks:
+def _dealt(fit: Fit, count: int) -> _Chunks:
     """Chunks of rows that are dealt out in turn, as long as there is one for each."""
+    (loop,), around = fit.serial, around_rows(fit)
     size = loop.src[0]
     length, rest = ix.floordiv(size, count), ix.mod(size, count)
     chunk, inside = var(f"{loop.arg}p", ix.as_index(count)), var(f"{loop.arg}q", length)
     index = ix.add(ix.mul(inside, count), chunk)
     if rest is ix.ZERO:
-        return _Chunks(loop, chunk, inside, index)
+        return _Chunks(loop, chunk, inside, index, around)
     both = var(f"{loop.arg}p", ix.add(rest, count))
     row = ix.add(both, ix.mul(ix.sub(length, 1), count))
-    return _Chunks(loop, chunk, inside, index, _Left(chunk, both, {loop: row}))
+    return _Chunks(loop, chunk, inside, index, around, _Left(chunk, both, {loop: row}))
 
 
 def _grouped(nests: Sequence[Nest]) -> list[Group]:
@@ -415,12 +417,13 @@ class _Partial:
     it fold them. Partial results have the type they are accumulated in."""
 
     def __init__(self, program: Program, whole: Nest, nest: Nest, apart: tuple[Expr, ...],
-                 left: _Left | None = None) -> None:  # fmt: skip
+                 parts: _Chunks | None = None) -> None:  # fmt: skip
         self.program = program
         self.whole = whole
         self.nest = nest
         self.apart = apart
-        self.left = left
+        self.left = parts.left if parts else None
+        self.around = parts.around if parts else ()
         self.columns = whole.loops
         self.made: list[Buffer] = []
         self.stores: list[Store] = []
@@ -451,7 +454,8 @@ class _Partial:
 
     def _keep(self, value: Expr, alone: Expr) -> Expr:
         """Store a partial result, `alone` if it is of one element; what gives it back."""
-        where = (*self.apart, *self.columns)
+        columns = [v for v in self.columns if v not in self.around]
+        where = (*self.around, *self.apart, *columns)
         new = alone if not self.nest.reduce else value
         kept = self._buffer(new, where, self.stores)
         self.kept.append(kept if self.left is None else self._or_left(self.left, kept, alone))

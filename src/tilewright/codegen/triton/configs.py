@@ -51,6 +51,11 @@ def power(n: float) -> int:
     return 1 << max(0, int(-(-n // 1)) - 1).bit_length()
 
 
+def below(n: int) -> int:
+    """The largest power of two that is not larger."""
+    return power(n + 1) // 2
+
+
 def clamp(low: int, n: int, high: int) -> int:
     return max(low, min(n, high))
 
@@ -334,7 +339,10 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
     each has its part in joining them in the end (var of 256 rows of 512 columns 67 us with two
     warps, 69 us with four, 101 us with eight; of 1024 rows of 131072 64 us and 72 us). Programs
     that are too few to wait for each other's loads have the next ones under way (batch norm,
-    channels last: 28 us, 71 us without)."""
+    channels last: 28 us, 71 us without). Where several programs are at work on a processor, all of
+    them together have as much under way as one would (sum of 116864 rows of 1155 bfloat16, dealt
+    out to 1155 programs: 66 us by 64 rows, 71 us by 128, 76 us by 256; argmax of 1024 rows of 54784
+    32 us by 32, 34 us by 64, 57 us by 256)."""
     x = shape.parallel[0]
     bx = 8 * vector
     while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
@@ -348,6 +356,12 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
     if share == 16 and all(a.likely > 256 for a in shape.inner):
         choices[:2] = choices[1::-1]
+    together = round(x.likely / (bx * max(target.sms, 1)))  # programs on a processor
+    if together > 1 and not exponentials:
+        least, each = (32, 16) if folds(shape, "argmin", "argmax") else (64, share)
+        br = clamp(least, below(256 // (below(together) * len(loaded))), 256)
+        if all(a.likely > 2 * br for a in shape.inner):
+            choices.insert(0, (bx, br, each, 3))
     if folds(shape, "welford"):
         choices = [(bx, 128, 16 * vector, 1), (bx, 64, 4 * vector, 4), (bx, 128, 8 * vector, 3),
                    (bx, 128, 8 * vector, 1)]  # fmt: skip
