@@ -12,18 +12,10 @@ from typing import Literal
 import torch
 
 from tilewright import config
+from tilewright.codegen.triton import facts
 from tilewright.codegen.triton.configs import Config, configs, power
 from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
-from tilewright.codegen.triton.facts import (
-    coarse,
-    imports,
-    joins,
-    meeting,
-    narrow,
-    positions,
-    valued,
-)
 from tilewright.codegen.triton.folds import (
     Fold,
     Scanning,
@@ -137,12 +129,12 @@ class Kernel:
             self.w.pairs = {a for a in shape.axes
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
         made = {s.buffer: s.value for m in shape.members for s in m.stores}
-        self.w.coarse = coarse(exprs, results, made)
+        self.w.coarse = facts.coarse(exprs, results, made)
         if target.capability >= (9, 0):
             self.w.narrow = kept_narrow(exprs, made)
-        self.joins = not skips_a_rounding(exprs, made) and joins(
+        self.joins = not skips_a_rounding(exprs, made) and facts.joins(
             exprs, results - {torch.float32} | self._along)  # fmt: skip
-        self.w.valued = valued(exprs, [s for m in shape.members for s in m.stores])
+        self.w.valued = facts.valued(exprs, [s for m in shape.members for s in m.stores])
         self.w.seldom = choices(shape, self.w)
         if not shape.persistent:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
@@ -164,7 +156,7 @@ class Kernel:
     def _is_narrow(self) -> bool:
         """Whether 32-bit indices do; what depends on unbounded sizes is assumed and reported."""
         touched = {b for m in self.shape.members for b in m.reads | m.writes}
-        self.assume = narrow(
+        self.assume = facts.narrow(
             [e for m in self.shape.members for e in m.exprs],
             [a.extent for a in self.shape.axes],
             [self.buffers[b] for b in sorted(touched)],
@@ -267,7 +259,7 @@ class Kernel:
         names = [p.argument for p in params]
         head = [*names, *(["err"] if self.checked else []),
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
-        text = "\n".join([*imports(lines), "", "", "@triton.jit",
+        text = "\n".join([*facts.imports(lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *lines]) + "\n"  # fmt: skip
         grid = [(ix.add(a.extent, a.slack), a.block) for a in self.shape.parallel]
         if self.shape.shared:
@@ -282,7 +274,7 @@ class Kernel:
     def params(self) -> tuple[Param, ...]:
         found: list[Param] = []
         members = self.shape.members
-        high, meets = positions(members), meeting(members, self.buffers)
+        high, meets = facts.positions(members), facts.meeting(members, self.buffers)
         alike = rows_alike(self.shape) if self.shape.odd else ()
         for buffer, name in self.pointers.items():
             dtype = self.buffers[buffer].dtype
@@ -617,8 +609,8 @@ class Kernel:
         self.meetings += 1
         w.line(f"tri.meet({COUNTERS} + spot, {count * self.meetings})")
         for fold, made in cells:
-            tiles = [w.let(f"tri.gather({WORKSPACE}, {cell}, {facts}, {count}, {power(count)})")
-                     for cell, facts in made]  # fmt: skip
+            tiles = [w.let(f"tri.gather({WORKSPACE}, {cell}, {kind}, {count}, {power(count)})")
+                     for cell, kind in made]  # fmt: skip
             fold.taken(fold.gathered(tiles))
 
     def loop(self, bounds: str) -> str:
