@@ -54,7 +54,7 @@ class Param:
     name: str  # a buffer, or a symbol
     type: str
     argument: str  # its name in the text
-    multiple: int = 1  # expected of its address or value: to be checked at the call
+    multiple: int = 1  # expected of a buffer's address: to be checked at the call
     hint: int | None = None  # a likely value of a number
     high: int = 0  # of a buffer of positions: likely how many places there are
     meets: str = ""  # how stores to a buffer combine that may meet, where their order matters
@@ -286,8 +286,7 @@ class Kernel:
                 continue
             narrow = self.w.index_type == "tl.int32" and e not in self.w.valued
             kind = "i32" if narrow else "i64"
-            multiple = 16 if e.arg.hint and e.arg.hint % 16 == 0 else 1
-            found.append(Param("int", e.arg.name, kind, name, multiple, e.arg.hint))
+            found.append(Param("int", e.arg.name, kind, name, hint=e.arg.hint))
         if self.meetings:
             found += [Param("ptr", WORKSPACE, "*fp32", WORKSPACE, 16),
                       Param("ptr", COUNTERS, "*i32", COUNTERS, 16)]  # fmt: skip
