@@ -151,6 +151,7 @@ def test_rows_of_channels_are_moved_by_single_elements() -> None:
     x, scale = torch.empty(64, 320, 17, 17, dtype=BF16), torch.empty(320, dtype=BF16)
     (kernel,) = kernels_of(lambda x, w: F.group_norm(x, 32, w, w), x, scale)
     assert "slide" not in kernel.text and kernel.config.num_warps == 4
+    assert build(kernel).widest("ld.global") == 2
 
 
 def test_short_odd_rows_have_a_warp() -> None:

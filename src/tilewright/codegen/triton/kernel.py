@@ -25,7 +25,7 @@ from tilewright.codegen.triton.folds import (
     scans_of,
 )
 from tilewright.codegen.triton.lean import Lean
-from tilewright.codegen.triton.leaning import rows_alike
+from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
@@ -275,10 +275,10 @@ class Kernel:
         found: list[Param] = []
         members = self.shape.members
         high, meets = facts.positions(members), facts.meeting(members, self.buffers)
-        alike = rows_alike(self.shape) if self.shape.odd else ()
+        single = moved_singly(self.shape) if self.shape.odd else ()
         for buffer, name in self.pointers.items():
             dtype = self.buffers[buffer].dtype
-            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 1 if buffer in alike else 16,
+            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 1 if buffer in single else 16,
                                high=high.get(buffer, 0), meets=meets.get(buffer, "")))  # fmt: skip
         for e, name in self.numbers.items():
             if e.dtype == torch.float64:

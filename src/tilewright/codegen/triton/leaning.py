@@ -51,7 +51,7 @@ def _last(shape: Shape) -> Axis | None:
         return axis if axis is not None and axis.likely >= SHORTEST_LEAN else None
     if len(shape.inner) > 1 or _looks_up(shape):
         return None
-    if shape.persistent and rows_alike(shape.flat()):
+    if shape.persistent and _rows_alike(shape.flat()):
         return None
     shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
     return shape.inner[0] if shape.inner[0].likely >= shortest else None
@@ -102,11 +102,19 @@ def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
     return _begins_anywhere(rest, max(piece // 2, 1), shape.inner[0])
 
 
-def rows_alike(shape: Shape) -> set[str]:
-    """Rows that are the same for all programs, as a layer's weights. Where others begin anywhere
-    these are taken to do so too: a tile lies over threads as suits the widest load of it, and with
-    weights eight at once the others would be loaded from every eighth place (H200: layer norm of
-    222534 rows of 389 bfloat16 145 us, 187 us so; its backward pass 245 us, 270 us)."""
+def moved_singly(shape: Shape) -> set[str]:
+    """What is taken to begin anywhere beside odd rows, though it does not: their weights. A tile
+    lies over threads as suits the widest load of it, and with weights eight at once the rows would
+    be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145 us,
+    187 us so; its backward pass 245 us, 270 us). Where places are looked up, all (group norm of
+    channels of 289 126 us, 164 us with pairs of neighbours)."""
+    if _looks_up(shape):
+        return {b for m in shape.members for b in m.reads | m.writes}
+    return _rows_alike(shape)
+
+
+def _rows_alike(shape: Shape) -> set[str]:
+    """Rows that are the same for all programs, as a layer's weights."""
     rows = frozenset(a.var for a in shape.inner)
     return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) == rows}
 
