@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
-from tests.compile.cubin import build
+from tests.compile.cubin import build, kernels_of
 from tests.compile.test_triton_in_turn import for_card
 from tilewright.schedule import dealt, mixed, split
 from tilewright.testing import run_and_get_code
@@ -111,3 +111,10 @@ def test_rows_of_odd_width_are_read_in_wide_accesses(shape: tuple[int, ...]) -> 
     made = build(for_card(lambda x: x.float().sum(0), torch.empty(shape, dtype=BF16))[0])
     assert "cp.async.cg.shared.global" in made.ptx or made.widest("ld.global") == 16
     assert "ld.global.b16" not in made.ptx and made.spills == 0
+
+
+@pytest.mark.parametrize(("width", "ahead"), [(389, False), (384, True)])
+def test_few_columns_of_single_floats_are_not_fetched_ahead(width: int, ahead: bool) -> None:
+    """Those of a row would all be in one bank of shared memory."""
+    (kernel,) = kernels_of(lambda x: x.sum(0), torch.empty(2042, width))
+    assert ("cp.async" in build(kernel).ptx) == ahead
