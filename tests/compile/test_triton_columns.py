@@ -118,3 +118,14 @@ def test_few_columns_of_single_floats_are_not_fetched_ahead(width: int, ahead: b
     """Those of a row would all be in one bank of shared memory."""
     (kernel,) = kernels_of(lambda x: x.sum(0), torch.empty(2042, width))
     assert ("cp.async" in build(kernel).ptx) == ahead
+
+
+def test_rows_that_are_left_are_not_kept_for_long() -> None:
+    """What folds them runs before what comes next, so that their memory is free then."""
+
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (x @ w).float().sum(0), (w @ w.t()).sin()
+
+    x, w = torch.empty(20001, 32, dtype=BF16), torch.empty(32, 32, dtype=BF16)
+    texts = [kernel.text for kernel in for_card(fn, x, w)]
+    assert ["sin(" in text for text in texts] == [False, False, True]

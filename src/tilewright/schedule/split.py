@@ -78,8 +78,12 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
             continue
         done = cut(program, parts[0], target)
         order.add(done.group)
-        order.wait(done.after)
         buffers.update({b.name: b for b in done.buffers})
+        for fold in done.after:
+            if fold.reads & done.group.reads:  # rows that are left, not to be kept for long
+                order.add(fold, folds=True)
+            else:
+                order.wait(fold)
     return replace(program, buffers={**program.buffers, **buffers}), order.all()
 
 
@@ -128,10 +132,9 @@ def _reordered(group: Group, target: Target) -> Group | None:
     members, loops = _merged(group.members, loops)
     if dealt(replace(fit, members=members, serial=loops), target, starved=False):
         return replace(group, members=members, serial=loops)
-    around = replace(fit, members=members, serial=loops[:-1])
-    return (
-        replace(group, members=members, serial=around.serial) if in_pieces(around, target) else None
-    )
+    if in_pieces(replace(fit, members=members, serial=loops[:-1]), target):
+        return replace(group, members=members, serial=loops[:-1])
+    return None
 
 
 def _widened(group: Group) -> Group:
@@ -184,9 +187,8 @@ class _Order:
         self.placed[place] = group
         self.users.add(place, group)
 
-    def wait(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            self.waiting.add(self.waiting.count, group)
+    def wait(self, group: Group) -> None:
+        self.waiting.add(self.waiting.count, group)
 
     def all(self) -> list[Group]:
         return [*self.placed, *self.waiting.groups.values()]
@@ -504,11 +506,8 @@ class _Partial:
         value = old.src[0]
         mean = self._keep(build.part(node, 0), value)
         none = build.op("sub", value, value)  # zero, or NaN where the element has no deviation
-        m2 = (
-            self._keep(build.part(node, 1), none)
-            if self.nest.reduce
-            else build.op("sub", mean, mean)
-        )
+        m2 = (self._keep(build.part(node, 1), none) if self.nest.reduce
+              else build.op("sub", mean, mean))  # fmt: skip
         count = build.cast(ix.product(v.src[0] for v in self.nest.reduce), node.dtype)
         if self.left is not None:
             count = build.where(self.left.in_chunk, count, const(1, node.dtype))
