@@ -129,3 +129,12 @@ def test_rows_that_are_left_are_not_kept_for_long() -> None:
     x, w = torch.empty(20001, 32, dtype=BF16), torch.empty(32, 32, dtype=BF16)
     texts = [kernel.text for kernel in for_card(fn, x, w)]
     assert ["sin(" in text for text in texts] == [False, False, True]
+
+
+def test_what_many_chunks_leave_is_folded_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {(split, "MANY"): 64, (mixed, "LARGE"): 64, (dealt, "SHORTEST"): 4,
+             (dealt, "CHUNK_WORK"): 16, (mixed, "CHUNK_WORK"): 16}  # fmt: skip
+    for (module, name), value in small.items():
+        monkeypatch.setattr(module, name, value)
+    text = _check(lambda x: (x.float().sum(0), x.argmax(0)), _whole(601, 21))
+    assert text.count("tl.program_id") > 2

@@ -46,6 +46,8 @@ from tilewright.schedule.segments import segments_of
 from tilewright.schedule.sizes import hint, hint_product, work
 from tilewright.target import Target
 
+MANY = 1024  # partial results of a column that few programs would take long to fold
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -76,15 +78,27 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
         if target is None or not parts[0].serial:
             order.add(parts[0])
             continue
-        done = cut(program, parts[0], target)
-        order.add(done.group)
-        buffers.update({b.name: b for b in done.buffers})
-        for fold in done.after:
-            if fold.reads & done.group.reads:  # rows that are left, not to be kept for long
-                order.add(fold, folds=True)
-            else:
-                order.wait(fold)
+        buffers.update(_cut_into(order, program, parts[0], target))
     return replace(program, buffers={**program.buffers, **buffers}), order.all()
+
+
+def _cut_into(order: _Order, program: Program, group: Group, target: Target) -> dict[str, Buffer]:
+    """The group's chunks and what folds their results, in chunks too if these are many: the buffers
+    this takes."""
+    done = cut(program, group, target)
+    order.add(done.group)
+    made = {b.name: b for b in done.buffers}
+    for fold in done.after:
+        rows = hint_product(v.src[0] for v in fold.members[0].reduce)
+        many = rows >= MANY and not dependents(fold.members)
+        if many and (loops := starved(Fit(fold.members, fold.outer), target)):
+            known = replace(program, buffers={**program.buffers, **made})
+            made |= _cut_into(order, known, replace(fold, serial=loops), target)
+        elif fold.reads & done.group.reads:  # rows that are left, not to be kept for long
+            order.add(fold, folds=True)
+        else:
+            order.wait(fold)
+    return made
 
 
 def _private(program: Program, groups: Sequence[Group]) -> set[str]:

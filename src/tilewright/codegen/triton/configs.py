@@ -376,8 +376,8 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
         choices[:2] = choices[1::-1]
     together = round(x.likely / (bx * max(target.sms, 1)))  # programs on a processor
     if together > 1 and not exponentials:
-        least, each = (32, 16) if folds(shape, "argmin", "argmax") else (64, share)
-        br = clamp(least, below(256 // (below(together) * len(loaded))), 256)
+        most, each = (128, 16) if folds(shape, "argmin", "argmax") else (256, share)
+        br = clamp(most // 4, below(most // (below(together) * len(loaded))), most)
         if all(a.likely > 2 * br for a in shape.inner):
             choices.insert(0, (bx, br, each, 3))
     if folds(shape, "welford"):

@@ -47,11 +47,13 @@ class Fold:
 
     def _tile(self) -> str:
         """The values of this block, neutral outside the row."""
+        text = self._values()
+        return f"tl.where({self._inside}, {text}, {self.start})" if self.masked else text
+
+    def _values(self) -> str:
         text = cast(self.w.operand(self.value), self.value.dtype, self.dtype)
         if self.w.support(self.value) != self.support:
             text = f"tl.broadcast_to({text}, {self.w.shape(self.support)})"
-        if self.masked:
-            text = f"tl.where({self._inside}, {text}, {self.start})"
         return text
 
     @property
@@ -86,7 +88,18 @@ class Fold:
         w.line(f"{self.name} = tl.full({w.shape(self.support)}, {self.start}, {TYPE[self.dtype]})")
 
     def step(self) -> None:
-        self.w.line(f"{self.name} = {self.combine}({self.name}, {self._tile()})")
+        text = self._values() if self._vanishes(self.value) else self._tile()
+        self.w.line(f"{self.name} = {self.combine}({self.name}, {text})")
+
+    def _vanishes(self, e: Expr) -> bool:
+        """Whether a value is neutral outside the row as it is: what is loaded there is zero. To
+        choose for each element takes registers (sum of columns of bfloat16: 68, 52 without)."""
+        if self.start not in ("0", "0.0") or self.axis is None or self.axis.lean is not None:
+            return False
+        if e.op == "load":
+            self.w.operand(e)
+            return e in self.w.blank and self.axis in self.w.support(e)
+        return e.op in ("cast", "mul", "add", "sub", "neg") and all(map(self._vanishes, e.src))
 
     def end(self) -> None:
         if self.axis is None:
