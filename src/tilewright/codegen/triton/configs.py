@@ -16,6 +16,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Program
+from tilewright.schedule.sizes import hint_product
 from tilewright.target import Target
 
 LONGEST_OF_THREAD = 32  # rows of a column that a thread folds alone: so many loads are under way
@@ -136,8 +137,11 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
         return 2
     flat = shape.flat()
     known, _ = pairs(flat, program.buffers, frozenset())
-    apart = [n.src[0] for m in flat.members for n in loads(*m.exprs) if n not in known]
-    return 1 if any(2 <= step(i, flat.parallel[-1]) <= 8 for i in apart) else vector
+    axis = flat.parallel[-1]
+    apart = {n.arg for m in flat.members for n in loads(*m.exprs)
+             if n not in known and 2 <= step(n.src[0], axis) <= 8}  # fmt: skip
+    large = max((hint_product(program.buffers[b].size) for b in apart), default=0)
+    return 1 if 8 * large >= axis.likely else vector  # not for tables, which stay in cache
 
 
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
