@@ -129,3 +129,9 @@ def test_blocks(name: str) -> None:
     fn, size, blocks = BLOCKS[name]
     (kernel,) = kernels_of(fn, torch.empty(size, dtype=torch.bfloat16))
     assert kernel.config.kwargs == blocks
+
+
+def test_no_load_waits_for_a_store() -> None:
+    (kernel,) = kernels_of(halves, _bfloat16(2, 5, 3, 80), *torch.randn(2, 5, 80))
+    assert kernel.text.count("tl.store") == 2
+    assert kernel.text.rindex("tl.load") < kernel.text.index("tl.store")

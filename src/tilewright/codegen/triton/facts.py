@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,11 @@ from tilewright.ir.expr import Expr, loads, rewrite, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Store
 
+if TYPE_CHECKING:
+    from tilewright.codegen.triton.shape import Shape
+
 LARGEST = 2**31 - 1
+FEW = 8  # loads whose values a thread has room for
 
 
 def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buffer],
@@ -75,6 +80,22 @@ def _are_narrow(results: set[torch.dtype]) -> bool:
 
 def _is_step(e: Expr) -> bool:
     return e.op in STEPS or (e.op == "cast" and not e.dtype.is_floating_point)
+
+
+def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
+    """What is loaded for a row as a whole and waits for no fold: under way before the row is
+    walked, or a kernel of many rows would wait for it once for each. Where nothing is folded, all
+    of few loads: none of them stays behind a store, which might be to the same memory for all that
+    a compiler knows."""
+    alone = [m for s, axis in shape.segments if axis is None for m in s.members]
+    found = loads(*(e for m in alone for e in m.exprs))
+    results = [s for m in alone for s in m.stores if s.buffer not in local]
+    waits = len(results) > 1 and len(found) <= FEW and not shape.looked_up
+    if shape.serial or not (shape.inner or waits):
+        return []
+    made = frozenset[str]().union(*(m.writes for m in shape.members))
+    return [e for e in found
+            if not any(n.op in ("reduce", "scan") or n.arg in made for n in walk(e))]  # fmt: skip
 
 
 def imports(lines: Sequence[str]) -> list[str]:

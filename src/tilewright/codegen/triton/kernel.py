@@ -374,8 +374,8 @@ class Kernel:
         online = self._joined
         for node in self.w.seldom:  # none of them waits for another
             self.w.operand(node.src[0])
-        if not self.shape.serial:
-            self._early()
+        for node in facts.early_loads(self.shape, self.local):
+            self.w.operand(node)
         if self.lean is not None and self.lean.axis in self.shape.parallel:
             self.lean.tile()
         for k, (segment, axis) in enumerate(self.shape.segments):
@@ -388,15 +388,6 @@ class Kernel:
             else:
                 pairs = [p for j in online.values() if j.first == k for p in j.pairs]
                 self._looped(segment, axis, pairs)
-
-    def _early(self) -> None:
-        """What is loaded for a row as a whole and waits for no fold is under way before the row is
-        walked: a kernel of many rows would wait for it once for each."""
-        made = frozenset[str]().union(*(m.writes for m in self.shape.members))
-        alone = [s for s, axis in self.shape.segments if axis is None and self.shape.inner]
-        for node in loads(*(e for s in alone for m in s.members for e in m.exprs)):
-            if not any(n.op in ("reduce", "scan") or n.arg in made for n in walk(node)):
-                self.w.operand(node)
 
     def _serial(self) -> None:
         """The segments again and again, with accumulators around them."""
