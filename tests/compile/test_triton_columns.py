@@ -138,3 +138,9 @@ def test_what_many_chunks_leave_is_folded_in_chunks_too(monkeypatch: pytest.Monk
         monkeypatch.setattr(module, name, value)
     text = _check(lambda x: (x.float().sum(0), x.argmax(0)), _whole(601, 21))
     assert text.count("tl.program_id") > 2
+
+
+def test_short_columns_that_are_only_folded_belong_to_one_thread_each() -> None:
+    (kernel,) = kernels_of(lambda x: x.mean(0), torch.empty(26, 872, 1571, dtype=BF16))
+    made = build(kernel)
+    assert made.shared == 0 and "ld.global.v4.b32" in made.ptx and made.spills == 0

@@ -123,14 +123,14 @@ def test_wide_indices_when_sizes_need_them() -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_loops_that_run_ahead_have_a_configuration_that_fits(target: str) -> None:
-    """Twelve buffers under way at once are more shared memory than a card has."""
-    args = [_empty(4096, 8192, dtype=torch.float32) for _ in range(12)]
+    """Sixteen buffers under way at once are more shared memory than a card has."""
+    args = [_empty(4096, 8192, dtype=torch.float32) for _ in range(16)]
     kernel = kernels_of(lambda *xs: sum(xs[1:], xs[0]).sum(0), *args, target=target)[0]
     assert "num_stages=STAGES" in kernel.text
     room = Target(target).shared_memory
     assert build(kernel, target).shared > room
-    fits = [k for k in range(1, len(kernel.configs)) if build(kernel, target, k).shared <= room]
-    assert fits and build(kernel, target, fits[0]).spills <= SPILLED
+    others = (build(kernel, target, k) for k in range(1, len(kernel.configs)))
+    assert any(made.shared <= room and made.spills <= SPILLED for made in others)
 
 
 def test_loops_do_not_run_ahead_of_their_own_stores() -> None:
