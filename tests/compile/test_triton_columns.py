@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
+from tests.compile.interp import Interpreter
 from tests.compile.test_triton_in_turn import for_card
 from tilewright.schedule import dealt, mixed, split
 from tilewright.testing import run_and_get_code
@@ -144,3 +146,16 @@ def test_short_columns_that_are_only_folded_belong_to_one_thread_each() -> None:
     (kernel,) = kernels_of(lambda x: x.mean(0), torch.empty(26, 872, 1571, dtype=BF16))
     made = build(kernel)
     assert made.shared == 0 and "ld.global.v4.b32" in made.ptx and made.spills == 0
+
+
+def test_what_is_written_where_it_was_read_is_not_zero_outside() -> None:
+    """Running statistics of each image, which are then folded over the images."""
+
+    def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return F.instance_norm(x, mean, var, use_input_stats=True, momentum=0.5)
+
+    x, mean, var = torch.randn(3, 5, 7, requires_grad=True), torch.randn(5), torch.rand(5)
+    expected = mean.clone(), var.clone()
+    fn(x, *expected)
+    torch.compile(fn, backend=Interpreter(), dynamic=True)(x, mean, var)
+    torch.testing.assert_close((mean, var), expected)

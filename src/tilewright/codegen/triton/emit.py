@@ -57,7 +57,7 @@ class Writer:
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
-        self.blank: set[Expr] = set()  # loads that give zero outside the tile's axes
+        self.blank: set[str] = set()  # names of what was loaded with zeros outside the tile's axes
         self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
         self._depth = 1
@@ -285,10 +285,11 @@ class Writer:
                 self.know(node, self.let(self._index_op(node)))
             case "load":
                 text = self._load(node)
-                if text.startswith("tl.load(") and text.endswith(", other=0)"):
-                    self.blank.add(node)
                 if self.known(node) is None:  # not yet with another
-                    self.know(node, self.let(text))
+                    name = self.let(text)
+                    self.know(node, name)
+                    if text.startswith("tl.load(") and text.endswith(", other=0)"):
+                        self.blank.add(name)
             case "index":
                 self.know(node, self._checked(node))
             case _ if node in self.seldom or self._adds_seldom(node):

@@ -97,8 +97,7 @@ class Fold:
         if self.start not in ("0", "0.0") or self.axis is None or self.axis.lean is not None:
             return False
         if e.op == "load":
-            self.w.operand(e)
-            return e in self.w.blank and self.axis in self.w.support(e)
+            return self.w.operand(e) in self.w.blank and self.axis in self.w.support(e)
         return e.op in ("cast", "mul", "add", "sub", "neg") and all(map(self._vanishes, e.src))
 
     def end(self) -> None:
