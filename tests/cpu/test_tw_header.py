@@ -575,7 +575,10 @@ def draw(row: Row, seed: int, count: int = 400_000) -> torch.Tensor:
 
 @pytest.mark.parametrize("row", RANDOM[2:], ids=lambda row: row.expression)
 def test_random_numbers_repeat(row: Row) -> None:
-    assert torch.equal(draw(row, 42, 1000), draw(row, 42, 2000)[:1000])
+    """Normal ones but for a last bit: what is beyond whole vectors has logarithms of its own."""
+    last_bits = 4e-7 if "randn" in row.expression else 0.0
+    torch.testing.assert_close(draw(row, 42, 1000), draw(row, 42, 2000)[:1000], rtol=last_bits,
+                               atol=last_bits)  # fmt: skip
     assert not torch.equal(draw(row, 42, 1000), draw(row, 43, 1000))
 
 
