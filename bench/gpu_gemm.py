@@ -12,7 +12,8 @@ kernels and nothing of what they measure: it tunes by itself, on a card that nob
 kernels that are there. Its seconds are therefore counted for the cases of `COLD` alone, of which
 nothing is compiled ahead; ours are always from empty caches.
 
-`--random N --seed S` measures products that are drawn instead, of the kinds that models have.
+`--random N --seed S` measures products that are drawn instead, of the kinds that models have, or
+with `--kind fused` groups of a product and what surrounds it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measure import geomean, run_all
+from bench.gemm_cases import FUSED, PRODUCTS, Case, drawn, drawn_groups
+from bench.measure import geomean, leaves, run_all
 from tilewright.gemm.choose import decisions
 from tilewright.tune.clock import between
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CALLS = 10  # in one graph
 LED = 2000.0  # microseconds of a replay above which what starting it costs does not show
 WARM = 0.1  # seconds of turns until the card is at its limit of power, if it comes there
@@ -49,138 +48,6 @@ JOBS = 8  # processes that compile the reference's kernels
 AHEAD = 90.0  # seconds for that; what is left is compiled when it is measured
 LEAST = 0.98  # of eager's speed: what is under it is listed
 COLD = ("mm 4096x14336x4096", "mm 64x6144x4096", "bias + relu")  # what names begin with
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    fn: Callable[..., Tensor]
-    inputs: Callable[[], tuple[Tensor, ...]]
-    fused: bool = False
-
-
-def rand(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    scale = shape[-1] ** -0.25
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
-
-
-def mm(m: int, n: int, k: int, dtype: torch.dtype = BF16, layout: str = "nt") -> Case:
-    """`nt`: the right operand is a transposed weight, as in a linear layer."""
-
-    def inputs() -> tuple[Tensor, ...]:
-        a = rand(m, k, dtype=dtype) if layout[0] == "n" else rand(k, m, dtype=dtype).t()
-        b = rand(k, n, dtype=dtype) if layout[1] == "n" else rand(n, k, dtype=dtype).t()
-        return a, b
-
-    kind = str(dtype).removeprefix("torch.")
-    return Case(f"mm {m}x{n}x{k} {kind} {layout}", torch.mm, inputs)
-
-
-def bmm(b: int, m: int, n: int, k: int, dtype: torch.dtype = BF16) -> Case:
-    kind = str(dtype).removeprefix("torch.")
-    return Case(f"bmm {b}x{m}x{n}x{k} {kind}", torch.bmm,
-                lambda: (rand(b, m, k, dtype=dtype), rand(b, k, n, dtype=dtype)))  # fmt: skip
-
-
-PRODUCTS = [
-    mm(8192, 8192, 8192), mm(4096, 4096, 4096), mm(4096, 14336, 4096), mm(2048, 4096, 14336),
-    mm(16384, 512, 512), mm(1000, 1000, 1000), mm(2049, 2051, 2047, layout="nn"),
-    mm(1, 4096, 4096), mm(4, 4096, 14336), mm(16, 14336, 4096), mm(32, 4096, 4096),
-    mm(64, 6144, 4096), mm(128, 6144, 4096), mm(128, 4096, 14336),
-    mm(256, 256, 16384), mm(64, 64, 65536, layout="nn"), mm(512, 128, 8192),
-    mm(4096, 4096, 64, layout="nn"), mm(2048, 50257, 768), mm(4096, 768, 3072, layout="tn"),
-    mm(4096, 4096, 4096, F16, "nn"), mm(1024, 1024, 1024, F32), mm(333, 777, 555, F32, "nn"),
-    bmm(64, 512, 512, 64), bmm(128, 2048, 64, 2048), bmm(16, 1024, 1024, 1024),
-]  # fmt: skip
-
-
-# ---- products that are drawn
-
-WIDTHS = (512, 768, 1024, 1280, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 11008, 14336)
-KINDS = ("prefill", "decode", "skinny", "large k", "odd", "batched")
-MOST_FLOPS = {BF16: 1.5e12, F16: 1.5e12, F32: 8e10}  # about two milliseconds
-
-
-def drawn(count: int, seed: int) -> list[Case]:
-    """So many products of all kinds in turn, with the seed always the same."""
-    rng = random.Random(seed)
-    cases: list[Case] = []
-    while len(cases) < count:
-        kind = KINDS[len(cases) % len(KINDS)]
-        dtype = rng.choices((BF16, F16, F32), (6, 2, 2))[0]
-        batch, m, n, k = sizes(kind, rng)
-        moved = dtype.itemsize * batch * (m * n + n * k + m * k)
-        if 2 * batch * m * n * k <= MOST_FLOPS[dtype] and moved < 4 << 30:
-            layout = rng.choice(("nt", "nt", "nn", "tn"))
-            one = bmm(batch, m, n, k, dtype) if kind == "batched" else mm(m, n, k, dtype, layout)
-            cases.append(one)
-    return cases
-
-
-def sizes(kind: str, rng: random.Random) -> tuple[int, int, int, int]:
-    """Batch, rows, columns and what is summed over."""
-    n, k = rng.choice(WIDTHS), rng.choice(WIDTHS)
-    match kind:
-        case "prefill":
-            return 1, rng.choice((256, 512, 1024, 1536, 2048, 4096, 8192, 16384)), n, k
-        case "decode":
-            return 1, rng.choice((1, 2, 3, 5, 8, 16, 24, 32, 48, 64, 100, 128)), n, k
-        case "skinny":
-            few, many = rng.choice((16, 64, 96, 128, 256)), rng.choice((4096, 20000, 65536))
-            return 1, *rng.choice(((many, few, k), (many, k, few), (few, many, k)))
-        case "large k":
-            few = [rng.choice((32, 64, 128, 320, 512)) for _ in range(2)]
-            return 1, *few, rng.choice((8192, 16384, 50000, 131072))
-        case "odd":
-            return 1, *(rng.randrange(33, 5000) for _ in range(3))
-        case _:
-            lengths = [rng.choice((64, 128, 256, 512, 1000, 1024, 2048)) for _ in range(2)]
-            batch = rng.choice((4, 12, 16, 32, 96, 128))
-            return batch, *lengths, rng.choice((32, 64, 80, 128, 512))
-
-
-def linear(m: int, n: int, k: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: (rand(m, k), rand(n, k), rand(n))
-
-
-def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(x @ gate.t()) * (x @ up.t())
-
-
-def normed(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), scale) @ w.t()
-
-
-def int8_weights(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-    return (x @ w.to(x.dtype).t()) * scale
-
-
-def int8(n: int, k: int) -> Tensor:
-    return torch.randint(-128, 128, (n, k), device="cuda", dtype=torch.int8)
-
-
-FUSED = [
-    Case("bias + gelu 8192x16384x4096", lambda x, w, b: F.gelu(F.linear(x, w, b)),
-         linear(8192, 16384, 4096), True),
-    Case("bias + tanh gelu 2048x4096x1024", lambda x, w, b: F.gelu(F.linear(x, w, b),
-         approximate="tanh"), linear(2048, 4096, 1024), True),
-    Case("bias + relu 4096x4096x4096", lambda x, w, b: F.relu(F.linear(x, w, b)),
-         linear(4096, 4096, 4096), True),
-    Case("bias + residual 8192x4096x1024", lambda x, w, b, r: F.linear(x, w, b) + r,
-         lambda: (*linear(8192, 4096, 1024)(), rand(8192, 4096)), True),
-    Case("swiglu 4096x11008x4096", swiglu,
-         lambda: (rand(4096, 4096), rand(11008, 4096), rand(11008, 4096)), True),
-    Case("rms norm, product 4096x4096x4096", normed,
-         lambda: (rand(4096, 4096), rand(4096), rand(4096, 4096)), True),
-    Case("int8 weights 16x14336x4096", int8_weights,
-         lambda: (rand(16, 4096), int8(14336, 4096), rand(14336)), True),
-    Case("silu and scale 128x8192x4096", lambda x, w, s: F.silu(x @ w.t()) * s,
-         lambda: (rand(128, 4096), rand(8192, 4096), rand(8192)), True),
-    Case("float32 out 4096x4096x1024", lambda x, w: (x @ w.t()).float() * 0.5,
-         lambda: (rand(4096, 1024), rand(4096, 1024)), True),
-    Case("batched scores 64x1024x1024x64", lambda q, k, m: (q @ k.transpose(1, 2)) * 0.125 + m,
-         lambda: (rand(64, 1024, 64), rand(64, 1024, 64), rand(1024, 1024)), True),
-]  # fmt: skip
 
 
 # ---- measuring
@@ -201,11 +68,12 @@ def sets_of(case: Case) -> list[tuple[Tensor, ...]]:
     return [first, *(case.inputs() for _ in range(max(1, min(16, CACHE // size + 1))))]
 
 
-def error(result: Tensor, expected: Tensor) -> float:
-    return float((result.double() - expected).norm() / expected.norm())
+def error(result: Any, expected: Any) -> float:
+    pairs = zip(leaves(result), leaves(expected), strict=True)
+    return max(float((one.double() - right).norm() / right.norm()) for one, right in pairs)
 
 
-def in_float64(case: Case, args: tuple[Tensor, ...]) -> Tensor:
+def in_float64(case: Case, args: tuple[Tensor, ...]) -> Any:
     return case.fn(*(a.double() if a.is_floating_point() else a for a in args))
 
 
@@ -364,7 +232,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="measure the reference too")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--kind", choices=("all", "products", "fused"), default="all")
-    parser.add_argument("--random", type=int, default=0, help="so many products that are drawn")
+    parser.add_argument("--random", type=int, default=0, help="so many that are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of those")
     parser.add_argument("--out", default="")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
@@ -375,7 +243,8 @@ def main() -> None:
     backends = ["eager", *(["inductor"] if options.reference else []), "tilewright"]
     cases = {"all": PRODUCTS + FUSED, "products": PRODUCTS, "fused": FUSED}[options.kind]
     if options.random:
-        cases = drawn(options.random, options.seed)
+        draw = drawn_groups if options.kind == "fused" else drawn
+        cases = draw(options.random, options.seed)
     end = time.perf_counter() + options.seconds
     head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     columns = ["case", *(f"{b} us" for b in backends), *(f"x {b}" for b in backends[:-1]),
