@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter
 from tests.compile.test_triton_in_turn import for_card
+from tilewright.codegen.triton.configs import Config
 from tilewright.schedule import dealt, mixed, split
 from tilewright.testing import run_and_get_code
 
@@ -74,7 +76,7 @@ COLUMNS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] 
 def test_columns(name: str) -> None:
     fn, make = COLUMNS[name]
     text = _check(fn, *make())
-    assert "rindex*" in text and len(re.findall("p0 +.*%", text)) == 0
+    assert "+ rbase*" in text and len(re.findall("p0 +.*%", text)) == 0
 
 
 def test_a_number_of_rows_that_is_not_known() -> None:
@@ -146,6 +148,13 @@ def test_short_columns_that_are_only_folded_belong_to_one_thread_each() -> None:
     (kernel,) = kernels_of(lambda x: x.mean(0), torch.empty(26, 872, 1571, dtype=BF16))
     made = build(kernel)
     assert made.shared == 0 and "ld.global.v4.b32" in made.ptx and made.spills == 0
+
+
+def test_rows_of_a_column_have_no_addresses_of_their_own() -> None:
+    (kernel,) = kernels_of(lambda x: torch.softmax(x, 1), torch.empty(40, 1024, 1083, dtype=BF16))
+    held = Config((("XBLOCK", 32), ("RBLOCK", 1024)), 16)
+    text = build(replace(kernel, configs=(held,))).ptx
+    assert text.count("mul.wide") < text.count("ld.global")
 
 
 def test_what_is_written_where_it_was_read_is_not_zero_outside() -> None:

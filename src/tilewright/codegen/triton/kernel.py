@@ -13,6 +13,7 @@ import torch
 
 from tilewright import config
 from tilewright.codegen.triton import facts
+from tilewright.codegen.triton.address import address
 from tilewright.codegen.triton.configs import Config, configs, power
 from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
@@ -649,7 +650,7 @@ class Kernel:
         if self.lean is not None:
             place = self.lean.place(node.src[0]) or place
         masked = f", {mask}, other=0" if mask else ""
-        return f"tl.load({self.pointer(node.arg)} + ({place}){masked}{policy})"
+        return f"tl.load({address(self, node.arg, node.src[0], place)}{masked}{policy})"
 
     def _common(self, node: Expr, support: Support) -> Axis | None:
         """The axis along which all neighbours of a thread have a load in common, as a channel's
@@ -749,7 +750,7 @@ class Kernel:
         want = w.covered(points | w.support(*store.exprs))
         text = w.spread(w.index(store.index), have, want)
         text = (self.lean.place(store.index) if self.lean is not None else "") or text
-        return f"{self.pointer(store.buffer)} + ({text})", have | want
+        return address(self, store.buffer, store.index, text), have | want
 
     def _store(self, store: Store) -> None:
         w = self.w
