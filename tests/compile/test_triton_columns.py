@@ -158,6 +158,15 @@ def test_rows_of_a_column_have_no_addresses_of_their_own() -> None:
     assert text.count("mul.wide") < text.count("ld.global")
 
 
+def test_rows_beyond_the_last_cost_nothing_for_each_element() -> None:
+    """Extremes see the last one again; of moments only the last block has a mask."""
+    extreme, *_ = for_card(lambda x: x.argmax(1), torch.empty(1168, 333, 240, dtype=BF16))
+    assert "rmask" not in extreme.text
+    moments, *_ = for_card(lambda x: x.var(0), torch.empty(30849, 48, 128, dtype=BF16))
+    assert [text.count("rmask") > 0 for text in moments.text.split("for roffset")] == [
+        False, False, True]  # fmt: skip
+
+
 def test_what_is_written_where_it_was_read_is_not_zero_outside() -> None:
     """Running statistics of each image, which are then folded over the images."""
 

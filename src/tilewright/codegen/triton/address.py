@@ -1,11 +1,13 @@
-"""Addresses of the elements of a tile."""
+"""Where the rows of a tile are in memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr
+from tilewright.ir.expr import Expr, free_vars, walk
+from tilewright.schedule.segments import Segment
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.kernel import Kernel
@@ -21,8 +23,21 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
         return plain
     (axis,) = rows
     step, rest = ix.coefficient(index, axis.var), ix.without(index, [axis.var])
-    if step is None or ix.value_of(step) is None or not w.support(rest) or place != w.index(index):
+    if step is None or ix.value_of(step) is None or axis is k.repeated:
+        return plain
+    if not w.support(rest) or place != w.index(index):
         return plain
     by = f"*{w.index(step)}"
     first = "" if k.shape.persistent else f"{w.rounds[axis][0]}{by} + "
     return f"{k.pointer(buffer)} + {first}{w.index(rest)} + {axis.name}base{by}"
+
+
+def may_repeat(shape: Shape, segment: Segment, axis: Axis) -> bool:
+    """Whether the last row may stand for those beyond it, where memory runs across: it changes no
+    extreme, and nothing has to be chosen for each element (H200: argmax of columns of 333 of
+    1168x333x240 bfloat16 56.9 us, 58.5 us; largest of 874903 rows of 97 45.0 us, 45.8 us)."""
+    nodes = list(walk(*(e for m in segment.members for e in m.exprs)))
+    kinds = {n.arg.kind for n in nodes if n.op == "reduce"}
+    cut = any(n.op in ("ifloordiv", "imod") and axis.var in free_vars(n) for n in nodes)
+    return (shape.across and not cut and kinds <= {"max", "min", "argmax", "argmin"}
+            and all(m.reduce for m in segment.members) and not shape.ends(axis))  # fmt: skip
