@@ -8,6 +8,7 @@ from tilewright import config, metrics
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.delay import delayed
+from tilewright.schedule.differences import summed_apart
 from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
@@ -45,7 +46,7 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     program = replace(program, buffers=dict(program.buffers))
     nodes = written_out(program, [split_divisions(node) if isinstance(node, Nest) else node
                                   for node in program.nodes if node.name in live])  # fmt: skip
-    nodes = improved(program, nodes)
+    nodes = improved(program, summed_apart(program, nodes))
     search = searched(program, nodes)
     again = recomputed(program, search)
     if again is not None:
