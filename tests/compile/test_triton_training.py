@@ -152,13 +152,19 @@ def test_rows_that_no_cache_keeps_are_fetched_ahead() -> None:
 
 
 def test_smoothed_labels_need_one_walk_of_a_row() -> None:
-    """The sum of a row of log softmax is that of its input, less so often what is subtracted."""
-    x, t = torch.randn(9, 17008) * 3 + 300, torch.randint(0, 17008, (9,))
+    """The sum of a row of log softmax is that of its input, less so often what is subtracted; that
+    of the gradient of a row is what all places have, so often, and what is added at one of them."""
+    x, t = (torch.randn(9, 17008) * 3 + 300).requires_grad_(), torch.randint(0, 17008, (9,))
 
-    def loss(x: Tensor, t: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Tensor:
         return F.cross_entropy(x, t, label_smoothing=0.1)
 
+    def step(f: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        out = f(x)
+        return out, *torch.autograd.grad(out, x)
+
     with as_cuda():
-        found, code = run_and_get_code(torch.compile(loss, backend="tilewright"), x, t)
-    torch.testing.assert_close(found, loss(x, t))
+        found, code = run_and_get_code(step, torch.compile(loss, backend="tilewright"))
+    for one, expected in zip(found, step(loss), strict=True):
+        torch.testing.assert_close(one, expected)
     assert "".join(code).count("for roffset") == 2  # whole blocks, and what is left of the row

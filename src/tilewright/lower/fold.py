@@ -103,7 +103,8 @@ def total(ctx: Lowering, t: Tensor, dims: Sequence[int], keepdim: bool = True) -
 
 def one_place(t: Tensor, dims: Sequence[int]) -> Tensor | None:
     """The sum over a dimension, which is kept, of what is zero but at one place of it, as the
-    gradient of a loss at its labels: the value there."""
+    gradient of a loss at its labels: the value there. Labels that are smoothed add the same
+    everywhere: as often as there are places."""
     if len(dims) != 1 or t.size[dims[0]] is ix.ONE:
         return None
     (dim,) = dims
@@ -112,6 +113,11 @@ def one_place(t: Tensor, dims: Sequence[int]) -> Tensor | None:
     while body.op == "cast":
         casts.insert(0, body.dtype)
         body = body.src[0]
+    everywhere = next((e for e in body.src if along not in free_vars(e)), None)
+    if body.op == "add" and everywhere is not None and not casts:
+        body = body.src[1 - body.src.index(everywhere)]
+    else:
+        everywhere = None
     if body.op != "where" or not body.src[2].is_const or body.src[2].arg != 0:
         return None
     hits = [e for e in _conjuncts(body.src[0]) if e.op == "eq" and along in e.src]
@@ -125,6 +131,9 @@ def one_place(t: Tensor, dims: Sequence[int]) -> Tensor | None:
     value = build.where(functools.reduce(build.both, (*rest, *inside)), *body.src[1:])
     for dtype in casts:
         value = build.cast(value, dtype)
+    if everywhere is not None:
+        count = build.cast(t.size[dim], everywhere.dtype)
+        value = build.op("add", build.op("mul", everywhere, count), value)
     size = tuple(ix.ONE if d == dim else n for d, n in enumerate(t.size))
     return Tensor(size, t.dtype, t.device, value)
 
