@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
-from tests.compile.cubin import kernels_of
+from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter, check
 from tests.traffic import rotary, rotary_in_turns, rotary_whole
 from tilewright.testing import run_and_get_code
@@ -88,6 +88,18 @@ def test_eight_bit_floats_round_as_in_eager(dtype: torch.dtype) -> None:
     assert out
     every = torch.arange(256, dtype=torch.uint8).view(dtype)
     check(lambda x: x.to(torch.float32), every)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_card_rounds_to_eight_bits_itself(dtype: torch.dtype) -> None:
+    """By an instruction for two numbers; what it makes of large ones matters if there are any."""
+    x = torch.empty(4096, 512)
+    (kernel,) = kernels_of(lambda x: x.clamp(-448, 448).to(dtype), x)
+    assert "True)" in kernel.text and "cvt.rn.satfinite" in build(kernel).ptx
+    (kernel,) = kernels_of(lambda x: x.clamp(-448, 1e6).to(dtype), x)
+    assert "False)" in kernel.text and "cvt.rn.satfinite" in build(kernel).ptx
+    (kernel,) = kernels_of(lambda x: x.to(dtype), x, target="sm_80")
+    assert "cvt.rn.satfinite" not in build(kernel, "sm_80").ptx
 
 
 # ---- rows and columns

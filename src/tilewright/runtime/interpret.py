@@ -30,6 +30,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from tilewright.runtime import HELPERS
+
 
 def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
     """In place of `triton.jit`: the function itself."""
@@ -276,7 +278,7 @@ def _standard() -> tuple[tuple[Any, str, Any, Any], ...]:
 
 def users(namespace: dict[str, Any]) -> None:
     """Make what a kernel's text has imported by name the interpreter's as well."""
-    for module in ("tri", "tri_special"):
+    for module in HELPERS:
         if getattr(namespace.get(module), "__name__", "") == f"tilewright.runtime.{module}":
             namespace[module] = helpers(module)
     if isinstance(namespace.get("libdevice"), ModuleType):
@@ -306,7 +308,7 @@ def function(fn: Callable[..., Any]) -> Any:
 def import_all() -> None:
     """Triton imports a part of itself when it first looks at an argument, and that part does not
     take the language of the interpreter for its own; nor must our own helpers for a card."""
-    for name in ("triton.experimental.gluon", f"{__package__}.tri", f"{__package__}.tri_special"):
+    for name in ("triton.experimental.gluon", *(f"{__package__}.{name}" for name in HELPERS)):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -356,7 +358,7 @@ class Interpreted:
         self._waits = "tri.meet(" in text
         self._types = [tl.str_to_ty(t, None) for t in types]
         self._blocks = {name: tl.constexpr(size) for name, size in blocks.items()}
-        for module in ("tri", "tri_special"):
+        for module in HELPERS:
             if module in namespace:
                 namespace[module] = helpers(module)
         namespace["libdevice"] = libdevice

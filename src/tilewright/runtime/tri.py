@@ -552,56 +552,6 @@ def report(err, bad, code: tl.constexpr):
     tl.atomic_or(at, code, mask=bad, sem="relaxed")
 
 
-# ---- eight-bit floats, as the bytes that are in memory
-
-
-@jit
-def from_fp8(x, man: tl.constexpr, bias: tl.constexpr, inf: tl.constexpr, nan: tl.constexpr,
-             uz: tl.constexpr):  # fmt: skip
-    """A byte as the number it stands for; `inf` and `nan` are codes, -1 for none."""
-    shift: tl.constexpr = 23 - man
-    u = x.to(tl.int32)
-    magnitude = u & 0x7F
-    sign = (u & 0x80) << 24
-    body = magnitude << shift
-    normal = body + ((127 - bias) << 23)
-    unit: tl.constexpr = (128 - bias) << 23
-    whole = (body + unit).to(tl.float32, bitcast=True)
-    one = (body * 0 + unit).to(tl.float32, bitcast=True)
-    tiny = (whole - one).to(tl.int32, bitcast=True)
-    bits = tl.where(magnitude < (1 << man), tiny, normal)
-    if uz:
-        bits = tl.where(u == 0x80, 0x7FC00000, bits | sign)
-    else:
-        bits = tl.where(magnitude == inf, 0x7F800000, bits)
-        bits = tl.where(magnitude >= nan, 0x7FC00000, bits) | sign
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@jit
-def to_fp8(x, man: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, beyond: tl.constexpr,
-           uz: tl.constexpr):  # fmt: skip
-    """Rounded to nearest, ties to even; `beyond` is the code of what is too large."""
-    shift: tl.constexpr = 23 - man
-    u = x.to(tl.int32, bitcast=True)
-    a = u & 0x7FFFFFFF
-    sign = (u >> 24) & 0x80
-    smallest: tl.constexpr = (128 - bias) << 23
-    normal = (a - ((127 - bias) << 23) + ((1 << (shift - 1)) - 1) + ((a >> shift) & 1)) >> shift
-    anchor: tl.constexpr = smallest + (shift << 23)
-    unit = (a * 0 + anchor).to(tl.float32, bitcast=True)
-    tiny = (a.to(tl.float32, bitcast=True) + unit).to(tl.int32, bitcast=True) - anchor
-    r = tl.where(a < smallest, tiny, normal)
-    r = tl.where(r > largest, beyond, r)
-    r = tl.where(a >= (160 << 23), beyond, r)
-    r = tl.where(a > 0x7F800000, 0x80 if uz else 0x7F, r)
-    if uz:
-        r = tl.where((r == 0) | (r == 0x80), r, r | sign)
-    else:
-        r = r | sign
-    return r.to(tl.uint8)
-
-
 # ---- random numbers: Philox4x32-10, the same as the C++ and the torch one. A place of the stream
 # is a number of 32 bits, four to a counter; what needs 64 bits has two to a counter. `..._block`
 # computes all numbers of each counter, as new dimensions of two that come last.

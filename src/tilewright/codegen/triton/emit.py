@@ -7,7 +7,7 @@ an int64 first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,7 @@ from tilewright.codegen.triton.text import (
     below_block,
     cast,
     drawn,
+    fp8_at_once,
     number,
     random_block,
 )
@@ -54,6 +55,7 @@ class Writer:
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
         self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
         self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
+        self.fp8: Collection[torch.dtype] = ()  # types that the card itself rounds to
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
@@ -320,6 +322,8 @@ class Writer:
             return text if is_exact(source) else f"tri.rounded({text})"
         if node in self.coarse:
             return self.coarse[node].format(*(self.operand(s) for s in self._needs(node)))
+        if node.op == "cast" and node.dtype in self.fp8:
+            return fp8_at_once(self.operand(node.src[0]), node.src[0], node.dtype)
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
         for k, s in enumerate(node.src):

@@ -102,7 +102,7 @@ def changed(launch: Launch, parameter: str, value: Expr) -> str:
         return ""  # it needs numbers, or the place of the element
     if syms(*outside) - syms(read) or launch.descriptors:
         return ""
-    if not kernel.text or re.search(r"\b(tri|tri_special|libdevice|_epilogue)\b", kernel.text):
+    if not kernel.text or re.search(r"\b(tri|tri_\w+|libdevice|_epilogue)\b", kernel.text):
         return ""
     if re.search(r"\btl\b", kernel.text) and "import triton.language as tl" not in kernel.text:
         return ""

@@ -17,6 +17,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads, rewrite, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Store
+from tilewright.runtime import HELPERS
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.shape import Shape
@@ -100,7 +101,7 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
 
 def imports(lines: Sequence[str]) -> list[str]:
     body = "\n".join(lines)
-    helpers = [name for name in ("tri", "tri_special") if re.search(rf"\b{name}\.", body)]
+    helpers = [name for name in HELPERS if re.search(rf"\b{name}\.", body)]
     found = ["import triton", "import triton.language as tl"]
     if "libdevice." in body:
         found.append("from triton.language.extra import libdevice")

@@ -32,7 +32,7 @@ from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
-from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
+from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
@@ -135,6 +135,8 @@ class Kernel:
             self.w.narrow = kept_narrow(exprs, made)
         self.joins = not skips_a_rounding(exprs, made) and facts.joins(
             exprs, results - {torch.float32} | self._along)  # fmt: skip
+        if target.capability >= (8, 9):
+            self.w.fp8 = FP8_LARGEST
         self.w.valued = facts.valued(exprs, [s for m in shape.members for s in m.stores])
         self.w.seldom = choices(shape, self.w)
         if not shape.persistent:

@@ -36,6 +36,7 @@ SIGNATURE: dict[torch.dtype, str] = {
 
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
                  torch.float8_e5m2fnuz))  # fmt: skip
+FP8_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _SMALL = (torch.float16, torch.bfloat16)
 
 
@@ -93,16 +94,35 @@ def _fp8(dtype: torch.dtype, part: Literal["from", "to"]) -> str:
     return f"{man}, {bias}, {largest}, {beyond}, {uz}"
 
 
+def fp8_at_once(text: str, source: Expr, to: torch.dtype) -> str:
+    """A float in a type of `FP8_LARGEST`, by the card's own instruction."""
+    *facts, _ = _fp8(to, "to").split(", ")
+    within = str(_is_within(source, FP8_LARGEST[to]))
+    arguments = (cast(text, source.dtype, torch.float32), *facts, within)
+    return f"tri_fp8.at_once({', '.join(arguments)})"
+
+
+def _is_within(e: Expr, largest: float) -> bool:
+    """Whether a value was cut off at both sides."""
+    sides: set[str] = set()
+    while e.op in ("min", "max") and any(s.is_const for s in e.src):
+        at = next(k for k, s in enumerate(e.src) if s.is_const)
+        if abs(e.src[at].arg) <= largest:
+            sides.add(e.op)
+        e = e.src[1 - at]
+    return len(sides) == 2
+
+
 def cast(text: str, source: torch.dtype, to: torch.dtype) -> str:
     """A value of one type in another, rounded as in eager."""
     if source == to:
         return text
     if source in FP8:
-        return cast(f"tri.from_fp8({text}, {_fp8(source, 'from')})", torch.float32, to)
+        return cast(f"tri_fp8.read({text}, {_fp8(source, 'from')})", torch.float32, to)
     if to == torch.bool:
         return f"({text} != 0)"
     if to in FP8:
-        return f"tri.to_fp8({cast(text, source, torch.float32)}, {_fp8(to, 'to')})"
+        return f"tri_fp8.rounded({cast(text, source, torch.float32)}, {_fp8(to, 'to')})"
     if to in _SMALL and source != torch.float32:
         text = f"{text}.to(tl.float32)"  # as eager: through float
     if source in _SMALL and to != torch.float32:
