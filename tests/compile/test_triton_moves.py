@@ -37,6 +37,10 @@ def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-high, low), -1) * sin).to(x.dtype).contiguous()
 
 
+def turned_around(x: Tensor) -> Tensor:
+    return x.permute(3, 2, 1, 0).contiguous()
+
+
 def _bfloat16(*size: int) -> Tensor:
     return torch.randn(size).bfloat16()
 
@@ -55,6 +59,9 @@ CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
         lambda x, y: torch.stack((x.t() + y, x.t() - y), -1),
         (torch.randn(40, 33), _bfloat16(33, 40))),
     "an odd count": (lambda x, y: torch.stack((x, -y), -1), (_bfloat16(257, 257),) * 2),
+    "turned around": (turned_around, (_bfloat16(14, 24, 9, 11),)),
+    "turned into every second": (
+        lambda x, y: y[:, ::2].copy_(x.t()), (torch.randn(40, 33), torch.randn(33, 80))),
     "in the place of one": (
         lambda x: x.copy_(torch.stack((x[..., 1::2], x[..., ::2]), -1).flatten(-2)),
         (torch.randn(7, 34),)),
@@ -67,7 +74,7 @@ def test_values(name: str) -> None:
     check(fn, *(a.clone() for a in args))
 
 
-@pytest.mark.parametrize("name", ["rotation", "rotation of halves", "average"])
+@pytest.mark.parametrize("name", ["rotation", "rotation of halves", "average", "turned around"])
 def test_values_of_sizes_that_are_not_known(name: str) -> None:
     fn, args = CASES[name]
     check(fn, *args, dynamic=True)
@@ -113,8 +120,9 @@ BLOCKS: dict[str, tuple[Fn, tuple[int, ...], dict[str, int]]] = {
     "pieces of rows": (
         lambda x: halves(x, x[0, :, 0], x[1, :, 0]), (11, 301, 16, 80), {"XBLOCK": 512}),
     "a second tile for six columns": (
-        lambda x: x.permute(3, 2, 1, 0).contiguous(), (134, 128, 23, 83),
+        lambda x: x.permute(0, 2, 1).contiguous(), (128, 134, 1909),
         {"YBLOCK": 64, "XBLOCK": 256}),
+    "short columns as one": (turned_around, (14, 1024, 95, 95), {"YBLOCK": 128, "XBLOCK": 128}),
     "rows that begin anywhere": (
         lambda x: x.permute(0, 2, 1).contiguous(), (159, 363, 1024),
         {"YBLOCK": 32, "XBLOCK": 128}),
@@ -129,6 +137,11 @@ def test_blocks(name: str) -> None:
     fn, size, blocks = BLOCKS[name]
     (kernel,) = kernels_of(fn, torch.empty(size, dtype=torch.bfloat16))
     assert kernel.config.kwargs == blocks
+
+
+def test_short_rows_are_read_one_after_the_other() -> None:
+    (kernel,) = kernels_of(turned_around, torch.empty(1792, 512, 16, 16, dtype=torch.bfloat16))
+    assert "tl.load(p0 + ((xbase*131072 + ybase)))" in kernel.text
 
 
 def test_no_load_waits_for_a_store() -> None:
