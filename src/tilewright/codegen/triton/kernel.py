@@ -496,7 +496,7 @@ class Kernel:
             if axis in w.starts:
                 w.starts[axis] = place
             everywhere, index = w.masked, f"{place} + {axis.name}base"
-            if axis in everywhere and may_repeat(self.shape, segment, axis):
+            if axis in everywhere and not pairs and may_repeat(self.shape, segment, axis):
                 self.repeated = axis
                 index = f"tl.minimum({index}, {axis.name}last - 1)"
             moments = any(isinstance(fold, WelfordFold) for fold in folds.values())
