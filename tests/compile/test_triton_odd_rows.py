@@ -51,6 +51,10 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "folds and a row": (lambda x: (x * 2, x.float().sum(-1)), lambda: (_random(17, 2999),)),
     "layer norm": (lambda x, w: F.layer_norm(x, x.shape[-1:], w), lambda: (
         _random(17, 17003), _random(17003))),
+    "wide weights": (lambda x, w: (x.float() * w).sum(-1), lambda: (
+        _random(17, 17003), _random(17003, dtype=F32))),
+    "a mask that others share": (lambda x, m: torch.where(m, x, -1e4).amax(-1), lambda: (
+        _random(3, 5, 17003), torch.rand(5, 17003) < 0.3)),
     "a residual that is stored": (_residual, lambda: (
         _random(17, 17003), _random(17, 17003), _random(17003))),
     "a residual that is held": (_residual, lambda: (_random(17, 3001), _random(17, 3001))),
@@ -205,3 +209,11 @@ def test_weights_do_not_lay_out_rows_that_begin_anywhere(length: int) -> None:
     weight = torch.empty(length, dtype=BF16)
     (kernel,) = kernels_of(lambda x, w: F.layer_norm(x, x.shape[-1:], w), x, weight)
     assert build(kernel).shared < 512
+
+
+def test_weights_beside_rows_are_loaded_sixteen_bytes_at_once() -> None:
+    """Single elements are loaded at the ends of rows only."""
+    x, weight = torch.empty(1348, 17649, dtype=BF16), torch.empty(17649, dtype=BF16)
+    (kernel,) = kernels_of(lambda x, w: F.layer_norm(x, x.shape[-1:], w, w), x, weight)
+    narrow = re.findall(r"ld\.global[.:\w]*\.b16\b", build(kernel).ptx)
+    assert "tri_rows.slid(" in kernel.text and len(narrow) <= 3

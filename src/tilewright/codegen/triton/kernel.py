@@ -546,7 +546,8 @@ class Kernel:
             return ROWS
         for n in loads(fold):
             if axis.var not in free_vars(n.src[0]) or (
-                self.lean is not None and self.lean.steps(n.src[0])):  # fmt: skip
+                self.lean is not None and (self.lean.steps(n.src[0]) or self.lean.slides(n))
+            ):  # fmt: skip
                 continue
             first = substitute(n.src[0], {axis.var: ix.ZERO})
             if ix.mod(ix.mul(first, n.dtype.itemsize), 16) is not ix.ZERO:
@@ -658,6 +659,8 @@ class Kernel:
             place = f"tl.reshape({place}, [{block}])"
             return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
         if self.lean is not None:
+            if slid := self.lean.slid(node, self.pointer(node.arg), mask):
+                return slid
             place = self.lean.place(node.src[0]) or place
         masked = f", {mask}, other=0" if mask else ""
         return f"tl.load({address(self, node.arg, node.src[0], place)}{masked}{policy})"
