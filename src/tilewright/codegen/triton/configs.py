@@ -21,6 +21,7 @@ from tilewright.target import Target
 
 LONGEST_OF_THREAD = 32  # rows of a column that a thread folds alone: so many loads are under way
 MOST_WARPS = 32
+LONG_ROW = 1 << 14  # elements of a row of which each program has a piece
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,9 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
+    long = 512 * vector
+    if size >= LONG_ROW and (x.lean is not None or even >= long):  # 849 rows of 100277 86 us, 93 us
+        yield Config(((y.block, 1), (x.block, long)), 8, registers=32)
     # of rows that begin anywhere longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
     lengths = (64, 128, 32) if x.lean is not None else (16, 128, 32)
     most: list[int | None] = [32, None, None, None]  # as many threads as there is room for
@@ -299,13 +303,21 @@ def _piece_of(shape: Shape, axis: Axis, most: int) -> int:
 def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 127 us in
     blocks of 2048, 132 us of 4096, 155 us of 8192; of 50257 199, 207 and 300 us), eight where each
-    has a place too (argmax of 32768 bfloat16 119 us, 187 us). Rows that are walked again should be
-    in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 445 us with 32
-    warps, 497 us with 16, 605 us with 8). With fewer rows than the card runs programs, each gets
-    more threads, and more loads if it walks again (group norm of 512 rows of 65536 bfloat16 43 us
-    in blocks of 16384, 47 us of 4096). Rows that no cache keeps until then are fetched ahead (batch
-    norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
+    has a place too (argmax of 32768 bfloat16 119 us, 187 us). What only adds up waits for memory
+    alone: all rows at work together have as much under way as the card takes, however few they are
+    (squares of 542 rows of 262144 float16 69 us in blocks of 8192, 118 us of 2048; of 2731 rows of
+    27520 floats 73 us, 80 us); of chunks that may end sooner loads are not moved ahead by the
+    compiler (254 chunks of 376832 bfloat16 47 us of 16384, 55 us of 8192). So do few rows with more
+    to compute (std and mean of 2731 rows 73 us in blocks of 4096, 80 us of 2048; cross entropy of
+    819 rows of 110087 bfloat16 51 us, 58 us; of 1400 of 128256 89 us of 4096 by four warps, 97 us
+    of 2048, 104 us of 4096 by eight, of which not all run at once). Rows that are walked again
+    should be in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 445
+    us with 32 warps, 497 us with 16, 605 us with 8). With fewer rows than the card runs programs,
+    each gets more threads, and more loads if it walks again (group norm of 512 rows of 65536
+    bfloat16 43 us in blocks of 16384, 47 us of 4096). Rows that no cache keeps until then are
+    fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
     x = shape.parallel[0]
+    exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
     if shape.again and max(a.likely for a in shape.inner) <= MOST_KEPT // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
@@ -315,11 +327,15 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
             choices.insert(0, (1, 4096, 16))
         elif x.likely < 8 * target.sms:
             choices.insert(0, (1, 4096, 8))
+    elif not exponentials:
+        choices.insert(0, (1, 4096, 8) if folds(shape, "welford") else (1, 8192, 16))
+    elif x.likely < 16 * target.sms:
+        choices.insert(0, (1, 4096, 8 if x.likely < 8 * target.sms else 4))
     if folds(shape, "argmin", "argmax"):
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:
         choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]
-        if shape.again and not shape.ahead:
+        if not shape.ahead and (shape.again or (shape.ragged and not exponentials)):
             choices.insert(0, (1, 16384, 16))
     aheads = [4] * len(choices) if shape.ahead else [0] * len(choices)
     if shape.ahead:  # what is fetched ahead may not fit
