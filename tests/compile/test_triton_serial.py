@@ -59,10 +59,11 @@ def test_rows_and_columns_of_one_pass(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "length", "programs"),
-                         [(16384, 4096, 256), (222534, 389, 2048), (4096, 389, 97)])  # fmt: skip
+                         [(16384, 4096, 256), (222534, 389, 2048), (4096, 389, 97),
+                          (40000, 2700, 512), (40000, 2696, 256)])  # fmt: skip
 def test_more_programs_walk_short_rows(rows: int, length: int, programs: int) -> None:
-    """Each has a row or a few under way, and of short ones that is little. Where rows are few, what
-    programs leave would be more."""
+    """Each has a row or a few under way, and of short ones that is little, and of odd ones none
+    ahead. Where rows are few, what programs leave would be more."""
     b = Build()
     r, j = b.loops(rows, length)
     x, total, columns = b.input(rows, length), b.buffer((rows,)), b.buffer((length,))

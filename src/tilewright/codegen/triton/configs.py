@@ -254,17 +254,18 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
 def _rows_in_order(shape: Shape) -> Iterable[Config]:
     """Rows one after the other, the loads of the next ones under way (H200: the backward pass of
     layer norm, 16384x4096 bfloat16: 105 us with three, 169 us without; of rows of 1501, which are
-    not loaded ahead, 212 us with four warps, 237 us with two; of 777 171 us with one, 202 us with
-    two)."""
+    not loaded ahead, 212 us with four warps, 237 us with two; of 2699 161 us with four, 169 us with
+    eight; of 777 171 us with one, 202 us with two)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     choices = ((32, 3), (16, 3), (32, 2), (16, 1)) if shape.ahead else ((16, 0), (32, 0), (8, 0))
     if shape.odd and shape.ahead and longest > 1024:  # single elements are not fetched ahead
-        choices = ((16, 1), (32, 1))
+        choices = ((16, 1), (32, 1)) if longest < 4096 else ((32, 1), (16, 1))
     for share, ahead in choices:
         warps = clamp(1, power(longest / (32 * share)), MOST_WARPS)
-        yield Config(((x.block, 1), *rows), warps, ahead=ahead)
+        most = 128 if ahead == 1 and share == 32 else None  # four programs of four warps
+        yield Config(((x.block, 1), *rows), warps, ahead=ahead, registers=most)
 
 
 def _columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
