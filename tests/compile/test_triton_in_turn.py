@@ -118,7 +118,7 @@ def test_parts_of_a_row_are_alike() -> None:
 ALONE: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "rows that stay in cache": (lambda x: torch.softmax(x, -1), (512, 65536)),
     "rows that are read once": (lambda x: x.float().sum(-1), (512, 1 << 18)),
-    "few rows": (lambda x: torch.softmax(x, -1), (100, 1 << 18)),
+    "very few rows": (lambda x: torch.softmax(x, -1), (8, 1 << 22)),
     "rows beyond all programs": (lambda x: torch.softmax(x, -1), (256, 1 << 21)),
     "columns": (lambda x: torch.softmax(x, 0), (1 << 18, 2048)),
 }
@@ -131,6 +131,12 @@ def test_other_rows_have_a_program_of_their_own(name: str) -> None:
     assert kernels
     for kernel in kernels:
         assert not kernel.in_turn and not kernel.counters
+
+
+def test_fewer_rows_than_processors_are_shared_by_all_of_these() -> None:
+    for shape, programs in (((64, 64, 112, 112), 1024), ((256, 32, 112, 112), 512)):
+        (kernel,) = for_card(batch_norm, torch.empty(shape, dtype=torch.bfloat16))
+        assert kernel.in_turn and kernel.programs({}) == programs
 
 
 def test_rows_of_two_buffers_have_a_program_of_their_own() -> None:

@@ -239,9 +239,10 @@ def in_turn(fit: Fit, target: Target) -> int:
     are too long to be in cache until then: so many that those at work, two on each processor, have
     half of the cache (H200: batch norm of 256 rows of 200704 bfloat16 77.5 us by fours, 80.3 us by
     one each). None: each row has its own, as where several buffers are walked (its backward pass
-    124 us by one each, 128, 137 and 173 us by 4, 8 and 16)."""
+    124 us by one each, 128, 137 and 173 us by 4, 8 and 16). Of fewer rows than processors so many
+    that all of these have some (64 rows of 802816 76.9 us by 16, 78.5 us by 32, 100 us by one)."""
     rows = ix.value_of(ix.product(v.src[0] for v in fit.outer))
-    if not target.is_gpu or not rows or rows < target.sms:
+    if not target.is_gpu or not rows or 16 * rows < target.sms:
         return 0
     if any(is_alone(m) or not _plain(m, fit) for m in fit.members):
         return 0
@@ -253,13 +254,15 @@ def in_turn(fit: Fit, target: Target) -> int:
     made = {s.buffer for m in fit.members for s in m.stores}
     walked = {n.arg: n.dtype.itemsize for m in fit.members for n in loads(*m.exprs)
               if n.arg not in made and _points(n.src[0]) >= rows * longest}  # fmt: skip
-    if len(walked) > 1:
+    few = rows < target.sms
+    if len(walked) > 1 and not few:
         return 0
     row = longest * sum(walked.values())
     count = 1
-    while 2 * target.sms * row // count > target.l2 // 2:
+    wanted = 2 * target.sms if few else 0
+    while 2 * target.sms * row // count > target.l2 // 2 or rows * count < wanted:
         count *= 2
-    return count if count <= MOST_IN_TURN else 0
+    return min(count, MOST_IN_TURN) if few or count <= MOST_IN_TURN else 0
 
 
 def _plain(nest: Nest, fit: Fit) -> bool:
