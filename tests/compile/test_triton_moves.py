@@ -19,6 +19,7 @@ from tests.compile.card import CARD
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
+from tilewright.codegen.triton import turned
 from tilewright.graph.simplify import simplify
 from tilewright.lower.graph import lower
 from tilewright.testing import run_and_get_code
@@ -137,6 +138,22 @@ def test_blocks(name: str) -> None:
     fn, size, blocks = BLOCKS[name]
     (kernel,) = kernels_of(fn, torch.empty(size, dtype=torch.bfloat16))
     assert kernel.config.kwargs == blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [(517, 301), (260, 259)])
+def test_values_of_odd_rows_that_are_turned(
+    dtype: torch.dtype, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turned, "FEWEST", 0)
+    check(lambda x: x.t().contiguous(), torch.randn(size).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_odd_rows_are_turned_sixteen_bytes_at_once(dtype: torch.dtype) -> None:
+    (kernel,) = kernels_of(lambda x: x.t().contiguous(), torch.empty(8191, 1501, dtype=dtype))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16 and not made.spills
 
 
 def test_short_rows_are_read_one_after_the_other() -> None:

@@ -11,6 +11,7 @@ from tilewright.codegen.triton.kernel import Kernel, TritonKernel
 from tilewright.codegen.triton.leaning import leaning
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
+from tilewright.codegen.triton.turned import turned
 from tilewright.errors import CodegenError
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
@@ -39,6 +40,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
     shape = parts[0][1]
+    if (made := turned(program, group, shape, target, name, wide)) is not None:
+        return made
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
     if other is None or not measured:
@@ -48,5 +51,5 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     held, walked = (shape, other) if shape.persistent else (other, shape)
     found = [replace(c, held=int(form.persistent)) for form in (shape, other)
              for c in configs(program, form, target)]  # fmt: skip
-    made = [Kernel(program, group, form, target, wide, tuple(found)) for form in (held, walked)]
-    return made[0].either(made[1], name)
+    both = [Kernel(program, group, form, target, wide, tuple(found)) for form in (held, walked)]
+    return both[0].either(both[1], name)
