@@ -123,6 +123,10 @@ BLOCKS: dict[str, tuple[Fn, tuple[int, ...], dict[str, int]]] = {
     "a second tile for six columns": (
         lambda x: x.permute(0, 2, 1).contiguous(), (128, 134, 1909),
         {"YBLOCK": 64, "XBLOCK": 256}),
+    "numbers of two widths": (lambda x: x.float(), (4096, 8192), {"XBLOCK": 1024}),
+    "one width": (lambda x: x * 2, (4096, 8192), {"XBLOCK": 2048}),
+    "two widths and a long function": (
+        lambda x: F.gelu(x).float(), (4096, 8192), {"XBLOCK": 2048}),
     "short columns as one": (turned_around, (14, 1024, 95, 95), {"YBLOCK": 128, "XBLOCK": 128}),
     "rows that begin anywhere": (
         lambda x: x.permute(0, 2, 1).contiguous(), (159, 363, 1024),
@@ -159,6 +163,18 @@ def test_odd_rows_are_turned_sixteen_bytes_at_once(dtype: torch.dtype) -> None:
 def test_short_rows_are_read_one_after_the_other() -> None:
     (kernel,) = kernels_of(turned_around, torch.empty(1792, 512, 16, 16, dtype=torch.bfloat16))
     assert "tl.load(p0 + ((xbase*131072 + ybase)))" in kernel.text
+
+
+@pytest.mark.parametrize(("fn", "places", "blocks"), [
+    (lambda x, i: x[i], (4096,), {"YBLOCK": 2, "XBLOCK": 1024}),
+    (lambda x, i: x.gather(1, i), (4096, 2311), {"XBLOCK": 4096}),
+])  # fmt: skip
+def test_blocks_of_what_is_looked_up(
+    fn: Fn, places: tuple[int, ...], blocks: dict[str, int]
+) -> None:
+    (kernel,) = kernels_of(fn, torch.empty(4096, 2311, dtype=torch.bfloat16),
+                           torch.zeros(places, dtype=torch.int64))  # fmt: skip
+    assert kernel.config.kwargs == blocks
 
 
 def test_no_load_waits_for_a_store() -> None:

@@ -107,7 +107,7 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         else:
             many = 1 if heavy else _at_once(program, shape, vector)
             found = (_tiled(program, shape, target) if shape.rank > 1
-                     else _flat(x, many, target))  # fmt: skip
+                     else [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
     elif shape.shared:
         found = _shared_rows(shape, vector)
     elif not shape.persistent:
@@ -142,7 +142,22 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
     apart = {n.arg for m in flat.members for n in loads(*m.exprs)
              if n not in known and 2 <= step(n.src[0], axis) <= 8}  # fmt: skip
     large = max((hint_product(program.buffers[b].size) for b in apart), default=0)
-    return 1 if 8 * large >= axis.likely else vector  # not for tables, which stay in cache
+    if 8 * large >= axis.likely:  # not for tables, which stay in cache
+        return 1
+    return vector // 2 if not known and _is_mixed(program, flat, vector) else vector
+
+
+def _is_mixed(program: Program, flat: Shape, vector: int) -> bool:
+    """Whether some of what is moved is so wide that a thread's elements of it are several accesses
+    already, and little is computed: half as many of all then (H200: halves of rotary embeddings of
+    64 bfloat16 56 us, 61 us; a step of momentum of 31812712 numbers 155 us, 157 us; 69009408
+    float16 to float32 102 us, 105 us; but gelu 134 us, 129 us)."""
+    nodes = [n for m in flat.members for n in walk(*m.exprs)]
+    if any(n.op in TABLE and TABLE[n.op].cost >= 20 for n in nodes):
+        return False
+    moved = {n.arg for n in nodes if n.op == "load" and free_vars(n.src[0])}
+    moved |= {b for m in flat.members for b in m.writes}
+    return any(vector * program.buffers[b].dtype.itemsize > 16 for b in moved)
 
 
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
@@ -154,6 +169,17 @@ def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
     for size, share in ((block, 64), (block // 2, 64), (block, 32), (2 * block, 64)):
         if size >= 32:
             yield Config(((axis.block, size),), clamp(1, size // (share * vector), 8))
+
+
+def _looked_up(shape: Shape, target: Target) -> Iterable[Config]:
+    """Large blocks where each element is looked up in a row: more of what a program has read of it
+    is read again while it is in cache (H200: gather of 1931 rows of 10600 float16 70 us, 81 us by
+    2048; of 1000 rows of 16384 floats 80 us, 113 us by 1024)."""
+    (x,) = shape.parallel
+    if x.likely >= 8192 * target.sms and any(
+        free_vars(i) for m in shape.members for n in loads(*m.exprs)
+        for i in walk(n.src[0]) if i.op == "index"):  # fmt: skip
+        yield Config(((x.block, 4096),), 16)
 
 
 def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
@@ -198,7 +224,10 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     133 us with one of 1024); blocks that divide a row need no mask. With no more registers than let
     all threads run (gradient of cross entropy of 8192x32000 bfloat16 255 us with 32, 277 us with
     34; of 50257 420 us, 444 us with 40). Where each row looks up many, one at a time (gathered
-    gradients of 2048 bfloat16 132 us, 200 us in short pieces)."""
+    gradients of 2048 bfloat16 132 us, 200 us in short pieces). Where rows are looked up, few of
+    them: what a program waits for first is not to hold up much (2358 rows of 5159 bfloat16 15.1 us
+    by two, 19.5 us by sixteen; 14367 of 743 14.6 us, 18.5 us; 2227 of 4040 floats 19.7 us, 20.3 us;
+    65536 of 2048 bfloat16 125 us either way)."""
     y, x = shape.parallel
     size = x.size or x.likely
     even = size & -size
@@ -208,6 +237,11 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
+    elif _reads_rows(shape):
+        bx = min(even if even >= 16 * vector else power(size), 128 * vector)
+        enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
+        by = clamp(1, 256 * vector // bx, power(enough))
+        yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (64 * vector), 4))
     long = 512 * vector
     if size >= LONG_ROW and (x.lean is not None or even >= long):  # 849 rows of 100277 86 us, 93 us
         yield Config(((y.block, 1), (x.block, long)), 8, registers=32)
@@ -220,6 +254,17 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         by = clamp(1, 1024 * vector // bx, power(enough))
         warps = clamp(1, by * bx // (64 * vector), 16)
         yield Config(((y.block, by), (x.block, bx)), warps, registers=registers)
+
+
+def _reads_rows(shape: Shape) -> bool:
+    """Whether rows are read that are looked up."""
+    x = shape.parallel[-1]
+    flat = shape.flat()
+    return any(
+        ix.coefficient(n.src[0], x.var) is ix.ONE and any(i.op == "index" for i in walk(n.src[0]))
+        for m in flat.members
+        for n in loads(*m.exprs)
+    )
 
 
 def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
