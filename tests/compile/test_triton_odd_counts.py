@@ -130,6 +130,17 @@ def test_odd_counts_are_moved_sixteen_bytes_at_once(name: str) -> None:
     assert len(re.findall(r"st\.global\.b\d+", made.ptx)) == 1
 
 
+def test_of_several_wide_tensors_a_thread_has_fewer_elements() -> None:
+    """What else it reads is small, and stays in cache."""
+    for dtype, block in ((torch.float32, 1024), (BF16, 2048)):
+        args = [torch.empty(1 << 22, dtype=dtype) for _ in range(3)]
+        (kernel,) = kernels_of(lambda a, b, c: (a * b + c).bfloat16(), *args)
+        assert (kernel.config.kwargs["XBLOCK"], kernel.config.num_warps) == (block, 4)
+    rows = torch.empty(1 << 14, 256, dtype=BF16), torch.empty(256), torch.empty(256)
+    (kernel,) = kernels_of(lambda x, m, s: ((x - m) * s).bfloat16(), *rows)
+    assert kernel.config.kwargs["XBLOCK"] == 2048
+
+
 def test_one_number_is_loaded_once() -> None:
     (kernel,) = kernels_of(lambda x, s: x * s, torch.empty(1 << 20), torch.empty(()))
     assert len(re.findall(r"ld\.global\.b32", build(kernel).ptx)) == 1
