@@ -172,6 +172,13 @@ def test_as_many_odd_rows_are_at_work_as_even_ones() -> None:
     assert not build(kernel).spills
 
 
+def test_a_divisor_that_a_row_has_is_divided_by_once() -> None:
+    """Masked elements are zeros, and of those a division takes longest."""
+    x = torch.empty(48255, 323, dtype=F32)
+    (kernel,) = kernels_of(lambda x: torch.softmax(x, -1), x)
+    assert build(kernel).ptx.count("div.rn.f32") == kernel.config.kwargs["XBLOCK"]
+
+
 WIDE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "softmax": (lambda x: torch.softmax(x, -1), (torch.empty(512, 4097, dtype=BF16),)),
     "log softmax": (lambda x: torch.log_softmax(x, -1), (torch.empty(64, 50257, dtype=BF16),)),

@@ -1,20 +1,37 @@
-"""Rows that begin between two places of sixteen bytes, for generated Triton kernels: loaded in
-whole pieces, and moved into place in registers."""
+"""Rows, for generated Triton kernels: such as begin between two places of sixteen bytes, loaded in
+whole pieces and moved into place in registers; and values that a whole row has."""
 
 # Triton compiles these functions from their text; they have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOptionalOperand=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 if __name__.endswith("interpreted"):
+    from tilewright.runtime.interpret import helpers
     from tilewright.runtime.interpret import plain as jit
+
+    div_by_shared = helpers("tri").div
 else:
-    jit = triton.jit
+    from tilewright.runtime.tri import jit
+
+    @jit
+    def div_by_shared(a, b):
+        """Of floats with a divisor in common, rounded as a division: its reciprocal and what is
+        left over by that. A division takes three times as long, and more for zeros, which masked
+        elements are (H200: causal softmax of 205 floats 97 us, 142 us)."""
+        k = tl.where(tl.abs(b) < 2.0**-64, 2.0**64, 1.0)  # or the reciprocal might be infinite
+        a, b = a * k, b * k
+        r = tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
+        q = a * r
+        left = tl.fma(q, tl.broadcast_to(-b, q.shape), a)
+        more = tl.fma(left, tl.broadcast_to(r, q.shape), q)
+        return tl.where(tl.abs(left) > 0, more, q)  # no number is left of an infinite quotient
+
 
 PIECE = 8  # elements of a piece
 

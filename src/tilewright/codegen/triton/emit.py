@@ -324,6 +324,8 @@ class Writer:
             return self.coarse[node].format(*(self.operand(s) for s in self._needs(node)))
         if node.op == "cast" and node.dtype in self.fp8:
             return fp8_at_once(self.operand(node.src[0]), node.src[0], node.dtype)
+        if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
+            return f"tri_rows.div_by_shared({', '.join(self.operand(s) for s in node.src)})"
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
         for k, s in enumerate(node.src):
@@ -334,6 +336,10 @@ class Writer:
             else:
                 operands.append(self.operand(s))
         return OPS[node.op](node, *operands)
+
+    def _is_shared(self, e: Expr, node: Expr) -> bool:
+        """Whether many elements of a node have this value in common."""
+        return self.support(e) < self.support(node)
 
     def _rounded(self, node: Expr) -> Expr | None:
         """The floats that a node takes through bfloat16: if that changes none of them, or if two go
