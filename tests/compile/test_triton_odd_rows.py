@@ -163,6 +163,8 @@ def test_short_odd_rows_have_a_warp() -> None:
         x = torch.empty(48255, length, dtype=dtype)
         (kernel,) = kernels_of(lambda x: torch.softmax(x, -1), x)
         assert kernel.config.kwargs["XBLOCK"] == block and kernel.config.num_warps == 1
+        (kernel,) = kernels_of(lambda x: x.float().sum(-1), x)
+        assert kernel.config.kwargs["XBLOCK"] >= 2 * block and kernel.config.num_warps == 1
 
 
 def test_as_many_odd_rows_are_at_work_as_even_ones() -> None:
@@ -177,6 +179,43 @@ def test_a_divisor_that_a_row_has_is_divided_by_once() -> None:
     x = torch.empty(48255, 323, dtype=F32)
     (kernel,) = kernels_of(lambda x: torch.softmax(x, -1), x)
     assert build(kernel).ptx.count("div.rn.f32") == kernel.config.kwargs["XBLOCK"]
+
+
+# ---- short rows
+
+
+def _each(x: Tensor) -> Any:
+    y = x.float()
+    scaled = y * 3 / y.abs().amax(-1, keepdim=True)
+    return x.argmax(-1), torch.var_mean(y, -1), scaled.to(x.dtype)
+
+
+def _seen(x: Tensor) -> Tensor:
+    seen = torch.ones(x.shape[-2:], dtype=torch.bool).tril()
+    return torch.softmax(x.masked_fill(~seen, float("-inf")), -1)
+
+
+IN_PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "softmax": (lambda x: torch.softmax(x, -1), (_random(17, 389),)),
+    "several": (_each, (_random(17, 131),)),
+    "weights": (lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), (
+        _random(17, 249), _random(249), _random(249))),
+    "a residual": (_residual, (_random(17, 493), _random(17, 493), _random(493))),
+    "a part of rows": (lambda x: torch.softmax(x[:, 3:400], -1), (_random(17, 501),)),
+    "places in a row": (_seen, (_random(2, 137, 137),)),
+    "a mask": (lambda x, m: torch.softmax(x.masked_fill(m, -1e4), -1), (
+        _random(17, 257), torch.rand(17, 257) < 0.3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PAIRS)
+def test_rows_in_pairs(name: str) -> None:
+    fn, args = IN_PAIRS[name]
+    (kernel,) = check(fn, *args, rtol=2**-7, atol=1e-5)
+    assert "rodd" in kernel.text
+    made = build(kernel)
+    assert made.widest("ld.global") == 4
+    assert made.shared < 512  # weights are laid out as rows are
 
 
 WIDE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {

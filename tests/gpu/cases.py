@@ -102,6 +102,24 @@ def pointwise_is_exact_in_every_type() -> None:
 
 
 @case
+def divisors_in_common_are_divided_by_exactly() -> None:
+    special = (0.0, -0.0, 1.0, 3.0, -7.0, 1e-45, 1e-39, 1e-30, 3e38, float("inf"), float("nan"))
+    above = torch.cat([torch.tensor(special, device="cuda"), cuda(5000)]).expand(5011, -1)
+    check(lambda x, row: x / row, above, above[0, :, None], tolerance={"rtol": 0, "atol": 2e-45})
+
+
+@case
+def short_rows_of_odd_lengths() -> None:
+    def f(x: Tensor) -> Any:
+        return torch.softmax(x, -1), x.float().sum(-1), x.argmax(-1), F.layer_norm(x, x.shape[-1:])
+
+    for rows, length in ((131075, 33), (131075, 71), (70001, 127), (30003, 249), (9001, 1001)):
+        for dtype in (torch.bfloat16, torch.float16):
+            torch._dynamo.reset()
+            check(f, cuda(rows, length, dtype=dtype))
+
+
+@case
 def integers_and_booleans() -> None:
     def f(x: Tensor, y: Tensor) -> Any:
         return x + y, x * y, x // 3, x % 5, x & y, x > y, (x > 0).sum(), x.sum(), x.max()

@@ -25,9 +25,9 @@ from tilewright.codegen.triton.folds import (
     folds_of,
     scans_of,
 )
-from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
+from tilewright.codegen.triton.pairs import lean_of
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
@@ -119,7 +119,7 @@ class Kernel:
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
-        self.lean = Lean.of(self)
+        self.lean = lean_of(self)
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
@@ -281,7 +281,7 @@ class Kernel:
         found: list[Param] = []
         members = self.shape.members
         high, meets = facts.positions(members), facts.meeting(members, self.buffers)
-        single = moved_singly(self.shape) if self.shape.odd else ()
+        single = moved_singly(self.shape) if self.shape.odd and self.lean is None else ()
         for buffer, name in self.pointers.items():
             dtype = self.buffers[buffer].dtype
             found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 1 if buffer in single else 16,
@@ -639,6 +639,8 @@ class Kernel:
             return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
         if both := self.doubles.load(node):
             return both
+        if self.lean is not None and (rows := self.lean.alike(node)):
+            return rows
         support = w.covered(w.support(*node.src))
         axis = self._common(node, support)
         one = len(node.src) == 1 and node.src[0].is_const

@@ -46,11 +46,6 @@ class Lean:
         self._kept: dict[Expr, str] = {}  # what is known at the ends of rows
         self.w.ends[axis] = self.w.support(axis.lean)
 
-    @classmethod
-    def of(cls, kernel: Kernel) -> Lean | None:
-        axis = next((a for a in kernel.shape.axes if a.lean is not None), None)
-        return None if axis is None else cls(kernel, axis)
-
     def begin(self) -> None:
         """Where lanes begin, the whole pieces of the row in them, and its ends."""
         a, n, block = self.axis.name, self.axis.piece, self.axis.block
@@ -127,6 +122,10 @@ class Lean:
         start = f"-{a}slide" if rest is ix.ZERO else f"{w.index(rest)} - {a}slide"
         shape = w.shape(w.covered(w.support(node.src[0]))).strip("[]")
         return f"tri_rows.slid({pointer}, {start}, {a}lane, {mask or None}, {shape})"
+
+    def alike(self, node: Expr) -> str:
+        """The load of a row that is the same for all programs; nothing where it is as any other."""
+        return ""
 
     # ---- loops
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tilewright.codegen.triton.configs import is_heavy
 from tilewright.codegen.triton.emit import RANDOM
+from tilewright.codegen.triton.pairs import PAIR
 from tilewright.codegen.triton.shape import SHORTEST_LEAN, Axis, Shape, scatters, uses
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, syms
@@ -17,6 +18,8 @@ from tilewright.schedule.sizes import hint, hint_product
 PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
 SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
 SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
+SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
+LONGEST_PAIRS = 1024  # elements of a row of which a warp has enough under way
 WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
 
 
@@ -29,7 +32,11 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
     else:
         axis, guide = shape.parallel[0], _end(group, shape)
     if guide is None:
-        return replace(shape, odd=_is_odd(program, group, shape, flat))
+        odd = _is_odd(program, group, shape, flat)
+        guide = _pairs(program, group, shape, flat) if odd else None
+        if guide is None:
+            return replace(shape, odd=odd)
+        shape, axis = replace(shape, odd=True), shape.inner[0]
     new = replace(axis, lean=guide[0], piece=guide[1])
     return replace(
         shape, parallel=tuple(new if a is axis else a for a in shape.parallel),
@@ -40,11 +47,7 @@ def _last(shape: Shape) -> Axis | None:
     """The axis that memory runs along, where it is one that is worth leaning. Weights are loaded by
     single elements from every eighth place then: worse than all that way if rows are held (H200:
     layer norm of 3001 bfloat16 139 us, 235 us leaning; softmax of 1501 97 us, 89 us leaning)."""
-    if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
-        return None
-    if any(s.scans for s, _ in shape.segments) or uses(shape.members, *RANDOM):
-        return None
-    if any(scatters(m) for m in shape.members):
+    if not _may_lean(shape):
         return None
     if not shape.inner:
         axis = shape.parallel[1] if shape.looked_up else None
@@ -55,6 +58,29 @@ def _last(shape: Shape) -> Axis | None:
         return None
     shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
     return shape.inner[0] if shape.inner[0].likely >= shortest else None
+
+
+def _may_lean(shape: Shape) -> bool:
+    if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
+        return False
+    if any(s.scans for s, _ in shape.segments) or uses(shape.members, *RANDOM):
+        return False
+    return not any(scatters(m) for m in shape.members)
+
+
+def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[Expr, int] | None:
+    """Where rows begin that are moved two elements at once: held ones of an odd length, too short
+    for pieces."""
+    if not shape.persistent or not _may_lean(shape) or _looks_up(shape):
+        return None
+    (axis,) = shape.inner
+    size = axis.size or 0
+    if size % PAIR == 0 or not SHORTEST_PAIRS <= size <= LONGEST_PAIRS:
+        return None
+    rest, piece = _most(program, group, flat, axis)
+    if piece * WIDEST < 16 or _reads_what_others_store(flat, axis):
+        return None
+    return rest, PAIR
 
 
 def _looks_up(shape: Shape) -> bool:
