@@ -92,8 +92,6 @@ class _Turns:
         self._wait(k)
 
 
-HELPERS = ("tri", "tri_rows", "tri_special")  # modules of what generated kernels call
-
 _here = threading.local()
 
 

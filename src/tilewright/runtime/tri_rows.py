@@ -55,12 +55,13 @@ def slid(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
     it is picked by halving, four elements further or not, then two, then one."""
     first = (start >> 3) * 8
     away = start - first
+    parted = away != 0  # or there may be no memory behind the last piece
     if mask is None:
         here = tl.load(p + (first + lane))
-        after = tl.load(p + (first + lane + 8))
+        after = tl.load(p + (first + lane + 8), parted, other=0)
     else:
         here = tl.load(p + (first + lane), mask, other=0)
-        after = tl.load(p + (first + lane + 8), mask, other=0)
+        after = tl.load(p + (first + lane + 8), mask & parted, other=0)
     a, b = _halves(tl.reshape(here, [X, R // 8, 2, 2, 2]))
     c, d = _halves(tl.reshape(after, [X, R // 8, 2, 2, 2]))
     by = (away & 4)[:, :, None, None] != 0
