@@ -136,8 +136,8 @@ def test_of_several_wide_tensors_a_thread_has_fewer_elements() -> None:
         args = [torch.empty(1 << 22, dtype=dtype) for _ in range(3)]
         (kernel,) = kernels_of(lambda a, b, c: (a * b + c).bfloat16(), *args)
         assert (kernel.config.kwargs["XBLOCK"], kernel.config.num_warps) == (block, 4)
-    rows = torch.empty(1 << 14, 256, dtype=BF16), torch.empty(256), torch.empty(256)
-    (kernel,) = kernels_of(lambda x, m, s: ((x - m) * s).bfloat16(), *rows)
+    rows = [torch.empty(1 << 14, 256, dtype=BF16), *(torch.empty(256, dtype=BF16) for _ in "abcde")]
+    (kernel,) = kernels_of(lambda x, a, b, c, d, e: (x - a) * b + c * d - e, *rows)
     assert kernel.config.kwargs["XBLOCK"] == 2048
 
 
