@@ -39,7 +39,7 @@ def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turned_around(x: Tensor) -> Tensor:
-    return x.permute(3, 2, 1, 0).contiguous()
+    return x.permute(*reversed(range(x.dim()))).contiguous()
 
 
 def _bfloat16(*size: int) -> Tensor:
@@ -127,7 +127,8 @@ BLOCKS: dict[str, tuple[Fn, tuple[int, ...], dict[str, int]]] = {
     "one width": (lambda x: x * 2, (4096, 8192), {"XBLOCK": 2048}),
     "two widths and a long function": (
         lambda x: F.gelu(x).float(), (4096, 8192), {"XBLOCK": 2048}),
-    "short columns as one": (turned_around, (14, 1024, 95, 95), {"YBLOCK": 128, "XBLOCK": 128}),
+    "short columns as one": (turned_around, (14, 1024, 96, 96), {"YBLOCK": 128, "XBLOCK": 128}),
+    "those of odd rows": (turned_around, (14, 1024, 95, 95), {"YBLOCK": 120, "XBLOCK": 128}),
     "rows that begin anywhere": (
         lambda x: x.permute(0, 2, 1).contiguous(), (159, 363, 1024),
         {"YBLOCK": 32, "XBLOCK": 128}),
@@ -145,17 +146,22 @@ def test_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [(517, 301), (260, 259)])
+@pytest.mark.parametrize("size", [(517, 301), (260, 259), (304, 301), (14, 24, 17, 19)])
 def test_values_of_odd_rows_that_are_turned(
-    dtype: torch.dtype, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turned, "FEWEST", 0)
-    check(lambda x: x.t().contiguous(), torch.randn(size).to(dtype))
+    check(turned_around, torch.randn(size).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_odd_rows_are_turned_sixteen_bytes_at_once(dtype: torch.dtype) -> None:
-    (kernel,) = kernels_of(lambda x: x.t().contiguous(), torch.empty(8191, 1501, dtype=dtype))
+@pytest.mark.parametrize(("size", "dtype"), [
+    ((8191, 1501), torch.bfloat16), ((8191, 1501), torch.float32),
+    ((14, 1024, 19, 19), torch.bfloat16),
+])  # fmt: skip
+def test_odd_rows_are_turned_sixteen_bytes_at_once(
+    size: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    (kernel,) = kernels_of(turned_around, torch.empty(size, dtype=dtype))
     made = build(kernel)
     assert made.widest("ld.global") == made.widest("st.global") == 16 and not made.spills
 

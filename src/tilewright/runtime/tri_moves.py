@@ -22,42 +22,66 @@ else:
 
 
 @jit
-def turned(read, written, pid, rows: tl.constexpr, columns: tl.constexpr, V: tl.constexpr,
+def rows(read, start, stop, V: tl.constexpr, LANES: tl.constexpr):
+    """Elements of every row from the last place of sixteen bytes at or before its `start`, up to
+    `stop`. V are sixteen bytes. Each row is put down further on than the ones before, so that
+    neighbours in a column are not in one bank of shared memory."""
+    row = tl.arange(0, start.shape[0])[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    vector = start // V + ((lane // V - row // V) & (LANES // V - 1))
+    inside = tl.max_constancy(vector * V < stop, [1, V])
+    place = tl.max_contiguous(tl.multiple_of(vector * V + lane % V, [1, V]), [1, V])
+    tile = tl.load(read + place, inside, other=0)
+    return tl.reshape(tile, [start.shape[0] * LANES])
+
+
+@jit
+def looked_up(tile, row, lane, V: tl.constexpr, LANES: tl.constexpr):
+    """Elements of such rows."""
+    spot = row * LANES + ((lane + (row & -V)) & (LANES - 1))
+    return tl.gather(tile, spot.to(tl.int32), 0)
+
+
+@jit
+def column_of(each, V: tl.constexpr, LANES: tl.constexpr):
+    """Columns of a tile that a warp has sixteen bytes sixteen times of two of: almost all of what
+    it looks up is in other banks."""
+    return each // (16 * V) % 2 + each // (2 * LANES) * 2
+
+
+@jit
+def row_of(each, V: tl.constexpr, LANES: tl.constexpr):
+    return each % (16 * V) + each // (32 * V) % (LANES // (16 * V)) * (16 * V)
+
+
+@jit
+def turned(read, written, pid, rows_: tl.constexpr, columns: tl.constexpr, V: tl.constexpr,
            PIECE: tl.constexpr, YBLOCK: tl.constexpr, XBLOCK: tl.constexpr):  # fmt: skip
-    """`written[y * rows + x] = read[x * columns + y]`. V elements are sixteen bytes; a tile has V
-    lanes more than YBLOCK along y, and PIECE more than XBLOCK along x."""
+    """`written[y * rows + x] = read[x * columns + y]`. A tile has V lanes more than YBLOCK along y,
+    and PIECE more than XBLOCK along x."""
     YLANES: tl.constexpr = YBLOCK + V
     XLANES: tl.constexpr = XBLOCK + PIECE
-    xblocks = (rows + PIECE - 1 + XBLOCK - 1) // XBLOCK
+    xblocks = (rows_ + PIECE - 1 + XBLOCK - 1) // XBLOCK
     x0 = pid % xblocks * XBLOCK
     y0 = pid // xblocks * YBLOCK
-    # every row is put down further on than the one before, so that a column is not in one bank
-    row = tl.arange(0, XLANES)[:, None]
-    lane = tl.arange(0, YLANES)[None, :]
-    x = x0 - (PIECE - 1) + row
-    vector = (x * columns + y0) // V + ((lane // V - row // V) & (YLANES // V - 1))
-    inside = (x >= 0) & (x < rows) & (vector * V < rows * columns)
-    place = tl.max_contiguous(tl.multiple_of(vector * V + lane % V, [1, V]), [1, V])
-    tile = tl.load(read + place, tl.max_constancy(inside, [1, V]), other=0)
-    # a warp has sixteen times sixteen bytes of each of two columns: almost all in other banks
+    x = x0 - (PIECE - 1) + tl.arange(0, XLANES)[:, None]
+    stop = tl.where((x >= 0) & (x < rows_), (x + 1) * columns, 0)
+    tile = rows(read, tl.maximum(x, 0) * columns + y0, stop, V, YLANES)
     each = tl.arange(0, YLANES * XLANES)
-    k = each % (16 * V) + each // (32 * V) % (XLANES // (16 * V)) * (16 * V)
-    c = each // (16 * V) % 2 + each // (2 * XLANES) * 2
-    start = (y0 + c) * rows
+    c = column_of(each, V, XLANES)
+    k = row_of(each, V, XLANES)
+    start = (y0 + c) * rows_
     slide = start % PIECE
     x = tl.minimum(k, XBLOCK - 1) - slide
     lean = (x * (columns % V) + (x0 * columns + y0) % V) & (V - 1)
-    x += PIECE - 1
-    lane = lean + tl.minimum(c, YBLOCK - 1) + (x & -V)
-    spot = x * YLANES + (lane & (YLANES - 1))
-    found = tl.gather(tl.reshape(tile, [XLANES * YLANES]), spot.to(tl.int32), 0)
+    found = looked_up(tile, x + PIECE - 1, lean + tl.minimum(c, YBLOCK - 1), V, YLANES)
     first = x0 + k // V * V
     inside = (c < YBLOCK) & (y0 + c < columns) & (k < XBLOCK)
-    inside = inside & (first >= slide) & (first + V <= slide + rows)
+    inside = inside & (first >= slide) & (first + V <= slide + rows_)
     place = tl.max_contiguous(tl.multiple_of(start - slide + x0 + k, V), V)
     tl.store(written + place, found, tl.max_constancy(inside, V))
     if x0 == 0:
-        _ends(read, written, y0, rows, columns, V, YBLOCK)
+        _ends(read, written, y0, rows_, columns, V, YBLOCK)
 
 
 @jit
