@@ -26,6 +26,23 @@ def folded_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
+@dataclass(frozen=True)
+class Together:
+    """How values of a block that one thread has are taken together: the lengths of what the row
+    part of the block is seen as, and which of both is theirs."""
+
+    lengths: tuple[str, str]
+    own: int  # 0 or 1
+
+    @property
+    def lanes(self) -> str:
+        return self.lengths[1 - self.own]
+
+    @property
+    def count(self) -> str:
+        return self.lengths[self.own]
+
+
 class Fold:
     """One `reduce` node: its accumulators' names, start values and steps.
 
@@ -42,6 +59,8 @@ class Fold:
         self.support = w.covered(w.support(*node.src) | (NOWHERE if axis is None else {axis}))
         self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
                              else self.dtype)  # fmt: skip
+        # how values are folded before they meet the accumulators, if these shall be few
+        self.beside: Together | None = None
         # where the ends of rows are, if these are a tile of their own
         self.ends: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -84,12 +103,21 @@ class Fold:
         return w.let(f"{combine}({', '.join(made)})")
 
     def begin(self) -> None:
-        w = self.w
-        w.line(f"{self.name} = tl.full({w.shape(self.support)}, {self.start}, {TYPE[self.dtype]})")
+        shape = self.w.shape(self.support)
+        if self.beside is not None:
+            shape = f"[{self._columns}, {self.beside.lanes}]"
+        self.w.line(f"{self.name} = tl.full({shape}, {self.start}, {TYPE[self.dtype]})")
 
     def step(self) -> None:
         text = self._values() if self._vanishes(self.value) else self._tile()
+        if self.beside is not None:
+            seen = f"tl.reshape({text}, [{self._columns}, {', '.join(self.beside.lengths)}])"
+            text = f"tl.reduce({seen}, {1 + self.beside.own}, {self.combine})"
         self.w.line(f"{self.name} = {self.combine}({self.name}, {text})")
+
+    @property
+    def _columns(self) -> str:
+        return self.w.shape(self.support).strip("[]").split(", ")[0]
 
     def _vanishes(self, e: Expr) -> bool:
         """Whether a value is neutral outside the row as it is: what is loaded there is zero. To
@@ -228,23 +256,6 @@ class ArgFold(Fold):
             super().end()
 
 
-@dataclass(frozen=True)
-class Together:
-    """How values of a block that one thread has are taken together: the lengths of what the row
-    part of the block is seen as, and which of both is theirs."""
-
-    lengths: tuple[str, str]
-    own: int  # 0 or 1
-
-    @property
-    def lanes(self) -> str:
-        return self.lengths[1 - self.own]
-
-    @property
-    def count(self) -> str:
-        return self.lengths[self.own]
-
-
 class WelfordFold(Fold):
     """Mean and squared deviations: in two steps of a whole row, else a running pair for several
     values of a block (H200: var of 256 rows of 512 columns 65 us, 81 us with a pair for each)."""
@@ -297,10 +308,6 @@ class WelfordFold(Fold):
     @property
     def _names(self) -> list[str]:
         return [self.name, f"{self.name}_m2", f"{self.name}_n"]
-
-    @property
-    def _columns(self) -> str:
-        return self.w.shape(self.support).strip("[]").split(", ")[0]
 
     @property
     def counted(self) -> bool:

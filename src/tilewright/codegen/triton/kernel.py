@@ -481,6 +481,9 @@ class Kernel:
         for pair in pairs:
             fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair.largest, axis))
             folds[pair.largest] = self.online[pair.total] = fold
+        for node, fold in folds.items():
+            if pairs and type(fold) is Fold and not self.shape.across:
+                fold.beside = self._together(node, axis)
         self._have_ends(axis, folds)
         scans = scans_of(segment.members, axis, w)
         for item in (*folds.values(), *scans):
