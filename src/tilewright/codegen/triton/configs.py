@@ -253,7 +253,8 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (64 * vector), 4))
     long = 512 * vector
     if size >= LONG_ROW and (x.lean is not None or even >= long):  # 849 rows of 100277 86 us, 93 us
-        yield Config(((y.block, 1), (x.block, long)), 8, registers=32)
+        for registers in (32, None):
+            yield Config(((y.block, 1), (x.block, long)), 8, registers=registers)
     # of rows that begin anywhere longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
     lengths = (64, 128, 32) if x.lean is not None else (16, 128, 32)
     most: list[int | None] = [32, None, None, None]  # as many threads as there is room for
