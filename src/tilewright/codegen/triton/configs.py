@@ -158,15 +158,17 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
 
 def _is_mixed(program: Program, flat: Shape, vector: int) -> bool:
     """Whether some of what is moved is so wide that a thread's elements of it are several accesses
-    already, and little is computed: half as many of all then (H200: halves of rotary embeddings of
-    64 bfloat16 56 us, 61 us; a step of momentum of 31812712 numbers 155 us, 157 us; 69009408
-    float16 to float32 102 us, 105 us; but gelu 134 us, 129 us)."""
+    already, none so narrow that they are part of one, and little is computed: half as many of all
+    then (H200: halves of rotary embeddings of 64 bfloat16 56 us, 61 us; a step of momentum of
+    31812712 numbers 155 us, 157 us; 69009408 float16 to float32 102 us, 105 us; but gelu 134 us,
+    129 us)."""
     nodes = [n for m in flat.members for n in walk(*m.exprs)]
     if any(n.op in TABLE and TABLE[n.op].cost >= 20 for n in nodes):
         return False
     moved = {n.arg for n in nodes if n.op == "load" and free_vars(n.src[0])}
     moved |= {b for m in flat.members for b in m.writes}
-    return any(vector * program.buffers[b].dtype.itemsize > 16 for b in moved)
+    bytes_ = {vector * program.buffers[b].dtype.itemsize for b in moved}
+    return max(bytes_, default=0) > 16 <= min(bytes_)
 
 
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
