@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.doubles import is_even
 from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, walk
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     """`place` is the text of the index. Where memory runs across, rows are added last: they are so
     many bytes apart then, which is part of an access, where each would have an address to compute
-    and to keep (softmax of columns of 128 in rows of 863 bfloat16: 48 registers, 106)."""
+    and to keep (softmax of columns of 128 in rows of 863 bfloat16: 48 registers, 106). Not for
+    single floats, of which too many would be under way (H200: softmax over 1 of 95x512x511 floats
+    75 us, 97 us so)."""
     w, plain = k.w, f"{k.pointer(buffer)} + ({place})"
     rows = [a for a in k.shape.inner if a in w.support(index)]
     if not k.shape.across or k.shape.serial or len(rows) != 1 or w.index_type != "tl.int32":
@@ -26,6 +29,8 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     if step is None or ix.value_of(step) is None or axis is k.repeated:
         return plain
     if not w.support(rest) or place != w.index(index):
+        return plain
+    if k.buffers[buffer].dtype.itemsize >= 4 and not is_even(index, k.shape.parallel[0], 2):
         return plain
     by = f"*{w.index(step)}"
     first = "" if k.shape.persistent else f"{w.rounds[axis][0]}{by} + "
