@@ -151,6 +151,14 @@ def test_short_columns_that_are_only_folded_belong_to_one_thread_each() -> None:
     assert made.shared == 0 and "ld.global.v4.b32" in made.ptx and made.spills == 0
 
 
+@pytest.mark.parametrize(("width", "most"), [(512, 1024), (520, 2048)])
+def test_columns_that_are_held_have_few_threads(width: int, most: int) -> None:
+    """They meet in shared memory."""
+    (kernel,) = kernels_of(lambda x: torch.softmax(x, 1), torch.empty(762, 128, width, dtype=BF16))
+    made = build(kernel)
+    assert made.shared <= most and made.widest("ld.global") == 16 and made.spills == 0
+
+
 def test_rows_of_a_column_have_no_addresses_of_their_own() -> None:
     (kernel,) = kernels_of(lambda x: torch.softmax(x, 1), torch.empty(40, 1024, 1083, dtype=BF16))
     held = Config((("XBLOCK", 32), ("RBLOCK", 1024)), 16)

@@ -339,9 +339,8 @@ def _rows_in_order(shape: Shape) -> Iterable[Config]:
 
 
 def _columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
-    """Whole columns, as many side by side as memory reads at once; fewer where a few programs would
-    have them all. Short ones that are only folded, each by one thread: threads that share them do
-    so by shared memory (H200: 26 rows of 1369912 bfloat16 106 us, eager 26 us)."""
+    """Whole columns. Short ones that are only folded, each by one thread (H200: 26 rows of 1369912
+    bfloat16 20 us, 106 us by several, eager 26 us)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max(size for _, size in rows)
@@ -350,11 +349,57 @@ def _columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     wide = 32 * vector
     if folded and longest <= LONGEST_OF_THREAD and x.likely >= 4 * wide * target.sms:
         yield Config(((x.block, 2 * wide), *rows), 2)
+    block, warps = _held_columns(shape, longest, folded, vector, target)
+    yield Config(((x.block, block), *rows), warps)
     room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), 128)
     for tile, share in ((8192, 16), (4096, 16), (16384, 32), (32768, 32)):
         block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
+
+
+def _held_columns(shape: Shape, longest: int, folded: bool, vector: int, target: Target
+                  ) -> tuple[int, int]:  # fmt: skip
+    """How many columns, by how many warps: 128 bytes of a row, twice that where rows begin between
+    lines, less of long columns. Where sixteen bytes are loaded at once few threads with many rows
+    each, for those that share columns do so by shared memory (H200: softmax over 1 of 762x128x512
+    bfloat16 52 us with four warps, 74 us with eight, 134 us with sixteen; of 1502x64x520 54 us by
+    128 columns, 67 us by 64); more threads where less is (of 758x128x515 65 us with eight, 88 us
+    with four of 64 columns; of 189x512x515 78 us with sixteen of 32, 97 us with eight)."""
+    x, line = shape.parallel[0], 8 * vector
+    side, size = _beside(shape, line), max(a.size or 1 for a in shape.inner)
+    given = below(max(1, len(_walked(shape).difference(*(m.writes for m in shape.members)))))
+    wide = line if side == line else 4 * line if side < vector and longest <= 32 else 2 * line
+    room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), wide)
+    tile = 256 * line // (given if side < vector else 1)
+    block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
+    share = line // given
+    warps, least = power(longest * block / (32 * share)), power(longest * block / (64 * share))
+    if side >= vector:
+        most = 1 if folded else below(max(1, size // 24))
+    elif 2 * side >= vector:
+        warps, most = 2 * warps, max(4, 8 * line // block)
+    else:
+        warps, most = 4 * warps, max(8, 16 * line // block)
+    return block, min(max(least, min(warps, most, 16)), MOST_WARPS)
+
+
+def _beside(shape: Shape, most: int) -> int:
+    """How many columns lie side by side in all rows, counted from where memory is even."""
+    flat = shape.flat()
+    x, inner = flat.parallel[0], {a.var for a in flat.inner}
+    indices = [n.src[0] for m in flat.members for n in loads(*m.exprs)]
+    indices += [s.index for m in flat.members for s in m.stores]
+    tiles = [i for i in indices if x.var in free_vars(i) and inner & free_vars(i)]
+    while most > 1 and not all(is_even(i, x, most) for i in tiles):
+        most //= 2
+    return most
+
+
+def _walked(shape: Shape) -> set[str]:
+    """What is loaded along rows or columns."""
+    inner = {v for a in shape.inner for v in a.loops}
+    return {n.arg for m in shape.members for n in loads(*m.exprs) if inner & free_vars(n)}
 
 
 def _round_of(axis: Axis, most: int, least: int) -> int:
@@ -451,23 +496,24 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
     channels last: 28 us, 71 us without). Where several programs are at work on a processor, all of
     them together have as much under way as one would (sum of 116864 rows of 1155 bfloat16, dealt
     out to 1155 programs: 66 us by 64 rows, 71 us by 128, 76 us by 256; argmax of 1024 rows of 54784
-    32 us by 32, 34 us by 64, 57 us by 256)."""
+    31 us by 32, 34 us by 64, 57 us by 256). Of many short columns programs take turns anyway (sum
+    over 1 of 1157x167x256 bfloat16 27 us by 64 rows of two warps, 34 us ahead with four)."""
     x = shape.parallel[0]
     bx = 8 * vector
     while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
         bx //= 2
     # a running softmax wants rows of one thread, arithmetic of much else wants threads
     exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
-    inner = {v for a in shape.inner for v in a.loops}
-    loaded = {n.arg for m in shape.members for n in loads(*m.exprs) if inner & free_vars(n)}
+    loaded = _walked(shape)
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
     choices = [(bx, 256, share, 3), (bx, 128, share, 3), (bx, 64, 8, 3), (bx, 256, share, 1),
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
     if share == 16 and all(a.likely > 256 for a in shape.inner):
         choices[:2] = choices[1::-1]
     together = round(x.likely / (bx * max(target.sms, 1)))  # programs on a processor
+    places = folds(shape, "argmin", "argmax")
     if together > 1 and not exponentials:
-        most, each = (128, 16) if folds(shape, "argmin", "argmax") else (256, share)
+        most, each = (128, 32) if places else (256, share)
         br = clamp(most // 4, below(most // (below(together) * len(loaded))), most)
         if all(a.likely > 2 * br for a in shape.inner):
             choices.insert(0, (bx, br, each, 3))
@@ -476,6 +522,10 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
                    (bx, 128, 8 * vector, 1)]  # fmt: skip
         if x.likely < 8 * bx * target.sms:
             choices[:2] = choices[1::-1]
+    short = 512 if folds(shape, "welford") else 256
+    if together >= 8 and all(a.likely <= short for a in shape.inner) and not (
+        places or exponentials):  # fmt: skip
+        choices.insert(0, (bx, 64, 8 * vector // len(loaded), 1))
     elif together < 1 and not exponentials and _steps_oddly(shape):
         choices = [(bx, 512, 16, 1), (bx, 256, 16, 1), (bx, 128, 8, 1)]
     for columns, br, each, ahead in choices:
