@@ -156,7 +156,7 @@ def test_values_of_odd_rows_that_are_turned(
 
 @pytest.mark.parametrize(("size", "dtype"), [
     ((8191, 1501), torch.bfloat16), ((8191, 1501), torch.float32),
-    ((14, 1024, 19, 19), torch.bfloat16),
+    ((14, 1024, 31, 31), torch.bfloat16), ((321, 132072), torch.bfloat16),
 ])  # fmt: skip
 def test_odd_rows_are_turned_sixteen_bytes_at_once(
     size: tuple[int, ...], dtype: torch.dtype

@@ -24,12 +24,12 @@ else:
 @jit
 def rows(read, start, stop, V: tl.constexpr, LANES: tl.constexpr):
     """Elements of every row from the last place of sixteen bytes at or before its `start`, up to
-    `stop`. V are sixteen bytes. Each row is put down further on than the ones before, so that
-    neighbours in a column are not in one bank of shared memory."""
+    `stop`, which is 0 for none. V are sixteen bytes. Each row is put down further on than the ones
+    before, so that neighbours in a column are not in one bank of shared memory."""
     row = tl.arange(0, start.shape[0])[:, None]
     lane = tl.arange(0, LANES)[None, :]
     vector = start // V + ((lane // V - row // V) & (LANES // V - 1))
-    inside = tl.max_constancy(vector * V < stop, [1, V])
+    inside = tl.max_constancy((vector * V < stop) & (stop > 0), [1, V])
     place = tl.max_contiguous(tl.multiple_of(vector * V + lane % V, [1, V]), [1, V])
     tile = tl.load(read + place, inside, other=0)
     return tl.reshape(tile, [start.shape[0] * LANES])

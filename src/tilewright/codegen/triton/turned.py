@@ -15,7 +15,8 @@ from tilewright.schedule.group import Group
 from tilewright.target import Target
 
 SHORTEST = 256  # elements of a row for which its ends do not matter
-FEWEST = 1 << 22  # elements of a tensor that keep a card busy: smaller ones are in cache anyway
+LONG_ROW = 1 << 17  # elements of rows of which few bytes each are slow to read
+FEWEST = 1 << 24  # bytes of a tensor that keep a card busy: smaller ones are in cache anyway
 PIECE = 8  # elements of a column that are written by one program: sixteen bytes at least
 
 
@@ -23,7 +24,8 @@ def turned(program: Program, group: Group, shape: Shape, target: Target, name: s
            ) -> TritonKernel | None:  # fmt: skip
     """The kernel of such a group, None for others (H200: 8191x8191 bfloat16 77 us, 87 us as a tile
     of rows and columns; 30175x1089 41 us, 46 us; 8191x8191 float32 140 us, 157 us; 24879x987 55 us,
-    60 us; 14x1024x95x95 bfloat16 turned around, which is written even, 147 us, 162 us)."""
+    60 us; 14x1024x95x95 bfloat16 turned around, which is written even, 149 us, 162 us; 321 rows of
+    250040 float16, which are read even, 106 us, 128 us; but 2101x2003 bfloat16 7.9 us, 7.6 us)."""
     places = _places(program, group, shape)
     if places is None:
         return None
@@ -33,7 +35,8 @@ def turned(program: Program, group: Group, shape: Shape, target: Target, name: s
     tiles = ((128, 128, 16), (128, 128, 8)) if size == 2 else ((64, 128, 16), (64, 64, 8))
     if _is_odd(to, vector) or (x.size or 0) % vector:
         plain = start is ix.mul(x.var, y.extent) and to is ix.mul(y.var, x.extent)
-        if not odd or not plain:
+        long = size == 2 and (y.size or 0) >= LONG_ROW
+        if not plain or not (odd or long):
             return None
         x = replace(x, lean=to, piece=PIECE)
     elif not odd or size != 2:
@@ -59,7 +62,9 @@ def _places(program: Program, group: Group, shape: Shape) -> tuple[Expr, Expr] |
     if store.mode != "set" or {read.arg, store.buffer} & group.local or read.arg == store.buffer:
         return None
     sizes = y.size or 0, x.size or 0
-    if dtype.itemsize not in (2, 4) or min(sizes) < SHORTEST or sizes[0] * sizes[1] < FEWEST:
+    if dtype.itemsize not in (2, 4) or min(sizes) < SHORTEST:
+        return None
+    if sizes[0] * sizes[1] * dtype.itemsize < FEWEST:
         return None
     start, to = ix.sub(read.src[0], y.var), ix.sub(store.index, x.var)
     if free_vars(start) != frozenset((x.var,)) or free_vars(to) != frozenset((y.var,)):
