@@ -105,11 +105,15 @@ def test_a_stack_of_columns_is_one_kernel(size: tuple[int, ...]) -> None:
     assert text.count("@triton.jit") == text.count("tl.join") == 1
 
 
-@pytest.mark.parametrize(("dim", "loops"), [(1, 1), (0, 2)])
+@pytest.mark.parametrize(("size", "dim", "loops"), [
+    ((100, 80), 1, 1), ((100, 8000), 1, 1), ((100, 80), 0, 2), ((1, 100, 80), 1, 2),
+])  # fmt: skip
 @pretended
-def test_short_pieces_of_a_concatenation_are_one_loop(dim: int, loops: int) -> None:
+def test_pieces_of_a_concatenation_are_one_loop(
+    size: tuple[int, ...], dim: int, loops: int
+) -> None:
     with FakeTensorMode():
-        x = torch.empty(100, 80, device="cuda")
+        x = torch.empty(size, device="cuda")
         gm = make_fx(lambda x, y: [torch.cat((x, y * 2), dim)])(x, x.clone())
     simplify(gm)
     assert len(lower(gm, CARD).nodes) == loops
