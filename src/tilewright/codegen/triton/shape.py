@@ -33,6 +33,7 @@ SHORTEST_LEAN = 2048  # elements of a row for which its ends do not matter
 SECTORS = 64  # bytes that memory is read by
 LONGEST_PIECE = 512  # bytes of a row in which those at its ends matter
 LONG_SIDE = 1024  # elements of a side of tiles beyond which its last tile does not matter
+MANY = 1 << 22  # elements of all rows, for programs that have several
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
 
