@@ -16,7 +16,7 @@ from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tilewright import config
-from tilewright.codegen.triton import leaning
+from tilewright.codegen.triton import leaning, packed
 from tilewright.runtime.triton_build import SPILLED
 from tilewright.testing import run_and_get_code
 
@@ -191,9 +191,45 @@ def _each(x: Tensor) -> Any:
     return x.argmax(-1), torch.var_mean(y, -1), scaled.to(x.dtype)
 
 
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+    return (x.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
 def _seen(x: Tensor) -> Tensor:
     seen = torch.ones(x.shape[-2:], dtype=torch.bool).tril()
     return torch.softmax(x.masked_fill(~seen, float("-inf")), -1)
+
+
+PACKED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "softmax": (lambda x: torch.softmax(x, -1), (_random(53, 85),)),
+    "no rows are left over": (lambda x: torch.log_softmax(x, -1), (_random(56, 85),)),
+    "quantized": (_quantized, (_random(53, 71, dtype=F16),)),
+    "several": (_each, (_random(53, 33),)),
+    "places in a row": (_seen, (_random(3, 33, 33),)),
+    "a number for each row": (lambda x, y: torch.softmax(x * y, -1), (
+        _random(53, 99), _random(53, 1))),
+    "a choice for each row": (lambda x, y: torch.where(y > 0, torch.softmax(x, -1), x), (
+        _random(53, 99), _random(53, 1))),
+    "two tensors": (lambda x, y: torch.softmax(x + y, -1), (_random(133, 9), _random(133, 9))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_rows_one_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MANY", 0)
+    fn, args = PACKED[name]
+    (kernel,) = check(fn, *args, rtol=2**-7, atol=1e-5)
+    assert "tri_rows.turned" in kernel.text
+    assert ("return" in kernel.text) == (name != "no rows are left over")
+
+
+def test_rows_one_after_the_other_are_moved_sixteen_bytes_at_once() -> None:
+    x = torch.empty(459563, 71, dtype=F16)
+    (kernel,) = kernels_of(lambda x: torch.softmax(x, -1), x)
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert not made.spills
 
 
 IN_PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {

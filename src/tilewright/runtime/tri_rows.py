@@ -1,5 +1,5 @@
-"""Rows, for generated Triton kernels: such as begin between two places of sixteen bytes, loaded in
-whole pieces and moved into place in registers; and values that a whole row has."""
+"""What generated Triton kernels call for rows: values that a whole row has, short rows that lie one
+right after the other, and such as begin between two places of sixteen bytes."""
 
 # Triton compiles these functions from their text; they have no Python types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
@@ -15,23 +15,71 @@ if __name__.endswith("interpreted"):
     from tilewright.runtime.interpret import helpers
     from tilewright.runtime.interpret import plain as jit
 
-    div_by_shared = helpers("tri").div
+    div = helpers("tri").div
+
+    def divided(a, k, b, r):
+        return div(a * k, b)
+
+    quotient = divided
 else:
     from tilewright.runtime.tri import jit
 
     @jit
-    def div_by_shared(a, b):
-        """Of floats with a divisor in common, rounded as a division: its reciprocal and what is
-        left over by that. A division takes three times as long, and more for zeros, which masked
-        elements are (H200: causal softmax of 205 floats 97 us, 142 us)."""
-        k = tl.where(tl.abs(b) < 2.0**-64, 2.0**64, 1.0)  # or the reciprocal might be infinite
-        a, b = a * k, b * k
-        r = tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
+    def quotient(a, k, b, r):
+        a = a * k
         q = a * r
         left = tl.fma(q, tl.broadcast_to(-b, q.shape), a)
         more = tl.fma(left, tl.broadcast_to(r, q.shape), q)
         return tl.where(tl.abs(left) > 0, more, q)  # no number is left of an infinite quotient
 
+
+@jit
+def div_by_shared(a, b):
+    """Of floats with a divisor in common, rounded as a division: its reciprocal and what is left
+    over by that. A division takes three times as long, and more for zeros, which masked elements
+    are (H200: causal softmax of 205 floats 97 us, 142 us)."""
+    k, c, r = divisor(b)
+    return quotient(a, k, c, r)
+
+
+@jit
+def divisor(b):
+    """A factor, the divisor times that, and the reciprocal of it, which is finite so."""
+    k = tl.where(tl.abs(b) < 2.0**-64, 2.0**64, 1.0)
+    b = b * k
+    return k, b, tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
+
+
+# ---- rows one right after the other
+
+
+@jit
+def turned(piece, length: tl.constexpr, count: tl.constexpr, block: tl.constexpr):
+    """The rows of a piece of memory as columns of a block; neighbouring threads have 32 elements of
+    one each, in turns."""
+    tl.static_assert(count % 8 == 0)  # or pieces would reach into other programs' rows
+    side: tl.constexpr = block // 32 if block > 32 else 1
+    lane = tl.arange(0, count * block)
+    column = lane // (count * side) * side + lane % side
+    place = tl.where(column < length, lane // side % count * length + column, 0)
+    found = tl.gather(tl.reshape(piece, [count * block]), place, 0)
+    tile = tl.permute(tl.reshape(found, [block // side, count, side]), (0, 2, 1))
+    return tl.reshape(tile, [block, count])
+
+
+@jit
+def of_rows(values, row, beyond):
+    """Of all elements what their row has, of a piece that may reach into the next row."""
+    count: tl.constexpr = values.shape[1]
+    pieces: tl.constexpr = row.shape[0]
+    row = tl.reshape(row, [pieces])
+    rows = tl.minimum(tl.reshape(tl.join(row, row + 1), [2 * pieces]), count - 1)
+    found = tl.gather(tl.reshape(values, [count]), rows, 0)
+    this, other = tl.split(tl.reshape(found, [pieces, 2]))
+    return tl.where(beyond, other[:, None], this[:, None])
+
+
+# ---- rows loaded in whole pieces, and moved into place in registers
 
 PIECE = 8  # elements of a piece
 

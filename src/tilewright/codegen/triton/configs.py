@@ -291,6 +291,10 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
             for a in shape.inner]  # fmt: skip
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
+    if shape.packed:  # a thread has 32 elements; one warp alone would not turn them in memory
+        for warps in (4, 2):
+            yield Config(((x.block, 32 * warps // max(1, longest // 32)), *rows), warps)
+        return
     if shape.odd:  # few threads with many loads each, and whole rows where one warp has them
         share = 64 // min(_floats(program, shape), default=4)
         if longest <= LONGEST_OF_WARP and _folds_one(shape):

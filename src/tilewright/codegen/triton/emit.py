@@ -131,12 +131,12 @@ class Writer:
         return made
 
     @contextmanager
-    def elsewhere(self, axis: Axis, kept: dict[Expr, str]) -> Generator[None]:
-        """In another tile along an axis: what changes along it is not known there, but `kept` is,
+    def elsewhere(self, axes: Support, kept: dict[Expr, str]) -> Generator[None]:
+        """In another tile along axes: what changes along them is not known there, but `kept` is,
         and takes up what becomes known."""
         scopes, wide = self._scopes, self._wide
         common = {e: text for scope in scopes for e, text in scope.items()
-                  if axis not in self.support(e)}  # fmt: skip
+                  if not axes & self.support(e)}  # fmt: skip
         self._scopes, self._wide = [common, kept], [{}]
         yield
         self._scopes, self._wide = scopes, wide

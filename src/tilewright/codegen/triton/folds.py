@@ -96,7 +96,8 @@ class Fold:
         """A tile of the row as one number, and with it a tile of its ends if there is one."""
         w = self.w
         if self.ends is None:
-            return w.let(f"tl.reduce({w.let(tile())}, 1, {combine}, keep_dims=True)")
+            dim = 1 if self.axis is None else self.axis.dim
+            return w.let(f"tl.reduce({w.let(tile())}, {dim}, {combine}, keep_dims=True)")
         made = [w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))")]
         with self.ends():
             made.append(w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))"))

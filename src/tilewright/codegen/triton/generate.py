@@ -10,6 +10,7 @@ from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
 from tilewright.codegen.triton.leaning import leaning
 from tilewright.codegen.triton.online import passes
+from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.codegen.triton.turned import turned
 from tilewright.errors import CodegenError
@@ -46,7 +47,11 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     measured = config.max_autotune or config.max_autotune_pointwise
     if other is None or not measured:
         form = leaning(program, group, shape)
-        return Kernel(program, group, form, target, wide).generate(name)
+        made = Kernel(program, group, form, target, wide)
+        if made.packed is None:
+            return made.generate(name)
+        plain = Kernel(program, group, replace(shape, odd=True), target, wide, made.configs)
+        return with_rest(made, plain, name)
     shape, other = (leaning(program, group, form) for form in (shape, other))
     held, walked = (shape, other) if shape.persistent else (other, shape)
     found = [replace(c, held=int(form.persistent)) for form in (shape, other)

@@ -27,6 +27,7 @@ from tilewright.codegen.triton.folds import (
 )
 from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
+from tilewright.codegen.triton.packed import Packed
 from tilewright.codegen.triton.pairs import lean_of
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
@@ -120,6 +121,7 @@ class Kernel:
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
         self.lean = lean_of(self)
+        self.packed = Packed.of(self)
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
@@ -225,7 +227,7 @@ class Kernel:
 
     def generate(self, name: str) -> TritonKernel:
         self.body()
-        return self._whole(name, self.w.lines)
+        return self.whole(name, self.w.lines)
 
     def either(self, walked: Kernel, name: str) -> TritonKernel:
         """This kernel, which holds rows, and one that walks them, as one text: a configuration says
@@ -236,7 +238,7 @@ class Kernel:
         self.checked = self.checked or walked.checked
         lines = ["    if HELD:", *("    " + line for line in self.w.lines),
                  "    else:", *("    " + line for line in walked.w.lines)]  # fmt: skip
-        return self._whole(name, lines)
+        return self.whole(name, lines)
 
     def body(self) -> None:
         self._programs()
@@ -259,7 +261,7 @@ class Kernel:
             for line in self.waiting:
                 w.line(line)
 
-    def _whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
+    def whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
         params = self.params()
         names = [p.argument for p in params]
@@ -314,7 +316,8 @@ class Kernel:
             w.line(f"pid = pid // {self.shape.shared}")
             w.line("spot = pid")
         for k, axis in reversed(list(enumerate(self.shape.parallel))):
-            w.line(f"{axis.name}numel = {w.index(axis.extent)}")
+            rows = "" if self.packed is None else self.packed.rounded
+            w.line(f"{axis.name}numel = {w.index(axis.extent)}{rows}")
             at = "pid"
             if k:
                 lanes = f"{axis.name}numel + {axis.slack}" if axis.slack else f"{axis.name}numel"
@@ -341,8 +344,9 @@ class Kernel:
                 self._enter(axis, f"{axis.name}base")
             elif not self.shape.persistent:
                 self._span(axis)
-        if self.lean is not None:
-            self.lean.begin()
+        for form in (self.lean, self.packed):
+            if form is not None:
+                form.begin()
 
     def _span(self, axis: Axis) -> None:
         """From where to where this program walks a row: all of it, or whole blocks; in turn, as
@@ -461,7 +465,8 @@ class Kernel:
                 with w.block(f"if {some}"):
                     self.stores([m])
                 continue
-            self.stores([m])
+            if self.packed is None or not self.packed.stores(m):
+                self.stores([m])
             if self.lean is not None and self.lean.axis is axis and not m.reduce:
                 self.lean.store_ends([m])
 
@@ -638,10 +643,12 @@ class Kernel:
             if len(node.src) > 1:
                 text = w.operand(load(node.arg, node.dtype, node.src[0]))
                 return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
-            maker = self._maker(node)
+            maker = self.maker(node)
             return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
         if both := self.doubles.load(node):
             return both
+        if self.packed is not None and (rows := self.packed.load(node)):
+            return rows
         if self.lean is not None and (rows := self.lean.alike(node)):
             return rows
         support = w.covered(w.support(*node.src))
@@ -741,7 +748,7 @@ class Kernel:
             waiting += [m.reads for m in self.shape.members if m.writes & new & self.local]
         return found
 
-    def _maker(self, node: Expr) -> Store:
+    def maker(self, node: Expr) -> Store:
         return next(s for m in self.shape.members for s in m.stores
                     if s.buffer == node.arg and s.index is node.src[0])  # fmt: skip
 

@@ -171,7 +171,7 @@ class Lean:
     def ends(self) -> Generator[None]:
         """In the tile of the ends of rows."""
         w, a = self.w, self.axis.name
-        with w.elsewhere(self.axis, self._kept):
+        with w.elsewhere(frozenset((self.axis,)), self._kept):
             w.know(self.axis.var, f"{a}at")
             w.ends_of_rows[self.axis] = str(self._lanes_of_ends), f"{a}edge"
             starts, w.starts = w.starts, {}  # random numbers are drawn one by one

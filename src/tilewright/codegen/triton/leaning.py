@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tilewright.codegen.triton.configs import is_heavy
 from tilewright.codegen.triton.emit import RANDOM
+from tilewright.codegen.triton.packed import is_packed
 from tilewright.codegen.triton.pairs import PAIR
 from tilewright.codegen.triton.shape import MANY, SHORTEST_LEAN, Axis, Shape, scatters, uses
 from tilewright.ir import index as ix
@@ -34,6 +35,8 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
         axis, guide = shape.parallel[0], _end(group, shape)
     if guide is None:
         odd = _is_odd(program, group, shape, flat)
+        if odd and is_packed(program, group, shape, flat):
+            return _turned(shape)
         guide = _pairs(program, group, shape, flat) if odd else None
         if guide is None:
             return replace(shape, odd=odd)
@@ -59,6 +62,15 @@ def _last(shape: Shape) -> Axis | None:
         return None
     shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
     return shape.inner[0] if shape.inner[0].likely >= shortest else None
+
+
+def _turned(shape: Shape) -> Shape:
+    """With rows one below the other."""
+    (x,), (r,) = shape.parallel, shape.inner
+    axis = replace(r, dim=0)
+    return replace(
+        shape, parallel=(replace(x, dim=1),), packed=True,
+        segments=[(s, None if a is None else axis) for s, a in shape.segments])  # fmt: skip
 
 
 def _may_lean(shape: Shape) -> bool:

@@ -104,6 +104,7 @@ class Shape:
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     odd: bool = False  # rows begin anywhere in memory: they are moved by single elements
+    packed: bool = False  # and lie one after the other: those of a program are loaded as one
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
     members: list[Nest] = field(default_factory=list[Nest])
 
