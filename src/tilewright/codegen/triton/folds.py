@@ -43,6 +43,17 @@ class Together:
         return self.lengths[self.own]
 
 
+def _vanishes(fold: Fold | Scanning, e: Expr) -> bool:
+    """Whether a value is neutral outside the row as it is: what is loaded there is zero. To choose
+    for each element takes registers (sum of columns of bfloat16: 68, 52 without)."""
+    if fold.start not in ("0", "0.0"):
+        return False
+    if e.op == "load":
+        return fold.w.operand(e) in fold.w.blank and fold.axis in fold.w.support(e)
+    known = e.op in ("cast", "mul", "add", "sub", "neg")
+    return known and all(_vanishes(fold, s) for s in e.src)
+
+
 class Fold:
     """One `reduce` node: its accumulators' names, start values and steps.
 
@@ -110,7 +121,8 @@ class Fold:
         self.w.line(f"{self.name} = tl.full({shape}, {self.start}, {TYPE[self.dtype]})")
 
     def step(self) -> None:
-        text = self._values() if self._vanishes(self.value) else self._tile()
+        known = self.axis is not None and self.axis.lean is None
+        text = self._values() if known and _vanishes(self, self.value) else self._tile()
         if self.beside is not None:
             seen = f"tl.reshape({text}, [{self._columns}, {', '.join(self.beside.lengths)}])"
             text = f"tl.reduce({seen}, {1 + self.beside.own}, {self.combine})"
@@ -119,15 +131,6 @@ class Fold:
     @property
     def _columns(self) -> str:
         return self.w.shape(self.support).strip("[]").split(", ")[0]
-
-    def _vanishes(self, e: Expr) -> bool:
-        """Whether a value is neutral outside the row as it is: what is loaded there is zero. To
-        choose for each element takes registers (sum of columns of bfloat16: 68, 52 without)."""
-        if self.start not in ("0", "0.0") or self.axis is None or self.axis.lean is not None:
-            return False
-        if e.op == "load":
-            return self.w.operand(e) in self.w.blank and self.axis in self.w.support(e)
-        return e.op in ("cast", "mul", "add", "sub", "neg") and all(map(self._vanishes, e.src))
 
     def end(self) -> None:
         if self.axis is None:
@@ -405,15 +408,15 @@ class Scanning:
         kind = {"logsumexp": "max"}.get(self.kind, self.kind)
         self.start = neutral(kind, self.dtype)
 
-    def _tiles(self) -> str:
+    def _tiles(self) -> list[str]:
         w = self.w
         text = cast(w.operand(self.node.src[0]), self.node.src[0].dtype, self.dtype)
         tiles = [f"tl.broadcast_to({text}, {w.shape(self.support)})"]
-        if self.axis in w.masked:
-            tiles[0] = f"tl.where({self.axis.name}mask, {tiles[0]}, {self.start})"
+        if self.axis in w.masked and not _vanishes(self, self.node.src[0]):
+            tiles[0] = f"tl.where({w.inside(self.axis)}, {tiles[0]}, {self.start})"
         if self.pairs:
             tiles.append(f"tl.broadcast_to({w.index(self.node.src[1])}, {w.shape(self.support)})")
-        return ", ".join(w.let(t) for t in tiles)
+        return [w.let(t) for t in tiles]
 
     def begin(self) -> None:
         w = self.w
@@ -425,18 +428,58 @@ class Scanning:
     def step(self, carried: bool) -> None:
         w = self.w
         tiles = self._tiles()
-        names = [w.fresh() for _ in range(1 + self.pairs)]
-        made = ", ".join(names)
-        source = f"({tiles})" if self.pairs else tiles
-        w.line(f"{made} = tl.associative_scan({source}, 1, {self.combine})")
+        names = self._scanned(tiles)
         if carried:
+            made = ", ".join(names)
             carry = f"{self.name}, {self.name}_at" if self.pairs else self.name
             w.line(f"{made} = {self.combine}({carry}, {made})")
-            fold = self.combine.replace("later", "last") if self.pairs else self.combine
-            total = [w.fresh() for _ in names]
-            w.line(f"{', '.join(total)} = tl.reduce({source}, 1, {fold}, keep_dims=True)")
-            w.line(f"{carry} = {self.combine}({carry}, {', '.join(total)})")
+            w.line(f"{carry} = {self.combine}({carry}, {', '.join(self._total(tiles))})")
         self._give(names)
+
+    def _scanned(self, tiles: Sequence[str]) -> list[str]:
+        names = [self.w.fresh() for _ in tiles]
+        source = f"({', '.join(tiles)})" if self.pairs else tiles[0]
+        self.w.line(f"{', '.join(names)} = tl.associative_scan({source}, 1, {self.combine})")
+        return names
+
+    @property
+    def _fold(self) -> str:
+        """Of values in any order."""
+        return self.combine.replace("later", "last") if self.pairs else self.combine
+
+    def _total(self, tiles: Sequence[str]) -> list[str]:
+        names = [self.w.fresh() for _ in tiles]
+        source = f"({', '.join(tiles)})" if self.pairs else tiles[0]
+        self.w.line(f"{', '.join(names)} = tl.reduce({source}, 1, {self._fold}, keep_dims=True)")
+        return names
+
+    def with_ends(self, ends: Callable[[], AbstractContextManager[None]]) -> None:
+        """Of a row whose ends are a tile of their own: what comes before its whole pieces, and what
+        comes after them."""
+        w, before = self.w, f"{self.axis.name}two < {self.axis.piece}"
+        with ends():
+            tiles = self._placed()
+            edges = self._scanned(tiles)
+            head = self._total(self._where(before, tiles))
+        tiles = self._placed()
+        names, total = self._scanned(tiles), self._total(tiles)
+        made = ", ".join(names)
+        w.line(f"{made} = {self.combine}({', '.join(head)}, {made})")
+        self._give(names)
+        with ends():
+            after = [w.fresh() for _ in edges]
+            w.line(f"{', '.join(after)} = {self._fold}({', '.join((*total, *edges))})")
+            self._give([w.let(f"tl.where({before}, {edge}, {later})")
+                        for edge, later in zip(edges, after, strict=True)])  # fmt: skip
+
+    def _placed(self) -> list[str]:
+        """Tiles of which the order does not matter: what is outside the row has no place."""
+        tiles = self._tiles()
+        return self._where(self.w.inside(self.axis), tiles) if self.pairs else tiles
+
+    def _where(self, mask: str, tiles: Sequence[str]) -> list[str]:
+        return [self.w.let(f"tl.where({mask}, {tile}, {none})")
+                for tile, none in zip(tiles, (self.start, "0"), strict=False)]  # fmt: skip
 
     def _give(self, names: Sequence[str]) -> None:
         w = self.w

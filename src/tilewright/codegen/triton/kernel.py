@@ -459,7 +459,11 @@ class Kernel:
                 if node in folds:
                     folds.pop(node).whole()
             for scan in scans:
-                if scan.node in set(walk(*m.exprs)):
+                if scan.node not in set(walk(*m.exprs)):
+                    continue
+                if self.lean is not None and self.lean.axis is axis:
+                    scan.with_ends(self.lean.ends)
+                else:
                     scan.step(carried=False)
             if some := some_rows(m, self.shape, w):
                 with w.block(f"if {some}"):

@@ -51,7 +51,7 @@ def _last(shape: Shape) -> Axis | None:
     """The axis that memory runs along, where it is one that is worth leaning. Weights are loaded by
     single elements from every eighth place then: worse than all that way if rows are held (H200:
     layer norm of 3001 bfloat16 139 us, 235 us leaning; softmax of 1501 97 us, 89 us leaning)."""
-    if not _may_lean(shape):
+    if not _may_lean(shape) or (_scans(shape) and not shape.persistent):
         return None
     if not shape.inner:
         axis = shape.parallel[1] if shape.looked_up else None
@@ -76,9 +76,7 @@ def _turned(shape: Shape) -> Shape:
 def _may_lean(shape: Shape) -> bool:
     if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
         return False
-    if any(s.scans for s, _ in shape.segments) or uses(shape.members, *RANDOM):
-        return False
-    return not any(scatters(m) for m in shape.members)
+    return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
 
 
 def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[Expr, int] | None:
@@ -86,7 +84,7 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
     for pieces. Weights are loaded twice then, which many rows have to make up for (H200: layer norm
     of 131 bfloat16 112 us by single elements, 130 us so; of 249 179 us, 148 us so; of 5001 such
     rows 4.0 us, 4.6 us so; of 1501 108 us, 101 us so)."""
-    if not shape.persistent or not _may_lean(shape) or _looks_up(shape):
+    if not shape.persistent or _scans(shape) or not _may_lean(shape) or _looks_up(shape):
         return None
     (axis,) = shape.inner
     size, shortest = axis.size or 0, SHORTEST_PAIRS
@@ -96,10 +94,14 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
             return None
     if size % PAIR == 0 or not shortest <= size <= LONGEST_PAIRS:
         return None
-    rest, piece = _most(program, group, flat, axis)
+    rest, piece = most_moved(program, group, flat, axis)
     if piece * WIDEST < 16 or _reads_what_others_store(flat, axis):
         return None
     return rest, PAIR
+
+
+def _scans(shape: Shape) -> bool:
+    return any(segment.scans for segment, _ in shape.segments)
 
 
 def _looks_up(shape: Shape) -> bool:
@@ -132,10 +134,11 @@ def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
 
 def _guide(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int] | None:
     """Where a row begins and the elements of a piece, if that is worth it."""
-    rest, piece = _most(program, group, flat, axis)
-    if piece * WIDEST < 16 or _reads_what_others_store(flat, axis):
+    rest, piece = most_moved(program, group, flat, axis)
+    widest = 2 * WIDEST if _scans(flat) else WIDEST  # threads hand on one of several neighbours
+    if piece * widest < 16 or _reads_what_others_store(flat, axis):
         return None
-    return (rest, piece) if _begins_anywhere(rest, piece, axis) else None
+    return (rest, piece) if begins_anywhere(rest, piece, axis) else None
 
 
 def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
@@ -143,8 +146,8 @@ def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
     does."""
     if shape.across or len(shape.inner) != 1:
         return False
-    rest, piece = _most(program, group, flat, shape.inner[0])
-    return _begins_anywhere(rest, max(piece // 2, 1), shape.inner[0])
+    rest, piece = most_moved(program, group, flat, shape.inner[0])
+    return begins_anywhere(rest, max(piece // 2, 1), shape.inner[0])
 
 
 def moved_singly(shape: Shape) -> set[str]:
@@ -164,7 +167,7 @@ def _rows_alike(shape: Shape) -> set[str]:
     return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) == rows}
 
 
-def _most(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int]:
+def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int]:
     """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
     moved: dict[tuple[Expr, int], int] = {}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
@@ -181,7 +184,7 @@ def _most(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr
     return max(moved, key=lambda k: moved[k], default=(ix.ZERO, 1))
 
 
-def _begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
+def begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
     """Whether rows begin anywhere."""
     if axis.var in free_vars(rest) or not ix.known_nonneg(rest):
         return False
