@@ -1,17 +1,21 @@
-"""Scans of rows that are held."""
+"""Scans of rows that are held, walked, and of columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tilewright.codegen.triton import walk
 
 BF16 = torch.bfloat16
+LONG = 17001  # elements of a row that no program holds
 Case = tuple[Callable[[Tensor], Any], tuple[int, ...], torch.dtype]
 
 
@@ -23,6 +27,40 @@ def _numbers(*size: int, dtype: torch.dtype) -> Tensor:
         made[0, 7::1000] = -torch.inf
         made[1] = -torch.inf
     return made.to(dtype) if dtype != torch.bool else made > 0
+
+
+# ---- long rows
+
+WALKED: dict[str, Case] = {
+    "sum": (lambda x: x.cumsum(-1), (3, LONG), torch.float32),
+    "sum of an even row": (lambda x: x.cumsum(-1), (LONG + 7,), torch.int32),
+    "sum of what was computed": (lambda x: (x[:, 1:] * 2 + 1).cumsum(-1), (3, LONG), torch.float32),
+    "largest and where": (lambda x: x.cummax(-1), (3, LONG), torch.float32),
+    "exponentials backwards": (lambda x: x.flip(-1).logcumsumexp(-1), (3, LONG), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", WALKED)
+def test_long_rows_are_walked_with_the_next_block_under_way(name: str) -> None:
+    fn, size, dtype = WALKED[name]
+    (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
+    before, within = kernel.text.split("for roffset in")[-2:]
+    assert "tl.load(" in before
+    assert within.index("tl.load(") < within.index("associative_scan")
+
+
+def test_a_long_row_of_any_length_is_walked() -> None:
+    for length in (LONG, LONG + 7):
+        x = torch.randn(300, length).to(BF16)[:2]
+        (kernel,) = check(lambda x: x.cumsum(-1), x, dynamic=True, rtol=2e-2, atol=2e-1)
+        assert "tl.load(" in kernel.text.split("for roffset in")[0]
+
+
+def test_long_odd_rows_are_moved_sixteen_bytes_at_once() -> None:
+    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(377, 87913))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert made.spills == 0
 
 
 # ---- rows that are held
@@ -40,3 +78,39 @@ def test_ends_of_odd_rows_are_scanned_beside_what_is_moved_at_once(name: str) ->
     fn, size, dtype = HELD[name]
     (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
     assert "rtwo" in kernel.text
+
+
+# ---- columns
+
+COLUMNS: dict[str, Case] = {
+    "sum": (lambda x: x.cumsum(1), (3, 37, 24), torch.float32),
+    "sum of odd rows": (lambda x: x.cumsum(1), (3, 64, 19), BF16),
+    "integers": (lambda x: x.cumsum(1), (3, 37, 24), torch.int32),
+    "largest and where": (lambda x: x.cummax(1), (3, 37, 24), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_thread_walks_a_column(name: str) -> None:
+    fn, size, dtype = COLUMNS[name]
+    with mock.patch.object(walk, "UNDER_WAY", 0):
+        (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
+    assert kernel.config.num_warps in (1, 4)
+    odd = size[-1] % 2
+    assert ("tl.load(" in kernel.text.split("for roffset in")[0]) == bool(odd)
+
+
+@pytest.mark.parametrize(("width", "bytes_"), [(72, 16), (71, 2)])
+def test_threads_share_nothing_of_columns_they_scan(width: int, bytes_: int) -> None:
+    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(34538, 64, width, dtype=BF16))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == bytes_
+    assert made.spills == 0
+    if width % 2 == 0:
+        assert made.shared == 0
+        assert "shfl" not in made.ptx
+
+
+def test_few_columns_are_shared() -> None:
+    (kernel,) = kernels_of(lambda x: x.cumsum(0), torch.empty(8192, 8192, dtype=BF16))
+    assert kernel.config.num_warps > 1

@@ -69,8 +69,12 @@ def clamp(low: int, n: int, high: int) -> int:
 
 def _vector(program: Program, shape: Shape) -> int:
     """Elements in sixteen bytes of the narrowest buffer the kernel walks."""
-    sizes = [program.buffers[b].dtype.itemsize for m in shape.members for b in m.reads | m.writes]
-    return clamp(4, 16 // min(sizes, default=4), 8)
+    return clamp(4, 16 // min(sizes(program, shape), default=4), 8)
+
+
+def sizes(program: Program, shape: Shape) -> list[int]:
+    """The sizes of all that the kernel reads and writes."""
+    return [program.buffers[b].dtype.itemsize for m in shape.members for b in m.reads | m.writes]
 
 
 def _floats(program: Program, shape: Shape) -> list[int]:
@@ -111,6 +115,10 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
             many = 1 if heavy else _at_once(program, shape, vector)
             found = (_tiled(program, shape, target) if shape.rank > 1
                      else [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
+    elif shape.alone:
+        found = _scanned_columns(program, shape)
+    elif shape.walked:
+        found = _walked_rows(program, shape, target)
     elif shape.shared:
         found = _shared_rows(shape, vector)
     elif not shape.persistent:
@@ -471,6 +479,58 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         yield Config(((x.block, block), *rows), most, ahead=ahead)
 
 
+def at_once(program: Program, shape: Shape) -> int:
+    """Neighbouring columns that a thread loads and stores at once."""
+    flat = shape.flat()
+    x = flat.parallel[0]
+    places = {n.src[0] for m in flat.members for n in loads(*m.exprs)}
+    places |= {s.index for m in flat.members for s in m.stores}
+    found = 16 // min(16, *sizes(program, flat))
+    while found > 1 and not all(is_even(i, x, found) for i in places if x.var in free_vars(i)):
+        found //= 2
+    return found
+
+
+def carried(shape: Shape) -> int:
+    """Bytes of what a scan carries from one element to the next."""
+    return max(sum(s.dtype.itemsize for s in n.src)
+               for m in shape.members for n in walk(*m.exprs) if n.op == "scan")  # fmt: skip
+
+
+def rows_of_thread(shape: Shape, neighbours: int) -> int:
+    """Rows of columns that a thread has at once, if it has so many neighbours of each."""
+    share = 256 if neighbours == 1 or carried(shape) == 8 else 512
+    most = below(clamp(4, share // (neighbours * carried(shape)), 64))
+    return _round_of(shape.inner[0], min(most, 32) if shape.walked else most, 8)
+
+
+def _scanned_columns(program: Program, shape: Shape) -> Iterable[Config]:
+    """A thread has as many neighbours as it loads at once, and several rows under way. What threads
+    share of a column they hand on through shared memory (H200: cumulative sums of 64 rows of
+    34538x72 bfloat16 184 us, 401 us so; of 128 rows of 4425x128 float16 79 us, 118 us; of 2200x128
+    floats 82 us by 8 rows, 86 us by 16, 104 us). By single elements more warps and rows (64 rows of
+    34538x71 bfloat16 212 us, 260 us by 32 of two warps, 284 us)."""
+    x, (r,) = shape.parallel[0], shape.inner
+    neighbours = at_once(program, shape)
+    warps, rows = 4 if neighbours == 1 else 1, rows_of_thread(shape, neighbours)
+    yield Config(((x.block, 32 * warps * neighbours), (r.block, rows)), warps)
+    yield Config(((x.block, 32 * neighbours), (r.block, max(rows // 2, 4))), 1)
+
+
+def _walked_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
+    """Small blocks, for those at the ends take long (H200: cumulative sums of 2048 rows of 20001
+    floats 96 us by 2048 of eight warps, 119 us of four, 133 us by 4096; of 6000 rows of 14001
+    bfloat16 113 us by 1024, 144 us by 2048). Longer ones where rows are few (377 rows of 175001
+    bfloat16 84 us by 4096, 94 us by 2048)."""
+    x, (r,) = shape.parallel[0], shape.inner
+    wide, few = max(sizes(program, shape)) > 2, x.likely < 4 * target.sms
+    choices = [(2048, 8), (1024, 4)] if wide else [(1024, 2), (2048, 4)]
+    if few and not wide:
+        choices.insert(0, (4096, 8))
+    for size, warps in choices:
+        yield Config(((x.block, 1), (r.block, size)), warps)
+
+
 def _shared_rows(shape: Shape, vector: int) -> Iterable[Config]:
     """One program on each processor: it alone has to keep memory busy. Of programs in turn there
     are several (H200: batch norm of 256 rows of 200704 bfloat16, four programs each, 77.5 us in
@@ -518,9 +578,11 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
     if share == 16 and all(a.likely > 256 for a in shape.inner):
         choices[:2] = choices[1::-1]
+    if vector == 8 and any(segment.scans for segment, _ in shape.segments):
+        choices.insert(0, (32, 128, 32, 3))  # 8192x8192 bfloat16 131 us, 240 us by 64 columns
     together = round(x.likely / (bx * max(target.sms, 1)))  # programs on a processor
     places = folds(shape, "argmin", "argmax")
-    if together > 1 and not exponentials:
+    if together > 1 and not exponentials and choices[0][0] == bx:
         most, each = (128, 32) if places else (256, share)
         br = clamp(most // 4, below(most // (below(together) * len(loaded))), most)
         if all(a.likely > 2 * br for a in shape.inner):

@@ -13,6 +13,7 @@ from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.codegen.triton.turned import turned
+from tilewright.codegen.triton.walk import walking
 from tilewright.errors import CodegenError
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
@@ -46,7 +47,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
     if other is None or not measured:
-        form = leaning(program, group, shape)
+        form = walking(program, group, leaning(program, group, shape), target)
         made = Kernel(program, group, form, target, wide)
         if made.packed is None:
             return made.generate(name)

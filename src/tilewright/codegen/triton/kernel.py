@@ -34,6 +34,7 @@ from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
+from tilewright.codegen.triton.walk import Walk
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
@@ -120,7 +121,8 @@ class Kernel:
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
-        self.lean = lean_of(self)
+        self.walk = Walk(self, shape.inner[0]) if shape.walked else None
+        self.lean = self.walk or lean_of(self)
         self.packed = Packed.of(self)
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
@@ -342,7 +344,7 @@ class Kernel:
                 w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
             if self.shape.persistent and axis.lean is None:
                 self._enter(axis, f"{axis.name}base")
-            elif not self.shape.persistent:
+            elif not self.shape.persistent and self.walk is None:
                 self._span(axis)
         for form in (self.lean, self.packed):
             if form is not None:
@@ -680,6 +682,8 @@ class Kernel:
             if slid := self.lean.slid(node, self.pointer(node.arg), mask):
                 return slid
             place = self.lean.place(node.src[0]) or place
+        if self.walk is not None and self.walk.may_be_whole(mask):
+            return self.walk.load(f"{self.pointer(node.arg)} + ({place})")
         masked = f", {mask}, other=0" if mask else ""
         return f"tl.load({address(self, node.arg, node.src[0], place)}{masked}{policy})"
 
@@ -806,6 +810,9 @@ class Kernel:
         policy = ', eviction_policy="evict_first"' if (
             self._at is not None and self.shape.again and self._walks(support)) else ""  # fmt: skip
         text = f"tl.store({place}, {value}{', ' + mask if mask else ''}{policy})"
+        if self.walk is not None and self.walk.may_be_whole(mask):
+            self.walk.store(place, value)
+            return
         if self.shape.shared and store.buffer in self.rewritten and not self._walks(support):
             self.waiting.append(text)
         else:
