@@ -25,6 +25,7 @@ from tilewright.schedule.plan import schedule
 from tilewright.target import Target
 
 TARGET = Target("sm_90")
+OWN = ("workspace", "counters")  # what a kernel whose programs wait for each other is given
 
 
 class Interpreter:
@@ -71,7 +72,7 @@ def executable(
             calls.append(None)
             continue
         kernel = generate(program, step.group, TARGET, str(k))
-        args = tuple((p.kind, p.name) for p in kernel.params)
+        args = tuple((p.kind, p.name) for p in kernel.params if p.name not in OWN)
         calls.append(KernelCall(kernel.name, args, kernel.checked))
         functions[kernel.name] = runner(kernel, config)
         if made is not None:
@@ -84,9 +85,14 @@ def runner(kernel: TritonKernel, which: int = 0) -> Callable[..., None]:
     types = [t for _, t in kernel.arguments]
     run = Interpreted(kernel.text, kernel.name, types, config.kwargs)
     names = [p.name for p in kernel.params]
+    workspace = torch.empty(kernel.workspace)
+    counters = torch.zeros(kernel.counters, dtype=torch.int32)
 
     def call(*given: torch.Tensor | int | float) -> None:
         args = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given]
+        if kernel.counters:  # the last of its parameters
+            last = len(names) - len(OWN)
+            args[last:last] = [workspace.data_ptr(), counters.data_ptr()]
         sizes = {n: a for n, a, p in zip(names, args, kernel.params, strict=False)
                  if p.kind == "int"}  # fmt: skip
         try:
@@ -94,6 +100,7 @@ def runner(kernel: TritonKernel, which: int = 0) -> Callable[..., None]:
         except Exception as error:
             error.add_note(f"in {config}\n{kernel.text}")
             raise
+        assert not counters.any()
 
     return call
 

@@ -1,4 +1,4 @@
-"""Scans of rows that are held, walked, and of columns."""
+"""Scans of rows that are held, walked by one program or by several, and of columns."""
 
 from __future__ import annotations
 
@@ -40,10 +40,14 @@ WALKED: dict[str, Case] = {
 }
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("name", WALKED)
-def test_long_rows_are_walked_with_the_next_block_under_way(name: str) -> None:
+def test_long_rows_are_walked_with_the_next_block_under_way(name: str, together: bool) -> None:
     fn, size, dtype = WALKED[name]
-    (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
+    with mock.patch.object(walk, "TOGETHER", 2 * together):
+        (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
+    assert kernel.text.count("for roffset in") == 1 + together
+    assert kernel.in_turn == together
     before, within = kernel.text.split("for roffset in")[-2:]
     assert "tl.load(" in before
     assert within.index("tl.load(") < within.index("associative_scan")
@@ -61,6 +65,7 @@ def test_long_odd_rows_are_moved_sixteen_bytes_at_once() -> None:
     made = build(kernel)
     assert made.widest("ld.global") == made.widest("st.global") == 16
     assert made.spills == 0
+    assert not kernel.counters  # these rows are enough
 
 
 # ---- rows that are held

@@ -273,7 +273,7 @@ def leave(workspace, cell, value):
 
 
 @jit
-def gather(workspace, cell, kind: tl.constexpr, none, count: tl.constexpr, lanes: tl.constexpr):
+def gather(workspace, cell, kind: tl.constexpr, none, count, lanes: tl.constexpr):
     """What `count` programs have left from a cell on, past the caches of one processor."""
     lane = tl.arange(0, lanes)
     place = (workspace + 2 * cell).to(tl.pointer_type(kind), bitcast=True)

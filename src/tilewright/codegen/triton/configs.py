@@ -524,6 +524,9 @@ def _walked_rows(program: Program, shape: Shape, target: Target) -> Iterable[Con
     bfloat16 84 us by 4096, 94 us by 2048)."""
     x, (r,) = shape.parallel[0], shape.inner
     wide, few = max(sizes(program, shape)) > 2, x.likely < 4 * target.sms
+    if shape.shared:  # two on a processor, no less
+        yield Config(((x.block, 1), (r.block, 2048 if wide else 4096)), 8, registers=128)
+        return
     choices = [(2048, 8), (1024, 4)] if wide else [(1024, 2), (2048, 4)]
     if few and not wide:
         choices.insert(0, (4096, 8))

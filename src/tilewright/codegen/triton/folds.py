@@ -453,6 +453,33 @@ class Scanning:
         self.w.line(f"{', '.join(names)} = tl.reduce({source}, 1, {self._fold}, keep_dims=True)")
         return names
 
+    @property
+    def kinds(self) -> list[tuple[str, str]]:
+        """Types and neutral values of what is carried."""
+        return [(TYPE[self.dtype], self.start), (self.w.index_type, "0")][: 1 + self.pairs]
+
+    def folded(self, walk: Callable[[Callable[[], None]], None]) -> list[str]:
+        """What all blocks of a walk fold to."""
+        w, names = self.w, [self.w.fresh("acc") for _ in self.kinds]
+        for name, (kind, none) in zip(names, self.kinds, strict=True):
+            w.line(f"{name} = tl.full({w.shape(self.support)}, {none}, {kind})")
+        made = ", ".join(names)
+
+        def round_() -> None:
+            w.line(f"{made} = {self._fold}({made}, {', '.join(self._placed())})")
+
+        walk(round_)
+        return self._total(names)
+
+    def after(self, tiles: Sequence[str]) -> None:
+        """Begin with what was before: one of it in each lane."""
+        source = f"({', '.join(tiles)})" if self.pairs else tiles[0]
+        names = [self.w.fresh() for _ in tiles]
+        self.w.line(f"{', '.join(names)} = tl.reduce({source}, 0, {self._fold})")
+        before = ", ".join(f"tl.broadcast_to({name}, [1, 1])" for name in names)
+        carry = f"{self.name}, {self.name}_at" if self.pairs else self.name
+        self.w.line(f"{carry} = {self.combine}({carry}, {before})")
+
     def with_ends(self, ends: Callable[[], AbstractContextManager[None]]) -> None:
         """Of a row whose ends are a tile of their own: what comes before its whole pieces, and what
         comes after them."""

@@ -501,6 +501,8 @@ class Kernel:
             item.begin()
         self._hoist(segment, axis)
         self.w.barriers.before_loop(segment.members)
+        if self.walk is not None and self.shape.shared:
+            self.walk.meet(*scans)
         if self.lean is not None and self.lean.axis is axis:
             self.lean.walk(self._is_back(segment, axis), lambda: self._steps(
                 segment, folds, scans))  # fmt: skip

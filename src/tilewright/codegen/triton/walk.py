@@ -10,18 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.configs import at_once, carried, rows_of_thread, sizes
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.leaning import begins_anywhere, most_moved
-from tilewright.codegen.triton.shape import LONGEST_PASS, MOST_KEPT, Shape, uses
+from tilewright.codegen.triton.shape import LONGEST_PASS, MOST_KEPT, Axis, Shape, uses
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.group import Group
 from tilewright.target import Target
 
+if TYPE_CHECKING:
+    from tilewright.codegen.triton.folds import Scanning
+
+TOGETHER = 2  # programs that a processor surely runs at once
+SHORTEST_PART = 1 << 13  # elements of a row worth a program
 UNDER_WAY = 1 << 15  # bytes of loads that keep a processor's part of memory busy
 FEW_COLUMNS = 512  # on a processor: the warps that have them do not keep memory busy by themselves
 
@@ -41,7 +47,9 @@ def walking(program: Program, group: Group, shape: Shape, target: Target) -> Sha
     if not begins_anywhere(start, piece, axis):
         start = ix.ZERO
     axis = replace(axis, lean=start, piece=piece)
-    return replace(shape, walked=True, persistent=False, segments=[(segment, axis)])
+    count = _programs(shape, axis, target)
+    return replace(shape, walked=True, persistent=False, segments=[(segment, axis)],
+                   shared=count, in_turn=count > 0)  # fmt: skip
 
 
 def _columns(program: Program, shape: Shape, target: Target) -> Shape:
@@ -62,6 +70,16 @@ def _columns(program: Program, shape: Shape, target: Target) -> Shape:
                    segments=[(segment, axis)])  # fmt: skip
 
 
+def _programs(shape: Shape, axis: Axis, target: Target) -> int:
+    """How many walk a row together where rows are too few, all of them at once: each folds its part
+    and then walks it again, from what those before it have folded. None: a row has one."""
+    rows = shape.parallel[0].size
+    if not rows:
+        return 0
+    count = min(TOGETHER * target.sms // rows, axis.likely // SHORTEST_PART)
+    return count if count > 1 else 0
+
+
 class Walk(Lean):
     """The text of one kernel's rows that are walked."""
 
@@ -77,7 +95,13 @@ class Walk(Lean):
         if not self.kernel.shape.across:
             w.masked.discard(self.kernel.shape.parallel[0])  # a program has one row
         lanes = f"{a}numel + {self.axis.slack}" if self.axis.slack else f"{a}numel"
-        w.line(f"{a}first, {a}last = 0, {lanes}")
+        count, block = self.kernel.shape.shared, self.axis.block
+        if not count:
+            w.line(f"{a}first, {a}last = 0, {lanes}")
+            return
+        w.line(f"{a}each = ({lanes} + {count} * {block} - 1) // ({count} * {block}) * {block}")
+        w.line(f"{a}first = part * {a}each")
+        w.line(f"{a}last = tl.minimum({a}first + {a}each, {lanes})")
 
     def walk(self, back: bool, round_: Callable[[], None]) -> None:
         w, a, block = self.w, self.axis.name, self.axis.block
@@ -90,6 +114,22 @@ class Walk(Lean):
             self._fetch_block(f"{a}offset + {block}", ahead)
             self._enter_block(f"{a}offset")
             round_()
+
+    def meet(self, scan: Scanning) -> None:
+        """What the programs with a row's parts before this one fold to is what it begins with."""
+        w, k, count = self.w, self.kernel, self.kernel.shape.shared
+        totals = scan.folded(lambda round_: self.walk(False, round_))
+        cells: list[str] = []
+        for name in totals:
+            cells.append(w.let(f"({k.cells} * xnumel + spot) * {count}"))
+            k.cells += 1
+            w.line(f"tri.leave(workspace, {cells[-1]} + part, {name})")
+        k.meetings += 1
+        w.line(f"tri.meet(counters + spot, {count * k.meetings})")
+        lanes = 1 << (count - 1).bit_length()
+        tiles = [w.let(f"tri.gather(workspace, {cell}, {kind}, {none}, part, {lanes})")
+                 for cell, (kind, none) in zip(cells, scan.kinds, strict=True)]  # fmt: skip
+        scan.after(tiles)
 
     def _loads(self) -> list[Expr]:
         """What changes along a row, and needs nothing else to be loaded."""
