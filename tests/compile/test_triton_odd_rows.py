@@ -301,3 +301,22 @@ def test_weights_beside_rows_are_loaded_sixteen_bytes_at_once() -> None:
     (kernel,) = kernels_of(lambda x, w: F.layer_norm(x, x.shape[-1:], w, w), x, weight)
     narrow = re.findall(r"ld\.global[.:\w]*\.b16\b", build(kernel).ptx)
     assert "tri_rows.slid(" in kernel.text and len(narrow) <= 3
+
+
+def test_long_rows_are_held_where_that_is_faster() -> None:
+    """By sixteen warps, so that two are at work on a processor."""
+
+    def family(fn: Callable[..., Any], *args: Tensor) -> str:
+        (kernel,) = kernels_of(fn, *args)
+        assert kernel.config.num_warps <= 16 or kernel.config.registers == 32
+        return kernel.name.split("_")[1]
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:])
+
+    rows = {n: torch.empty(2000, n, dtype=BF16) for n in (8191, 10000, 10001, 13813)}
+    found = {n: family(lambda x: torch.softmax(x, -1), x) for n, x in rows.items()}
+    assert found == {8191: "per", 10000: "per", 10001: "red", 13813: "per"}
+    assert family(norm, rows[10000]) == family(norm, rows[13813]) == "red"
+    other = torch.empty_like(rows[10000])
+    assert family(lambda x, y: norm(x + y), rows[10000], other) == "per"

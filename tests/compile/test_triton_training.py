@@ -31,8 +31,8 @@ def test_a_mean_of_losses_leaves_the_rows_in_one_pass() -> None:
         assert build(kernel).spills == 0
 
 
-@pytest.mark.parametrize(("classes", "warps"), [(32000, 16), (50257, 8)])
-def test_all_threads_of_a_gradient_of_losses_run(classes: int, warps: int) -> None:
+@pytest.mark.parametrize("classes", [32000, 50257])
+def test_all_threads_of_a_gradient_of_losses_run(classes: int) -> None:
     """64 warps on a processor, with 32 registers each."""
     x = torch.empty(8192, classes, dtype=torch.bfloat16)
     rows = torch.empty(8192)
@@ -41,7 +41,7 @@ def test_all_threads_of_a_gradient_of_losses_run(classes: int, warps: int) -> No
         return (torch.exp(x.float() - top[:, None] - total[:, None]) * 0.1 - 0.3).bfloat16()
 
     (kernel,) = kernels_of(gradient, x, rows, rows)
-    assert (kernel.config.num_warps, kernel.config.registers) == (warps, 32)
+    assert (kernel.config.num_warps, kernel.config.registers) == (8, 32)
     assert build(kernel).spills == 0
     assert kernel.configs[1] == replace(kernel.config, registers=None)
 

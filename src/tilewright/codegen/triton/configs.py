@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tilewright.codegen.triton.doubles import is_even, pairs, step
-from tilewright.codegen.triton.shape import MOST_KEPT, NARROWEST_TILE, Axis, Shape
+from tilewright.codegen.triton.shape import LONGEST_PASS, MOST_KEPT, NARROWEST_TILE, Axis, Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
@@ -261,10 +261,9 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
         by = clamp(1, 256 * vector // bx, power(enough))
         yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (64 * vector), 4))
-    long = 512 * vector
-    if size >= LONG_ROW and (x.lean is not None or even >= long):  # 849 rows of 100277 86 us, 93 us
+    if size >= LONG_ROW:  # one row (849 of 100277 bfloat16 85 us, 95 us; 300 floats 65 us, 85 us)
         for registers in (32, None):
-            yield Config(((y.block, 1), (x.block, long)), 8, registers=registers)
+            yield Config(((y.block, 1), (x.block, 512 * vector)), 8, registers=registers)
     # of rows that begin anywhere longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
     lengths = (64, 128, 32) if x.lean is not None else (16, 128, 32)
     most: list[int | None] = [32, None, None, None]  # as many threads as there is room for
@@ -290,7 +289,8 @@ def _reads_rows(shape: Shape) -> bool:
 def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     """Whole rows, several of them where they are short; 16 elements per thread (H200: softmax of
     1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way; of 8191
-    68 us with 32 registers and four rows on a processor, 76 us with 40 and three). Of odd rows 32
+    68 us with 32 registers and four rows on a processor, 76 us with 40 and three), 32 of longer
+    ones, or one row alone is at work on a processor (12000 bfloat16 61 us, 73 us). Of odd rows 32
     of sixteen bits (layer norm of 389 bfloat16 106 us by two rows of a warp, 145 us by four of four
     warps; causal softmax of 205 floats 138 us by two of a warp, 155 us by four of two)."""
     vector = _vector(program, shape)
@@ -320,6 +320,8 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     if leans:  # as many rows at work as of those that are even
         warps = clamp(1, power(longest / (32 * 16)), MOST_WARPS)
         yield Config(((x.block, 1), *rows), warps, registers=32)
+    if longest > LONGEST_PASS:
+        yield Config(((x.block, 1), *rows), 16)
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
         block = min(clamp(1, tile * vector // longest, power(enough)), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
@@ -451,8 +453,13 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     x = shape.parallel[0]
     exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
-    if shape.again and max(a.likely for a in shape.inner) <= MOST_KEPT // 2:
+    longest = max(a.likely for a in shape.inner)
+    if shape.again and longest <= MOST_KEPT // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
+        if longest > LONGEST_PASS and not folds(shape, "welford"):
+            choices.insert(0, (1, 2048, 8))
+        elif longest > LONGEST_PASS and all(a.lean is None for a in shape.inner):
+            choices.insert(0, (1, 4096, 16))
     elif shape.again:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
         if folds(shape, "welford"):

@@ -8,7 +8,7 @@ from tilewright import config
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
-from tilewright.codegen.triton.leaning import leaning
+from tilewright.codegen.triton.leaning import is_better_walked, leaning
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
@@ -46,14 +46,19 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         return made
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
+    form = leaning(program, group, shape)
+    if other is not None:
+        other = leaning(program, group, other)
+        if not measured and is_better_walked(group, form, other):
+            form = other
     if other is None or not measured:
-        form = walking(program, group, leaning(program, group, shape), target)
+        form = walking(program, group, form, target)
         made = Kernel(program, group, form, target, wide)
         if made.packed is None:
             return made.generate(name)
         plain = Kernel(program, group, replace(shape, odd=True), target, wide, made.configs)
         return with_rest(made, plain, name)
-    shape, other = (leaning(program, group, form) for form in (shape, other))
+    shape = form
     held, walked = (shape, other) if shape.persistent else (other, shape)
     found = [replace(c, held=int(form.persistent)) for form in (shape, other)
              for c in configs(program, form, target)]  # fmt: skip
