@@ -23,7 +23,6 @@ LONGEST_OF_THREAD = 32  # rows of a column that a thread folds alone: so many lo
 LONGEST_OF_WARP = 1024  # elements of a row that one warp folds
 MOST_WARPS = 32
 LONG_ROW = 1 << 14  # elements of a row of which each program has a piece
-SHORTEST_PACKED = 8192  # elements of a row that would take all registers as floats
 MOST_READ = 160  # bytes that a thread has under way where nothing is folded
 
 
@@ -292,7 +291,8 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     68 us with 32 registers and four rows on a processor, 76 us with 40 and three), 32 of longer
     ones, or one row alone is at work on a processor (12000 bfloat16 61 us, 73 us). Of odd rows 32
     of sixteen bits (layer norm of 389 bfloat16 106 us by two rows of a warp, 145 us by four of four
-    warps; causal softmax of 205 floats 138 us by two of a warp, 155 us by four of two)."""
+    warps; causal softmax of 205 floats 138 us by two of a warp, 155 us by four of two), as of rows
+    of odd channels (group norm of eight of 49 67 us by two of a warp, 97 us by four of four)."""
     vector = _vector(program, shape)
     x = shape.parallel[0]
     rows = [(a.block, power(a.size // max(a.piece, 1) * max(a.piece, 1) if a.size else 1))
@@ -303,7 +303,8 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         for warps in (4, 2):
             yield Config(((x.block, 32 * warps // max(1, longest // 32)), *rows), warps)
         return
-    if shape.odd:  # few threads with many loads each, and whole rows where one warp has them
+    picks = any(0 < shape.pieces(a) < vector for a in shape.inner)  # each its channel's scale
+    if shape.odd or picks:  # few threads with many loads each, and rows of one warp where it can be
         share = 64 // min(_floats(program, shape), default=4)
         if longest <= LONGEST_OF_WARP and _folds_one(shape):
             share = 64
