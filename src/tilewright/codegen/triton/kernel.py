@@ -29,6 +29,7 @@ from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.packed import Packed
 from tilewright.codegen.triton.pairs import lean_of
+from tilewright.codegen.triton.pieces import common, load_pieces
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
@@ -36,7 +37,7 @@ from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
 from tilewright.codegen.triton.walk import Walk
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, load, loads, rewrite, substitute, var, walk
+from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
 from tilewright.schedule.group import Group
 from tilewright.schedule.segments import Segment
@@ -329,7 +330,7 @@ class Kernel:
             if self._draws and not self._is_narrowest(axis):
                 w.line(f"{axis.name}first = {first}")
                 first = w.starts[axis] = f"{axis.name}first"
-            w.line(f"{axis.name}base = {first} + {self._lanes(axis)}")
+            w.line(f"{axis.name}base = {first} + {self.lanes(axis)}")
             self.doubles.begin(axis, at)
             if axis.lean is not None:
                 w.line(f"{axis.name}block = {at}")
@@ -339,7 +340,7 @@ class Kernel:
                 self._enter(axis, f"{axis.name}base")
         for axis in self.shape.inner:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
-            w.line(f"{axis.name}base = {self._lanes(axis)}")
+            w.line(f"{axis.name}base = {self.lanes(axis)}")
             if self._draws and not self._is_narrowest(axis):
                 w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
             if self.shape.persistent and axis.lean is None:
@@ -365,7 +366,7 @@ class Kernel:
         w.line(f"{a}first = part * ({each})")
         w.line(f"{a}last = tl.minimum({a}first + {each}, {a}numel)")
 
-    def _lanes(self, axis: Axis) -> str:
+    def lanes(self, axis: Axis) -> str:
         where = ", ".join(":" if d == axis.dim else "None" for d in range(self.shape.rank))
         return f"tl.arange(0, {axis.block})" + (f"[{where}]" if self.shape.rank > 1 else "")
 
@@ -660,14 +661,14 @@ class Kernel:
         if self.lean is not None and (rows := self.lean.alike(node)):
             return rows
         support = w.covered(w.support(*node.src))
-        axis = self._common(node, support)
+        axis = common(self, node, support)
         one = len(node.src) == 1 and node.src[0].is_const
         covered = all(c.covers(a.block for a in support) for c in self.configs)
         # not as tiles are stored
         alone = one or axis is not None or self._one_per_row(support) or not covered
         self.w.barriers.before_load(node.arg, None if alone else node.src[0])
         if axis is not None:
-            return self._load_pieces(node, axis)
+            return load_pieces(self, node, axis)
         if one:  # loaded once, not once for each element
             text = f"tl.load({self.pointer(node.arg)} + {w.index(node.src[0])})"
             return f"tl.full({w.shape(NOWHERE)}, {text}, {TYPE[node.dtype]})"
@@ -688,45 +689,6 @@ class Kernel:
             return self.walk.load(f"{self.pointer(node.arg)} + ({place})")
         masked = f", {mask}, other=0" if mask else ""
         return f"tl.load({address(self, node.arg, node.src[0], place)}{masked}{policy})"
-
-    def _common(self, node: Expr, support: Support) -> Axis | None:
-        """The axis along which all neighbours of a thread have a load in common, as a channel's
-        scale along a row of many channels."""
-        if self.shape.across or self.lean is not None or node.src[1:] or not self._walks(support):
-            return None
-        axis = next(a for a in self.shape.inner if a in support)
-        side = self._neighbours(axis)
-        pieces = [n for n in walk(node.src[0]) if n.op == "ifloordiv" and n.src[0] is axis.var]
-        without = rewrite(node.src[0], lambda n, src: ix.ZERO if n in pieces else None)
-        if not pieces or side == 1 or axis.var in free_vars(without):
-            return None
-        even = all((ix.value_of(n.src[1]) or 1) % side == 0 for n in pieces)
-        return axis if even and all(c.kwargs[axis.block] >= side for c in self.configs) else None
-
-    def _neighbours(self, axis: Axis) -> int:
-        """Elements that a thread loads at once of rows along an axis."""
-        sizes = [n.dtype.itemsize for m in self.shape.members for n in loads(*m.exprs)
-                 if n.arg not in self.local
-                 and ix.coefficient(n.src[0], axis.var) is ix.ONE]  # fmt: skip
-        return 16 // max(sizes, default=16)
-
-    def _load_pieces(self, node: Expr, axis: Axis) -> str:
-        """Loaded once for all neighbours of a thread (H200: group norm of rows of 65536 bfloat16,
-        channels of 4096, 43 us in blocks of 16384)."""
-        w, name, side = self.w, f"{axis.name}piece", self._neighbours(axis)
-        first = "0" if self.shape.persistent else w.rounds[axis][0]
-        with w.apart():
-            lanes = self._lanes(axis).replace(axis.block, f"{axis.block} // {side}")
-            w.line(f"{name} = {first} + {lanes} * {side}")
-            if axis in w.masked:
-                w.line(f"{name}mask = {name} < {axis.name}numel")
-            made = w.stand_in(axis, var(name, axis.extent), f"{axis.block} // {side}")
-            again = substitute(node.src[0], {axis.var: made})
-            mask = w.mask(w.support(again))
-            masked = f", {mask}, other=0" if mask else ""
-            text = w.let(f"tl.load({self.pointer(node.arg)} + ({w.index(again)}){masked})")
-            del w.ends_of_rows[axis]
-        return f"tri.each({text}, {side})"
 
     def _one_per_row(self, support: Support) -> bool:
         """Whether a load has one value for each row of a tile. As a column beside wide rows every
