@@ -104,8 +104,9 @@ def pointwise_is_exact_in_every_type() -> None:
 @case
 def divisors_in_common_are_divided_by_exactly() -> None:
     special = (0.0, -0.0, 1.0, 3.0, -7.0, 1e-45, 1e-39, 1e-30, 3e38, float("inf"), float("nan"))
-    above = torch.cat([torch.tensor(special, device="cuda"), cuda(5000)]).expand(5011, -1)
-    check(lambda x, row: x / row, above, above[0, :, None], tolerance={"rtol": 0, "atol": 2e-45})
+    above = torch.cat([torch.tensor(special, device="cuda"), cuda(5000)])
+    rows = above.expand(5011, -1).contiguous()
+    check(lambda x, row: x / row, rows, above[:, None], tolerance={"rtol": 0, "atol": 2e-45})
 
 
 @case
