@@ -19,7 +19,7 @@ from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter
 from tests.compile.test_triton_in_turn import for_card
 from tilewright.codegen.triton.configs import Config
-from tilewright.schedule import backwards, dealt, mixed, split
+from tilewright.schedule import dealt, mixed, split
 from tilewright.testing import run_and_get_code
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -186,28 +186,3 @@ def test_what_is_written_where_it_was_read_is_not_zero_outside() -> None:
     fn(x, *expected)
     torch.compile(fn, backend=Interpreter(), dynamic=True)(x, mean, var)
     torch.testing.assert_close((mean, var), expected)
-
-
-# ---- kernels that begin where the one before them left off
-
-BACK = "pid = (tl.num_programs(0) - 1 - tl.program_id(0))"
-
-
-def _normed(x: Tensor) -> Tensor:
-    return F.relu(F.batch_norm(x, None, None, training=True))
-
-
-def test_what_was_read_last_is_read_first() -> None:
-    """The sums of all rows have just passed their end; those of chunks have not."""
-    x = torch.empty(64, 256, 56, 56, dtype=BF16)
-    *_, last = for_card(_normed, x.to(memory_format=torch.channels_last))
-    assert BACK in last.text
-    kernels = for_card(lambda x: torch.softmax(x, -1), torch.empty(1 << 26, dtype=BF16))
-    small = for_card(_normed, x[:8].to(memory_format=torch.channels_last))
-    assert not any(BACK in k.text for k in (*kernels, *small))
-
-
-def test_kernels_that_run_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backwards, "_large", lambda program, group: group.reads | group.writes)
-    x = torch.randn(3, 24, 9, 11).to(memory_format=torch.channels_last)
-    assert BACK in _check(_normed, x)

@@ -49,8 +49,7 @@ class Group:
     `serial` are loops all members share too, run one after the other inside `outer`: a member
     that folds over a serial loop stores after its last iteration. `shared` is the number of
     programs that walk each row together, on a card, and wait for each other's folds; if
-    `in_turn`, they are more than run at once and begin one row after the other. `back`: its
-    programs begin at the end of what they walk.
+    `in_turn`, they are more than run at once and begin one row after the other.
     """
 
     members: tuple[Nest, ...] = ()
@@ -60,7 +59,6 @@ class Group:
     parts: tuple[Group, ...] = ()
     shared: int = 0
     in_turn: bool = False
-    back: bool = False
     local: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
 

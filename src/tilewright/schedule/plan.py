@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from tilewright import config, metrics
 from tilewright.ir.program import Nest, Program
-from tilewright.schedule.backwards import turn_around
 from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.delay import delayed
 from tilewright.schedule.differences import summed_apart
@@ -68,7 +67,6 @@ def planned(grouping: Grouping) -> Schedule:
     ready = delayed(program, grouping.groups)
     plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
-    turn_around(program, groups)
     bytes_ = _count(program, groups)
     if config.memory_planning:
         pooled(program, steps)

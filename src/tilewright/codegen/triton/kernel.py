@@ -159,8 +159,6 @@ class Kernel:
         self.repeated: Axis | None = None  # the last row of which stands for those beyond it
         self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
         self.first = "tl.program_id(0)"  # the number of this program
-        if group.back:
-            self.first = f"(tl.num_programs(0) - 1 - {self.first})"
 
     # ---- facts
 
