@@ -30,7 +30,8 @@ else:
         q = a * r
         left = tl.fma(q, tl.broadcast_to(-b, q.shape), a)
         more = tl.fma(left, tl.broadcast_to(r, q.shape), q)
-        return tl.where(tl.abs(left) > 0, more, q)  # no number is left of an infinite quotient
+        # of zero nothing is left, and nothing to put right of what is infinite
+        return tl.where((tl.abs(left) > 0) & (tl.abs(q) < float("inf")), more, q)
 
 
 @jit
