@@ -437,10 +437,7 @@ class Scanning:
         self._give(names)
 
     def _scanned(self, tiles: Sequence[str]) -> list[str]:
-        names = [self.w.fresh() for _ in tiles]
-        source = f"({', '.join(tiles)})" if self.pairs else tiles[0]
-        self.w.line(f"{', '.join(names)} = tl.associative_scan({source}, 1, {self.combine})")
-        return names
+        return self._along(tiles, "associative_scan", self.combine)
 
     @property
     def _fold(self) -> str:
@@ -448,9 +445,12 @@ class Scanning:
         return self.combine.replace("later", "last") if self.pairs else self.combine
 
     def _total(self, tiles: Sequence[str]) -> list[str]:
+        return self._along(tiles, "reduce", f"{self._fold}, keep_dims=True")
+
+    def _along(self, tiles: Sequence[str], how: str, combine: str) -> list[str]:
         names = [self.w.fresh() for _ in tiles]
         source = f"({', '.join(tiles)})" if self.pairs else tiles[0]
-        self.w.line(f"{', '.join(names)} = tl.reduce({source}, 1, {self._fold}, keep_dims=True)")
+        self.w.line(f"{', '.join(names)} = tl.{how}({source}, 1, {combine})")
         return names
 
     @property
