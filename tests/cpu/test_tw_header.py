@@ -156,6 +156,19 @@ def test_our_polynomials_are_within_two_ulps(name: str) -> None:
     assert ulps(got, getattr(torch, name)(x.double())) <= 2
 
 
+def test_one_plus_erf() -> None:
+    x = sample(torch.float32)
+    row = Row("tw::one_plus_erf(x)", torch.float32, torch.float32, torch.float32)
+    got, _ = run((row,), row, x)
+    want = torch.special.erfc(-x.double())
+    assert torch.equal(got.isnan(), want.isnan())
+    assert (got - want).abs().nan_to_num().max() <= 2.2e-7
+    assert (got[x < -10] == 0).all() and (got[x > 4.1] == 2).all()
+    payloads = torch.tensor([0x7FC00001, 0x7F800123, -0x3FFEDD], dtype=torch.int32)
+    got, _ = run((row,), row, payloads.view(torch.float32))
+    assert got.isnan().all()
+
+
 def test_denormal_results_of_exp() -> None:
     x = torch.linspace(-104, -86, 5001)
     got, _ = run(UNARY, UNARY[0], x)
@@ -679,6 +692,7 @@ VECTOR_LOOPS = {
     "log": ("float", "float", "tw::log(x)", "vfmadd"),
     "tanh": ("float", "float", "tw::tanh(x)", "vdivps"),
     "erf": ("float", "float", "tw::erf(x)", "_ZGVdN8v_erff"),
+    "one_plus_erf": ("float", "float", "tw::one_plus_erf(x)", "vfmadd"),
     "sigmoid": ("float", "float", "tw::sigmoid(x)", "vdivps"),
     "expm1": ("float", "float", "tw::expm1(x)", "vfmadd"),
     "log1p": ("float", "float", "tw::log1p(x)", "vfmadd"),

@@ -119,6 +119,8 @@ class Writer:
             return tuple(n for n in _atoms(node) if n.op not in ("var", "const", "sym"))
         if _is_of_half(node):
             return (build.cast(node.src[0], torch.float32),)
+        if _is_one_plus_erf(node):
+            return node.src[0].src
         return node.src[0].src if _only_rounds(node) else node.src
 
     def _define(self, node: Expr) -> None:
@@ -135,6 +137,8 @@ class Writer:
         elif _only_rounds(node):
             kind = CTYPE[node.src[0].dtype]
             self._temporary(node, f"tw::rounded<{kind}>({self.value(node.src[0].src[0])})")
+        elif _is_one_plus_erf(node):
+            self._temporary(node, f"tw::one_plus_erf({self.value(node.src[0].src[0])})")
         elif _is_of_half(node):
             (wide,) = self._needs(node)
             self._temporary(node, OPS["cast"](node, self.value(wide)))
@@ -165,6 +169,14 @@ def _only_rounds(node: Expr) -> bool:
     (small,) = node.src
     narrow = small.op == "cast" and small.dtype in (torch.bfloat16, torch.float16)
     return narrow and small.src[0].dtype == torch.float32
+
+
+def _is_one_plus_erf(node: Expr) -> bool:
+    """Whether this is twice the normal distribution, which is less work than an `erf` as such."""
+    if node.op != "add" or node.dtype != torch.float32:
+        return False
+    erf, one = node.src
+    return erf.op == "erf" and one.op == "const" and one.arg == 1
 
 
 def _atoms(node: Expr) -> Iterator[Expr]:

@@ -246,6 +246,25 @@ TW_INLINE float erf(float x) {
 }
 #endif
 
+// 1 + erf(x), twice the normal distribution in a gelu: 2^-y or 2 - 2^-y, where y = |x| q(|x|) is a
+// fit of -log2 erfc(|x|) on [0, 4] that goes on growing beyond it. Off by 2e-7, and zero far below
+// zero. Measured in a gelu (AVX-512, g++ 12, glibc 2.36): 0.34 ns an element, 0.72 with libmvec's erf.
+TW_INLINE float one_plus_erf(float x) {
+    constexpr float HALVES = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole
+    constexpr float LEAST = 0x1p-126f;
+    float a = abs(x);
+    float q = polynomial(a, 1.62791f, 0.9183916f, 0.14862187f, -0.028612735f, 0.0012454028f,
+                         0.0011636082f, -0.00033294625f, 3.0155143e-05f);
+    float y = a * q;
+    y = y > 126.0f ? 126.0f : y;
+    float whole = y + HALVES;
+    float f = (whole - HALVES) - y;
+    float p = polynomial(f, 1.0f, 0.693147f, 0.24022242f, 0.055507336f, 0.009671513f, 0.0013264727f);
+    float power = bit_cast<float>(0x3f800000 - (bit_cast<int32_t>(whole) << 23));
+    float e = fma(p, power, -LEAST);
+    return x < 0.0f ? e : 2.0f - e;
+}
+
 // ------------------------------------------------------------------------------------- the others
 TW_INLINE double lgamma(double x) {
     int sign;
