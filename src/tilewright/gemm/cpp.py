@@ -40,12 +40,16 @@ from tilewright.runtime.cxx import ArgKind, CxxSource, key_of
 MOST: dict[Effort, int] = {"none": 1, "quick": 2, "default": 4, "max": 10}
 FEW = 16  # rows of a product that is read once and not packed
 REGISTERS = {"avx512": 28, "avx2": 12, "scalar": 8}  # for sums; others hold what is multiplied
-TILES = {"avx512": ((14, 2), (9, 3), (28, 1)), "avx2": ((6, 2), (4, 3), (12, 1)),
+# Rows by vectors. Few rows with AVX-512: an element of each is loaded at every step, and twelve rows
+# some pages apart are all that a place in the nearest cache can hold (Xeon of 2023, two cores that
+# neighbours share: 512x256x1024 takes 1068 us by 6x4, 1211 by 12x2, 1344 by 14x2).
+TILES = {"avx512": ((6, 4), (8, 3), (12, 2), (28, 1)), "avx2": ((6, 2), (4, 3), (12, 1)),
          "scalar": ((4, 2),)}  # fmt: skip
 # Of tiles of pairs, the sums held at once; and how much faster than vectors of floats.
 PAIRED: dict[Unit, tuple[int, int, float]] = {"amx_bf16": (32, 2, 10.0),
                                               "avx512_bf16": (14, 2, 2.0)}  # fmt: skip
-DEPTHS = (384, 768, 256)  # steps of k between two visits to the sums
+# Steps of k between two visits to the sums; what is tried first comes first.
+DEPTHS = {"avx512": (768, 384, 256), "avx2": (384, 768, 256), "scalar": (384, 768, 256)}
 # Nanoseconds per element on one core of an EPYC of 2021 (AVX2): the fits that ordered what was
 # measured there.
 COPY, TURN = 0.3, 0.5  # packing all of an operand
@@ -209,7 +213,7 @@ def _packed(problem: GemmProblem, q: Expr) -> Iterator[Config]:
     size = sum_dtype(problem).itemsize
     for rows, vecs in TILES[problem.target.isa]:
         width = vecs * lanes_of(problem)
-        for most in DEPTHS:
+        for most in DEPTHS[problem.target.isa]:
             kc = _depth(problem, most * 4 // size)
             # at most half of the second-level cache for rows of P, a quarter for sums
             pc = max(1, min(96, problem.target.l2 // 2 // (kc * size)) // rows) * rows
@@ -270,7 +274,8 @@ def _streams(problem: GemmProblem, few: Expr, many: Expr) -> Iterator[Config]:
              for o in side(problem, many)]  # fmt: skip
     if not all(along):
         return
-    registers, most = REGISTERS[problem.target.isa], TILES[problem.target.isa][0][0]
+    registers = REGISTERS[problem.target.isa]
+    most = max(rows for rows, vecs in TILES[problem.target.isa] if vecs > 1)
     pack_p = _packs(problem, few, problem.k, fetched=False)
     pack_q = _packs(problem, many, many)
     size = sum_dtype(problem).itemsize
@@ -298,7 +303,7 @@ def estimate(problem: GemmProblem, c: Config) -> float:
     q, p = (n, m) if c.q == "n" else (m, n)
     k *= len(problem.operands) // 2
     width = c.vecs * (1 if c.way == "dot" else lanes_of(problem))
-    reached = _efficiency(c) - _depth_costs(problem, c)
+    reached = _efficiency(problem, c) - _depth_costs(problem, c)
     arithmetic = _up(p, c.rows) * _up(q, width) * k / (6 * lanes_of(problem)) / reached
     arithmetic /= PAIRED[c.unit][2] if c.unit else 1
     packing = 0.0
@@ -315,9 +320,11 @@ def estimate(problem: GemmProblem, c: Config) -> float:
     return b * ns / 1000 / max(1, min(limit, b * ns / WORTH))
 
 
-def _efficiency(c: Config) -> float:
+def _efficiency(problem: GemmProblem, c: Config) -> float:
     """The part of the multiply-add units' peak that the innermost loop reaches."""
     loads = (c.rows + c.vecs) / (c.rows * c.vecs)
+    if c.way == "packed" and not c.unit and problem.target.isa == "avx512":
+        return 0.93 * (1.45 - max(loads, 0.45))
     visits = 16 / (c.kc + 16) / c.vecs if c.way == "stream" else 0.0  # to the sums
     return (0.8 if c.way == "dot" else 0.93) * min(1.0, 0.9 / max(loads, 0.75)) - visits
 

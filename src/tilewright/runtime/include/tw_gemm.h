@@ -314,7 +314,7 @@ struct Loops {
     // Not a multiple of a page: rows below each other must not share a place in the cache.
     static constexpr int64_t STRIDE = (S::WAY == DOT ? PC : QC) + 64 / sizeof(T);
     static constexpr int64_t SUMS = S::WAY == DOT ? QC * STRIDE : PC * STRIDE;
-    static constexpr int64_t PACKED_P = S::PACK_P ? PC * KC : 0;
+    static constexpr int64_t PACKED_P = (S::PACK_P ? PC : S::ROWS) * KC;
     static constexpr int64_t PACKED_Q = S::WAY == STREAM ? KC * WIDTH : 0;
     static constexpr int64_t OWN = SUMS + PACKED_P + PACKED_Q + TURNED * PC + 64;
 
@@ -413,23 +413,25 @@ struct Loops {
             for (int64_t k = 0; k < K; k += KC) {
                 const int64_t kc = least(KC, K - k);
                 const bool first = k == 0 && pass == 0, last = k + KC >= K && pass + 1 == S::PASSES;
-                if constexpr (S::PACK_P) s.p_rows(pass, p_own, KC, batch, k, kc, p0, rows);
+                const int64_t whole = rows / S::ROWS * S::ROWS;
+                if constexpr (S::PACK_P)
+                    s.p_rows(pass, p_own, KC, batch, k, kc, p0, rows);
+                else if (whole < rows)
+                    last_rows(p_own, pass, batch, k, kc, p0 + whole, rows - whole);
                 for (int64_t q = 0; q < cols; q += WIDTH) {
                     T* const here = once ? sums : sums + q;
                     auto with = [&](const auto* panel, int64_t q_stride) {
                         for (int64_t p = 0; p < rows; p += S::ROWS) {
                             T* out = here + p * STRIDE;
                             if (last) expect(batch, p0 + p, q0 + q);
-                            if constexpr (S::PACK_P) {
-                                tile<S>(out, STRIDE, p_own + p * KC, KC, panel, q_stride, kc, first);
-                            } else {
-                                const T* from = s.p_at(pass, batch, k, p0 + p);
-                                const int64_t stride = s.p_stride(pass);
-                                if (p + S::ROWS <= rows)
-                                    tile<S>(out, STRIDE, from, stride, panel, q_stride, kc, first);
-                                else
-                                    edge(out, rows - p, from, stride, panel, q_stride, kc, first);
-                            }
+                            const T* from = p_own + (S::PACK_P ? p * KC : 0);
+                            int64_t stride = KC;
+                            if constexpr (!S::PACK_P)
+                                if (p < whole) {
+                                    from = s.p_at(pass, batch, k, p0 + p);
+                                    stride = s.p_stride(pass);
+                                }
+                            tile<S>(out, STRIDE, from, stride, panel, q_stride, kc, first);
                         }
                         if (last)
                             finish(batch, p0, rows, q0 + q, least(WIDTH, cols - q), here, turned);
@@ -449,19 +451,14 @@ struct Loops {
             }
     }
 
-    // Fewer rows than a tile has, read in place: there is nothing behind the last one.
-    template <class E>
-    __attribute__((noinline)) void edge(T* out, int64_t rows, const T* p, int64_t p_stride,
-                                        const E* panel, int64_t q_stride, int64_t kc,
-                                        bool first) const {
-        constexpr int64_t STEP = 256;
-        T some[S::ROWS * STEP] = {};
-        for (int64_t k = 0; k < kc; k += STEP) {
-            const int64_t count = least(STEP, kc - k);
-            for (int64_t r = 0; r < rows; ++r)
-                for (int64_t at = 0; at < count; ++at) some[r * STEP + at] = p[r * p_stride + k + at];
-            tile<S>(out, STRIDE, some, STEP, panel + k * q_stride, q_stride, count, first && k == 0);
-        }
+    // Fewer rows than a tile has, with zeros below them: behind them there is nothing to read.
+    __attribute__((noinline)) void last_rows(T* to, int64_t pass, int64_t batch, int64_t k, int64_t kc,
+                                             int64_t p, int64_t rows) const {
+        const T* from = s.p_at(pass, batch, k, p);
+        const int64_t stride = s.p_stride(pass);
+        for (int64_t r = 0; r < S::ROWS; ++r)
+            for (int64_t at = 0; at < kc; ++at)
+                to[r * KC + at] = r < rows ? from[r * stride + at] : T(0);
     }
 
     // The rows of a panel, while they are in the nearest cache.
