@@ -473,7 +473,7 @@ def _operand(operand: Operand) -> str:
 def _nobody(site: Site, rejected: Mapping[str, str]) -> NoValidChoicesError:
     found = [f"{who}: {why}" for who, why in rejected.items()]
     found += [f"{name}: there is no such backend" for name in unknown()]
-    known = ", ".join(PROVIDERS)
+    known = ", ".join(sorted(PROVIDERS))
     return NoValidChoicesError(
         f"no choices to select for {site.bare.problem}: "
         + ("; ".join(found) or "no backend is enabled"),

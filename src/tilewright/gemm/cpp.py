@@ -37,12 +37,12 @@ from tilewright.ir.expr import Expr, loads, walk
 from tilewright.ir.ops import TABLE
 from tilewright.runtime.cxx import ArgKind, CxxSource, key_of
 
-MOST: dict[Effort, int] = {"none": 1, "quick": 2, "default": 4, "max": 10}
+MOST: dict[Effort, int] = {"none": 1, "quick": 2, "default": 6, "max": 12}
 FEW = 16  # rows of a product that is read once and not packed
 REGISTERS = {"avx512": 28, "avx2": 12, "scalar": 8}  # for sums; others hold what is multiplied
-# Rows by vectors. Few rows with AVX-512: an element of each is loaded at every step, and twelve rows
-# some pages apart are all that a place in the nearest cache can hold (Xeon of 2023, two cores that
-# neighbours share: 512x256x1024 takes 1068 us by 6x4, 1211 by 12x2, 1344 by 14x2).
+# Rows by vectors. Few rows with AVX-512: an element of each is loaded at every step, and twelve
+# rows some pages apart are all that a place in the nearest cache holds (Xeon of 2023, two cores
+# that neighbours share: 512x256x1024 takes 1068 us by 6x4, 1211 by 12x2, 1344 by 14x2).
 TILES = {"avx512": ((6, 4), (8, 3), (12, 2), (28, 1)), "avx2": ((6, 2), (4, 3), (12, 1)),
          "scalar": ((4, 2),)}  # fmt: skip
 # Of tiles of pairs, the sums held at once; and how much faster than vectors of floats.
@@ -215,11 +215,24 @@ def _packed(problem: GemmProblem, q: Expr) -> Iterator[Config]:
         width = vecs * lanes_of(problem)
         for most in DEPTHS[problem.target.isa]:
             kc = _depth(problem, most * 4 // size)
-            # at most half of the second-level cache for rows of P, a quarter for sums
-            pc = max(1, min(96, problem.target.l2 // 2 // (kc * size)) // rows) * rows
+            pc = max(1, _rows_at_once(problem, q, kc) // rows) * rows
             qc = max(1, min(512, problem.target.l2 // 4 // (pc * size)) // width) * width
             for pack in (False, True) if in_place else (True,):
                 yield Config("packed", _name(q), rows, vecs, kc, pc, qc, pack, True)
+
+
+def _rows_at_once(problem: GemmProblem, q: Expr, kc: int) -> int:
+    """Of P: few, which stay in the nearest cache, where the second-level cache holds what a thread
+    has of Q and can give it again for each; else as many as a quarter of that cache holds."""
+    size = sum_dtype(problem).itemsize
+    columns = -(-ix.likely(q.src[0]) // _threads())
+    if columns * problem.hints[3] * size <= problem.target.l2 // 2:
+        return 24
+    return min(192, problem.target.l2 // 4 // (kc * size))
+
+
+def _threads() -> int:
+    return options.cpp.threads if options.cpp.threads > 0 else torch.get_num_threads()
 
 
 def _paired(problem: GemmProblem, q: Expr) -> Iterator[Config]:
@@ -316,8 +329,7 @@ def estimate(problem: GemmProblem, c: Config) -> float:
         packing += p * k * blocks * _packing(problem, "m" if c.q == "n" else "n", "k")
     along = c.way == "dot" or rows_along(problem).arg == c.q
     ns = max(arithmetic, (p + q) * k * READ) + packing + m * n * (ROW if along else TURNED_ROW)
-    limit = options.cpp.threads if options.cpp.threads > 0 else torch.get_num_threads()
-    return b * ns / 1000 / max(1, min(limit, b * ns / WORTH))
+    return b * ns / 1000 / max(1, min(_threads(), b * ns / WORTH))
 
 
 def _efficiency(problem: GemmProblem, c: Config) -> float:
