@@ -320,3 +320,11 @@ def test_long_rows_are_held_where_that_is_faster() -> None:
     assert family(norm, rows[10000]) == family(norm, rows[13813]) == "red"
     other = torch.empty_like(rows[10000])
     assert family(lambda x, y: norm(x + y), rows[10000], other) == "per"
+
+
+def test_rows_that_become_single_bytes_have_no_more_elements_than_others() -> None:
+    def eighth(x: Tensor) -> Tensor:
+        return (x.float() / x.float().abs().amax(-1, keepdim=True)).to(torch.float8_e4m3fn)
+
+    (kernel,) = kernels_of(eighth, torch.empty(895420, 129, dtype=BF16))
+    assert dict(kernel.config.blocks)["XBLOCK"] * 128 == 32 * 32 * kernel.config.num_warps

@@ -77,9 +77,10 @@ def sizes(program: Program, shape: Shape) -> list[int]:
 
 
 def _floats(program: Program, shape: Shape) -> list[int]:
-    """The sizes of the numbers that the kernel reads and writes."""
+    """The sizes of the numbers that the kernel reads and writes, which are computed as no less than
+    sixteen bits."""
     kinds = {program.buffers[b].dtype for m in shape.members for b in m.reads | m.writes}
-    return [kind.itemsize for kind in kinds if kind.is_floating_point]
+    return [max(2, kind.itemsize) for kind in kinds if kind.is_floating_point]
 
 
 def folds(shape: Shape, *kinds: str) -> bool:
