@@ -56,6 +56,11 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         _random(17, 17003), _random(17003, dtype=F32))),
     "a mask that others share": (lambda x, m: torch.where(m, x, -1e4).amax(-1), lambda: (
         _random(3, 5, 17003), torch.rand(5, 17003) < 0.3)),
+    "a mask that others share beside rows that are held": (
+        lambda x, m: torch.softmax(torch.where(m, x, -1e4), -1), lambda: (
+            _random(9, 2, 901), torch.rand(2, 901) < 0.3)),
+    "bytes that others share": (lambda x, q: (x.float() + q).amax(-1), lambda: (
+        _random(9, 2, 2501), torch.randint(-9, 9, (2, 2501), dtype=torch.int8))),
     "a residual that is stored": (_residual, lambda: (
         _random(17, 17003), _random(17, 17003), _random(17003))),
     "a residual that is held": (_residual, lambda: (_random(17, 3001), _random(17, 3001))),
@@ -320,6 +325,15 @@ def test_long_rows_are_held_where_that_is_faster() -> None:
     assert family(norm, rows[10000]) == family(norm, rows[13813]) == "red"
     other = torch.empty_like(rows[10000])
     assert family(lambda x, y: norm(x + y), rows[10000], other) == "per"
+
+
+def test_masks_beside_rows_are_loaded_in_words() -> None:
+    """Wherever they begin: single bytes at the ends of rows only."""
+    x, mask = torch.empty(8, 3365, 3365, dtype=BF16), torch.empty(3365, 3365, dtype=torch.bool)
+    (kernel,) = kernels_of(lambda x, m: torch.softmax(torch.where(m, x, -1e4), -1), x, mask)
+    made = build(kernel)
+    assert (kernel.config.num_warps, kernel.config.registers, made.spills) == (4, 64, 0)
+    assert len(re.findall(r"ld\.global[.:\w]*\.b8\b", made.ptx)) <= 1 and made.shared < 512
 
 
 def test_rows_that_become_single_bytes_have_no_more_elements_than_others() -> None:

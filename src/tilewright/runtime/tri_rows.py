@@ -133,3 +133,45 @@ def slid(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
     even = tl.join(tl.join(e0, e4), tl.join(e2, e6))
     odd = tl.join(tl.join(e1, e5), tl.join(e3, e7))
     return tl.reshape(tl.join(even, odd), [X, R])
+
+
+@jit
+def _firsts(x):
+    """The first of each piece."""
+    x, _ = _halves(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 2, 2, 2]))
+    x, _ = _halves(x)
+    x, _ = _halves(x)
+    return x
+
+
+@jit
+def _joined(here, after, shift):
+    """Eight bytes of two neighbouring words."""
+    return (here >> shift) | ((after << 1) << (63 - shift))
+
+
+@jit
+def slid_words(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
+    """The same of elements of one or two bytes: words of eight bytes, one more than a piece has,
+    have all of it wherever it begins."""
+    kind: tl.constexpr = p.dtype.element_ty
+    at = (p + (start + _firsts(lane))).to(tl.int64)
+    words = (at & -8).to(tl.pointer_type(tl.uint64))
+    shift = ((at & 7) * 8).to(tl.uint64)
+    inside = shift == shift if mask is None else _firsts(mask)
+    parted = inside & (shift != 0)
+    here = tl.load(words, inside, other=0)
+    if kind.primitive_bitwidth <= 8:
+        both = _joined(here, tl.load(words + 1, parted, other=0), shift)
+        each = both[:, :, None] >> (8 * tl.arange(0, 8)).to(tl.uint64)[None, None, :]
+        bits = tl.reshape(each.to(tl.uint8), [X, R])
+    else:
+        after = tl.load(words + 1, inside, other=0)
+        last = _joined(after, tl.load(words + 2, parted, other=0), shift)
+        both = tl.join(_joined(here, after, shift), last)
+        each = both[:, :, :, None] >> (16 * tl.arange(0, 4)).to(tl.uint64)[None, None, None, :]
+        bits = tl.reshape(each.to(tl.uint16), [X, R])
+    if kind == tl.int1:
+        return bits != 0
+    else:
+        return bits.to(kind, bitcast=True)

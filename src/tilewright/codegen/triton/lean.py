@@ -40,7 +40,7 @@ class Lean:
         self.start = axis.lean
         self.whole = axis.slack == 0  # one row that begins with a piece
         exprs = [e for m in kernel.shape.members for e in m.exprs]
-        self._slides = any(self.slides(n) for n in loads(*exprs))
+        self._slides = any(self.slides(n) and n.dtype.itemsize > 1 for n in loads(*exprs))
         self._lanes_of_ends = axis.piece if self.whole else (4 if self._slides else 2) * axis.piece
         self.at_ends = False
         self._kept: dict[Expr, str] = {}  # what is known at the ends of rows
@@ -102,12 +102,13 @@ class Lean:
 
     def slides(self, node: Expr) -> bool:
         """Whether a load walks rows that begin elsewhere, of which whole pieces are loaded (H200:
-        layer norm of 11003 bfloat16 88 us, 96 us with single weights). Not beside rows that are
-        held: they have no registers left (softmax of 3365 with a mask 138 us, 130 us)."""
+        layer norm of 11003 bfloat16 88 us, 96 us with single weights). Beside rows that are held
+        only bytes: for others there are no registers left (softmax of 3365 with a mask 110 us,
+        120 us by single bytes)."""
         (index, *masks), var, shape = node.src, self.axis.var, self.kernel.shape
         if self.whole or masks or self.axis.piece != PIECE or self.steps(index):
             return False
-        if shape.persistent or not shape.inner:
+        if not shape.inner or (shape.persistent and node.dtype.itemsize > 1):
             return False
         if node.dtype.itemsize > WIDEST or node.arg in self.kernel.local:
             return False
@@ -121,7 +122,8 @@ class Lean:
         rest = ix.sub(node.src[0], self.axis.var)
         start = f"-{a}slide" if rest is ix.ZERO else f"{w.index(rest)} - {a}slide"
         shape = w.shape(w.covered(w.support(node.src[0]))).strip("[]")
-        return f"tri_rows.slid({pointer}, {start}, {a}lane, {mask or None}, {shape})"
+        how = "slid_words" if node.dtype.itemsize == 1 else "slid"
+        return f"tri_rows.{how}({pointer}, {start}, {a}lane, {mask or None}, {shape})"
 
     def alike(self, node: Expr) -> str:
         """The load of a row that is the same for all programs; nothing where it is as any other."""
