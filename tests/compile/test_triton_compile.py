@@ -144,6 +144,15 @@ def test_loops_do_not_run_ahead_of_their_own_stores() -> None:
         assert not (stored & loaded) or "STAGES" not in kernel.text
 
 
+def test_a_warp_has_rows_that_leave_much_of_a_block_empty() -> None:
+    """It has nothing to do there, and shares nothing with others."""
+    (kernel,) = kernels_of(lambda x: torch.softmax(x, -1), _empty(160704, 648))
+    made = build(kernel, config=1)
+    assert kernel.config.num_warps == 1 and not made.spills and not made.shared
+    (kernel,) = kernels_of(lambda x: torch.softmax(x, -1), _empty(160704, 1000))
+    assert kernel.config.num_warps > 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_variances_of_columns_are_many_loads_of_few_threads(dtype: torch.dtype) -> None:
     """H200: what joins threads in the end takes as long as what each of them does, so each does
