@@ -497,7 +497,9 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices.insert(0, (1, 4096, 8) if folds(shape, "welford") else (1, 8192, 16))
     elif x.likely < 16 * target.sms:
         choices.insert(0, (1, 4096, 8 if x.likely < 8 * target.sms else 4))
-    elif x.likely < 32 * target.sms:  # all of them run at once (2982 of 30522 51 us, 54 us by four)
+    elif x.likely < 28 * target.sms:
+        # all run at once (2982 rows of 30522 51 us, 54 us by four warps; 2200 of 65024 74 us, 84
+        # us); more by four warps, one half after the other (4096 of 32000 65 us, 66 us so)
         choices.insert(0, (1, 1024, 2))
     if folds(shape, "argmin", "argmax"):
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
