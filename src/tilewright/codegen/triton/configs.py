@@ -439,12 +439,13 @@ def _is_partly_empty(program: Program, shape: Shape, longest: int) -> bool:
     """Whether a warp has less to do by itself: of rows that leave a quarter of a block empty it has
     no element there, while one of several warps has nothing else (H200: softmax with a mask of 648
     bfloat16 107 us by two rows of a warp, 130 us by two of four; causal of 600 86 us, 109 us; layer
-    norm of 648 103 us, 112 us; of 1000 all the same)."""
+    norm of 648 103 us, 112 us; of 400 98 us, 126 us by four of four; softmax of 328 98 us, 105 us;
+    of 480 and 1000 all the same)."""
     if shape.odd or any(a.piece for a in shape.inner):
         return False
     size = max(a.size or longest for a in shape.inner)
     wide = any(program.buffers[b].dtype.itemsize > 2 for b in _given(shape))
-    return longest == 1024 and 4 * size < 3 * longest and not wide
+    return size < {512: 448, 1024: 768}.get(longest, 0) and not wide
 
 
 def _round_of(axis: Axis, most: int, least: int) -> int:
