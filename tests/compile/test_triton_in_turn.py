@@ -17,6 +17,8 @@ from tests.compile import cubin
 from tests.compile.as_cuda import CARD, _lower, as_cuda, as_fake_cuda
 from tests.compile.cubin import build
 from tilewright import config
+from tilewright.codegen.triton import parts
+from tilewright.codegen.triton import shape as shapes
 from tilewright.codegen.triton.kernel import TritonKernel
 from tilewright.schedule import mixed
 from tilewright.target import Target
@@ -155,3 +157,34 @@ def test_more_of_the_cache_takes_fewer_programs() -> None:
         (kernel,) = for_card(batch_norm, x)
     assert plain.l2 < large.l2
     assert kernel.programs({}) == 4 * 256
+
+
+# ---- rows that are folded once, in parts
+
+
+def _loss(x: Tensor) -> Tensor:
+    return F.cross_entropy(x.float(), torch.arange(len(x)), reduction="none")
+
+
+FOLDED: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+    "losses of odd rows": (_loss, torch.randn(3, 3001).bfloat16()),
+    "losses of floats": (_loss, torch.randn(3, 3001)),
+    "nothing but -inf": (lambda x: torch.logsumexp(x, -1), torch.full((3, 3000), -torch.inf)),
+    "what is stored beside": (lambda x: (x.sin(), torch.logsumexp(x, -1)), torch.randn(3, 3001)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_the_last_program_of_a_row_goes_on_alone(name: str) -> None:
+    """None waits for another, so that they take no turns; counters are zero after a call."""
+    fn, x = FOLDED[name]
+    long = mock.patch.multiple(shapes, MOST_KEPT=2048, LONGEST_PASS=512)
+    with long, mock.patch.object(parts, "SHORTEST", 512), as_cuda():
+        compiled = torch.compile(fn, backend="tilewright")
+        found, code = run_and_get_code(compiled, x)
+        again = compiled(x)
+    text = "\n".join(code)
+    assert "    if tri.part(counters + spot, 5) == 0:\n        return\n" in text
+    assert "tri.meet(" not in text and "tri.ticket(" not in text
+    assert_close(found, fn(x), rtol=1e-3, atol=1e-3)
+    assert_close(found, again, rtol=0, atol=0)

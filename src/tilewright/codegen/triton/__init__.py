@@ -6,6 +6,7 @@
 - `emit.py`    expressions as statements, each common subexpression once
 - `folds.py`   reductions and scans; `online.py` softmax in one pass
 - `leaning.py` which rows are moved sixteen bytes at once though they begin anywhere; `lean.py` how
+- `parts.py`   rows that several programs have parts of
 - `scatter.py` stores that combine with what is there
 - `kernel.py`  the whole kernel; `combo.py` several kernels that share a launch
 - `generate.py` `generate(program, group, target)`; `limits`: why there is no kernel

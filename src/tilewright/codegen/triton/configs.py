@@ -579,7 +579,9 @@ def _shared_rows(shape: Shape, vector: int) -> Iterable[Config]:
     blocks of 4096, 79.6 us of 8192, 80.6 us of 16384; its backward pass 161, 233 and 271 us)."""
     x = shape.parallel[0]
     choices = [(4096 * vector, 32), (2048 * vector, 16), (1024 * vector, 16), (512 * vector, 16)]
-    if shape.in_turn:
+    if shape.in_turn and not shape.again:
+        choices = [(2048, 4), (4096, 8)]
+    elif shape.in_turn:
         choices = [choices[3], choices[2], (256 * vector, 8)]
     for size, warps in choices:
         yield Config(((x.block, 1), *((a.block, size) for a in shape.inner)), warps)

@@ -136,7 +136,7 @@ class Fold:
         if self.axis is None:
             self._finish(self.name)
         else:
-            self.taken(self._with_ends(self.left()))
+            self.taken(self.left_of_row())
 
     def _with_ends(self, names: Sequence[str]) -> Sequence[str]:
         """What is left of a row that was walked, and of its ends."""
@@ -160,6 +160,9 @@ class Fold:
     def cells(self) -> list[tuple[str, str]]:
         """Types and neutral values of what is left."""
         return [(TYPE[self.dtype], self.start)]
+
+    def left_of_row(self) -> Sequence[str]:
+        return self._with_ends(self.left())
 
     def left(self) -> list[str]:
         """All lanes as one."""

@@ -11,6 +11,7 @@ from tilewright.codegen.triton.kernel import Kernel, TritonKernel
 from tilewright.codegen.triton.leaning import is_better_walked, leaning
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
+from tilewright.codegen.triton.parts import in_parts
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.walk import walking
@@ -41,7 +42,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         parts.append((part, shape))
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
-    shape = parts[0][1]
+    shape = in_parts(parts[0][1], target)
     if (made := turned(program, group, shape, target, name, wide)) is not None:
         return made
     other = otherwise(group, shape)

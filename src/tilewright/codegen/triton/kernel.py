@@ -14,7 +14,7 @@ import torch
 from tilewright import config
 from tilewright.codegen.triton import facts
 from tilewright.codegen.triton.address import address, may_repeat
-from tilewright.codegen.triton.configs import Config, configs, power
+from tilewright.codegen.triton.configs import Config, configs
 from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.folds import (
@@ -29,6 +29,7 @@ from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.packed import Packed
 from tilewright.codegen.triton.pairs import lean_of
+from tilewright.codegen.triton.parts import COUNTERS, WORKSPACE, leave, meet
 from tilewright.codegen.triton.pieces import common, load_pieces
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
@@ -45,7 +46,6 @@ from tilewright.target import Target
 
 BAD_INDEX = 1
 IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
-WORKSPACE, COUNTERS = "workspace", "counters"
 PIECE = 64  # elements of a row that no two programs share
 LANES = 16  # rows of a block across which each has its own mean and deviations
 
@@ -114,7 +114,9 @@ class Kernel:
         self.shape = shape = shape.flat()
         self.target = target
         early = config.triton.enable_pdl and target.capability >= (9, 0)
-        self.early = early and not shape.shared
+        # whether of the programs of a row the last one goes on alone, and none waits for another
+        self.alone = shape.in_turn and not shape.again and not shape.walked
+        self.early = early and (self.alone or not shape.shared)
         self.pointers: dict[str, str] = {}
         self.numbers: dict[Expr, str] = {}
         self.checked = False
@@ -192,6 +194,10 @@ class Kernel:
         return found
 
     @property
+    def _takes_turns(self) -> bool:
+        return self.shape.in_turn and not self.alone
+
+    @property
     def work(self) -> int:
         """Likely points of all its axes."""
         return math.prod(a.likely for a in self.shape.axes)
@@ -248,19 +254,7 @@ class Kernel:
         else:
             self._segments()
         if self.meetings:
-            self._leave()
-
-    def _leave(self) -> None:
-        """The last program of a row does what none may do while others read what was there."""
-        w = self.w
-        last = f"tri.part({COUNTERS} + spot, {self.shape.shared * (self.meetings + 1)})"
-        if not self.waiting:
-            w.line(last)
-            return
-        w.line("tl.debug_barrier()")
-        with w.block(f"if {last}"):
-            for line in self.waiting:
-                w.line(line)
+            leave(self)
 
     def whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
@@ -277,7 +271,7 @@ class Kernel:
         return TritonKernel(text, full, params, tuple(grid), self.configs[0], self.configs,
                             self.checked, tuple(self.assume or ()), self.early, self.joins,
                             2 * self.cells * rows * self.shape.shared,
-                            rows + self.shape.in_turn if self.meetings else 0,
+                            rows + self._takes_turns if self.meetings else 0,
                             self.shape.in_turn)  # fmt: skip
 
     def params(self) -> tuple[Param, ...]:
@@ -308,7 +302,7 @@ class Kernel:
             w.line("tri.begin()")
         wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
         first = self.first
-        if self.shape.in_turn:
+        if self._takes_turns:
             rows = self.shape.parallel[0].size or 0
             first = f"tri.ticket({COUNTERS} + {rows}, {rows * self.shape.shared})"
         w.line(f"pid = {first}{wide}")
@@ -385,7 +379,7 @@ class Kernel:
         online = self._joined
         for node in self.w.seldom:  # none of them waits for another
             self.w.operand(node.src[0])
-        for node in facts.early_loads(self.shape, self.local):
+        for node in () if self.alone else facts.early_loads(self.shape, self.local):
             self.w.operand(node)
         if self.lean is not None and self.lean.axis in self.shape.parallel:
             self.lean.tile()
@@ -526,7 +520,7 @@ class Kernel:
             w.masked, self.repeated = everywhere, None
         self._at = None
         if self.shape.shared and folds:
-            self._meet(list(folds.values()))
+            meet(self, list(folds.values()))
         else:
             for fold in folds.values():
                 fold.end()
@@ -612,25 +606,6 @@ class Kernel:
                       for m in segment.members for n in walk(*m.exprs))  # fmt: skip
         self._forwards[axis] = not forwards or ordered
         return not self._forwards[axis]
-
-    def _meet(self, folds: Sequence[Fold]) -> None:
-        """Folds of a row that programs share: each leaves its part, and all take all parts."""
-        w, count = self.w, self.shape.shared
-        cells: list[tuple[Fold, list[tuple[str, str]]]] = []
-        for fold in folds:
-            made: list[tuple[str, str]] = []
-            for name, (kind, none) in zip(fold.left(), fold.cells, strict=True):
-                cell = w.let(f"({self.cells} * xnumel + spot) * {count}")
-                self.cells += 1
-                w.line(f"tri.leave({WORKSPACE}, {cell} + part, {name})")
-                made.append((cell, f"{kind}, {none}"))
-            cells.append((fold, made))
-        self.meetings += 1
-        w.line(f"tri.meet({COUNTERS} + spot, {count * self.meetings})")
-        for fold, made in cells:
-            tiles = [w.let(f"tri.gather({WORKSPACE}, {cell}, {kind}, {count}, {power(count)})")
-                     for cell, kind in made]  # fmt: skip
-            fold.taken(fold.gathered(tiles))
 
     def loop(self, bounds: str) -> str:
         return f"tl.range({bounds}, num_stages=STAGES)" if self.shape.ahead else f"range({bounds})"

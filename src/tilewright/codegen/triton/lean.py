@@ -133,17 +133,24 @@ class Lean:
 
     def walk(self, back: bool, round_: Callable[[], None]) -> None:
         """A loop over the blocks of whole pieces, and one over what may be beyond these."""
-        w, a = self.w, self.axis.name
+        w, a, count = self.w, self.axis.name, self.kernel.shape.shared
+
+        def own(blocks: str) -> str:
+            """Those of this program's part of the row: every so many-th."""
+            if not count:
+                return blocks
+            first, end = blocks.split(", ")
+            return f"{first} + (part + {count} - {first} % {count}) % {count}, {end}, {count}"
 
         def inside() -> None:
-            with w.block(f"for {a}offset in {self.kernel.loop(f'0, {a}full')}"):
+            with w.block(f"for {a}offset in {self.kernel.loop(own(f'0, {a}full'))}"):
                 self._lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
                 w.masked.discard(self.axis)
                 round_()
                 w.masked.add(self.axis)
 
         def beyond() -> None:
-            with w.block(f"for {a}offset in range({a}full, {a}all)"):
+            with w.block(f"for {a}offset in range({own(f'{a}full, {a}all')})"):
                 self._lanes(f"{a}offset", f"{a}lane < {a}tail")
                 round_()
 
@@ -167,7 +174,8 @@ class Lean:
         where = ", ".join(":" if d == self.axis.dim else "None" for d in range(w.rank))
         w.line(f"{a}two = tl.arange(0, {self._lanes_of_ends})[{where}]")
         w.line(f"{a}at = tl.where({a}two < {n}, {a}two, {a}tail - {a}slide + {a}two - {n})")
-        w.line(f"{a}edge = (({a}two < {n}) == ({a}at < {a}head - {a}slide)) & ({a}at < {a}numel)")
+        end = f"tl.where(part == 0, {a}numel, 0)" if self.kernel.shape.shared else f"{a}numel"
+        w.line(f"{a}edge = (({a}two < {n}) == ({a}at < {a}head - {a}slide)) & ({a}at < {end})")
 
     @contextmanager
     def ends(self) -> Generator[None]:

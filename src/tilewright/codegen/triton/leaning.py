@@ -101,7 +101,9 @@ def _turned(shape: Shape) -> Shape:
 
 
 def _may_lean(shape: Shape) -> bool:
-    if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
+    if shape.rank != 2 or shape.across or shape.serial or shape.ragged:
+        return False
+    if shape.shared and (shape.again or not shape.in_turn or folds(shape, "welford")):
         return False
     return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
 

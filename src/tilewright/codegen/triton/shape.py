@@ -198,7 +198,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     shape.ahead = _may_run_ahead(group, shape)
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
-    return _cannot_hand_over(group, shape) or _cannot_share(shape) or shape
+    return _cannot_hand_over(group, shape) or cannot_share(shape) or shape
 
 
 def otherwise(group: Group, shape: Shape) -> Shape | None:
@@ -215,7 +215,7 @@ def otherwise(group: Group, shape: Shape) -> Shape | None:
     return None if _cannot_hand_over(group, other) else other
 
 
-def _cannot_share(shape: Shape) -> str:
+def cannot_share(shape: Shape) -> str:
     """What a program reads of a shared row that another may write."""
     if not shape.shared:
         return ""

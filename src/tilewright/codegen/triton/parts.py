@@ -1,0 +1,91 @@
+"""Rows that several programs have parts of.
+
+Each leaves what its part folds to. Where rows are walked again, all wait for each other and take
+all parts. Where a row is folded once, none waits: the last to leave its part goes on alone, with
+what is computed of the row as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tilewright.codegen.triton.configs import folds, power
+from tilewright.codegen.triton.emit import RANDOM
+from tilewright.codegen.triton.folds import Fold
+from tilewright.codegen.triton.shape import Shape, cannot_share, scatters, uses
+from tilewright.target import Target
+
+if TYPE_CHECKING:
+    from tilewright.codegen.triton.kernel import Kernel
+
+WORKSPACE, COUNTERS = "workspace", "counters"
+SHORTEST = 1 << 13  # elements of a part worth a program
+TOGETHER = 9  # programs of four warps that a processor surely runs at once
+
+
+def in_parts(shape: Shape, target: Target) -> Shape:
+    """The shape with rows in parts, where they are folded once and too few for processors to have
+    equally much to do: as many parts as all run at once (H200: smoothed losses of 151 rows of
+    100277 floats 20.4 us by seven, 23.6 us by eight, of which some wait, 24.3 us by one; losses of
+    290 rows of 128256 bfloat16 24.1 us by four, 27.2 us by eight, 25.9 us by one). What only adds
+    up is read as fast by one program for each row, and what leaves its folds as they are is a part
+    already (softmax of a row of 2**26 107 us, 110 us in parts of parts)."""
+    waits = shape.again or (shape.shared and not shape.in_turn)
+    if waits or shape.persistent or shape.serial or shape.across:
+        return shape
+    if shape.rank != 2 or shape.ragged or len(shape.inner) != 1 or uses(shape.members, *RANDOM):
+        return shape
+    if any(s.scans for s, _ in shape.segments) or any(scatters(m) for m in shape.members):
+        return shape
+    (x,), (r,) = shape.parallel, shape.inner
+    if not x.size or not r.size or folds(shape, "welford"):
+        return shape
+    if not uses(shape.members, "exp") or all(axis is r for _, axis in shape.segments):
+        return shape
+    count = min(TOGETHER * target.sms // x.size, r.size // SHORTEST)
+    new = replace(shape, shared=count, in_turn=True, ahead=False)
+    return shape if count < 2 or cannot_share(new) else new
+
+
+def meet(kernel: Kernel, found: Sequence[Fold]) -> None:
+    """Each program leaves what became of its part of a row; those that go on take all parts."""
+    w, count = kernel.w, kernel.shape.shared
+    cells: list[tuple[Fold, list[tuple[str, str]]]] = []
+    for fold in found:
+        made: list[tuple[str, str]] = []
+        for name, (kind, none) in zip(fold.left_of_row(), fold.cells, strict=True):
+            cell = w.let(f"({kernel.cells} * xnumel + spot) * {count}")
+            kernel.cells += 1
+            w.line(f"tri.leave({WORKSPACE}, {cell} + part, {name})")
+            made.append((cell, f"{kind}, {none}"))
+        cells.append((fold, made))
+    kernel.meetings += 1
+    if kernel.alone:
+        w.line("tl.debug_barrier()")
+        with w.block(f"if tri.part({COUNTERS} + spot, {count}) == 0"):
+            w.line("return")
+    else:
+        w.line(f"tri.meet({COUNTERS} + spot, {count * kernel.meetings})")
+    for fold, made in cells:
+        tiles = [w.let(f"tri.gather({WORKSPACE}, {cell}, {kind}, {count}, {power(count)})")
+                 for cell, kind in made]  # fmt: skip
+        fold.taken(fold.gathered(tiles))
+
+
+def leave(kernel: Kernel) -> None:
+    """The last program of a row does what none may do while others read what was there."""
+    w = kernel.w
+    if kernel.alone:
+        for line in kernel.waiting:
+            w.line(line)
+        return
+    last = f"tri.part({COUNTERS} + spot, {kernel.shape.shared * (kernel.meetings + 1)})"
+    if not kernel.waiting:
+        w.line(last)
+        return
+    w.line("tl.debug_barrier()")
+    with w.block(f"if {last}"):
+        for line in kernel.waiting:
+            w.line(line)
