@@ -98,6 +98,33 @@ def _halves(x):
 
 
 @jit
+def _as_pairs(x, X: tl.constexpr, R: tl.constexpr):
+    low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True), [X, R // 8, 2, 2, 2]))
+    return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+
+
+@jit
+def _slid_pairs(here, after, away, X: tl.constexpr, R: tl.constexpr):
+    """Of elements of two bytes a piece is four pairs: only the last step takes them apart."""
+    a, b = _halves(_as_pairs(here, X, R))
+    c, d = _halves(_as_pairs(after, X, R))
+    by = (away & 4)[:, :, None] != 0
+    a, b, c = tl.where(by, b, a), tl.where(by, c, b), tl.where(by, d, c)
+    p0, p1 = _halves(a)
+    p2, p3 = _halves(b)
+    p4, p5 = _halves(c)
+    by = (away & 2) != 0
+    p0, p1, p2 = tl.where(by, p1, p0), tl.where(by, p2, p1), tl.where(by, p3, p2)
+    p3, p4 = tl.where(by, p4, p3), tl.where(by, p5, p4)
+    by = (away & 1) != 0
+    p0, p1 = tl.where(by, p0 >> 16 | p1 << 16, p0), tl.where(by, p1 >> 16 | p2 << 16, p1)
+    p2, p3 = tl.where(by, p2 >> 16 | p3 << 16, p2), tl.where(by, p3 >> 16 | p4 << 16, p3)
+    pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
+    found = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16))
+    return tl.reshape(found, [X, R]).to(here.dtype, bitcast=True)
+
+
+@jit
 def slid(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
     """What is at `start + lane` of a row: lanes run in whole pieces of eight from a multiple of
     eight, `start` is any number. Two neighbouring pieces of memory have all of a piece of lanes;
@@ -111,6 +138,8 @@ def slid(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
     else:
         here = tl.load(p + (first + lane), mask, other=0)
         after = tl.load(p + (first + lane + 8), mask & parted, other=0)
+    if here.dtype.primitive_bitwidth == 16:
+        return _slid_pairs(here, after, away, X, R)
     a, b = _halves(tl.reshape(here, [X, R // 8, 2, 2, 2]))
     c, d = _halves(tl.reshape(after, [X, R // 8, 2, 2, 2]))
     by = (away & 4)[:, :, None, None] != 0

@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tilewright.codegen.triton.doubles import is_even, pairs, step
-from tilewright.codegen.triton.shape import LONGEST_PASS, MOST_KEPT, NARROWEST_TILE, Axis, Shape
+from tilewright.codegen.triton.shape import (
+    LONGEST_PASS,
+    MOST_KEPT,
+    NARROWEST_TILE,
+    Axis,
+    Shape,
+    is_looked_up,
+)
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
@@ -256,7 +263,7 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
-    elif _reads_rows(shape):
+    elif reads_rows(shape):
         bx = min(even if even >= 16 * vector else power(size), 128 * vector)
         enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
         by = clamp(1, 256 * vector // bx, power(enough))
@@ -275,12 +282,12 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         yield Config(((y.block, by), (x.block, bx)), warps, registers=registers)
 
 
-def _reads_rows(shape: Shape) -> bool:
+def reads_rows(shape: Shape) -> bool:
     """Whether rows are read that are looked up."""
     x = shape.parallel[-1]
     flat = shape.flat()
     return any(
-        ix.coefficient(n.src[0], x.var) is ix.ONE and any(i.op == "index" for i in walk(n.src[0]))
+        ix.coefficient(n.src[0], x.var) is ix.ONE and is_looked_up(n.src[0])
         for m in flat.members
         for n in loads(*m.exprs)
     )

@@ -381,8 +381,9 @@ class Kernel:
             self.w.operand(node.src[0])
         for node in () if self.alone else facts.early_loads(self.shape, self.local):
             self.w.operand(node)
-        if self.lean is not None and self.lean.axis in self.shape.parallel:
-            self.lean.tile()
+        lean = self.lean if self.lean and self.lean.axis in self.shape.parallel else None
+        if lean and not lean.slid_rows:
+            lean.tile()
         for k, (segment, axis) in enumerate(self.shape.segments):
             if axis is None or self.shape.persistent:
                 self._straight(segment, axis)
@@ -393,6 +394,8 @@ class Kernel:
             else:
                 pairs = [p for j in online.values() if j.first == k for p in j.pairs]
                 self._looped(segment, axis, pairs)
+        if lean and lean.slid_rows:  # after what is found where it was read: that takes longest
+            lean.tile()
 
     def _serial(self) -> None:
         """The segments again and again, with accumulators around them."""

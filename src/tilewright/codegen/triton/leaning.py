@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.triton.configs import folds, is_heavy, power
+from tilewright.codegen.triton.configs import folds, is_heavy, power, reads_rows
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.packed import is_packed
 from tilewright.codegen.triton.pairs import PAIR
@@ -15,6 +15,7 @@ from tilewright.codegen.triton.shape import (
     SHORTEST_LEAN,
     Axis,
     Shape,
+    is_looked_up,
     scatters,
     uses,
 )
@@ -27,6 +28,7 @@ from tilewright.schedule.sizes import hint, hint_product
 PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
 SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
 SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
+SHORTEST_FOUND = 256  # the same of rows that are looked up: they are read as if they began there
 SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
 SHORTEST_WEIGHED = 192  # the same of rows with weights
 LONGEST_PAIRS = 4096  # elements of a row that is not walked in pieces for its weights
@@ -82,7 +84,8 @@ def _last(shape: Shape) -> Axis | None:
         return None
     if not shape.inner:
         axis = shape.parallel[1] if shape.looked_up else None
-        return axis if axis is not None and axis.likely >= SHORTEST_LEAN else None
+        shortest = SHORTEST_FOUND if reads_rows(shape) else SHORTEST_LEAN
+        return axis if axis is not None and axis.likely >= shortest else None
     if len(shape.inner) > 1 or _looks_up(shape):
         return None
     if shape.persistent and _rows_alike(shape.flat()):
@@ -200,6 +203,8 @@ def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple
     """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
     moved: dict[tuple[Expr, int], int] = {}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    if not flat.inner:  # rows that are looked up are slid to where others begin
+        nodes = [n for n in nodes if not is_looked_up(n.src[0])]
     stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
     accesses = [*((n.arg, n.src[0]) for n in nodes), *((s.buffer, s.index) for s in stores)]
     for buffer, index in dict.fromkeys(accesses):

@@ -630,6 +630,11 @@ def _is_better_flat(program: Program, members: Sequence[Nest], outer: tuple[Expr
     return True
 
 
+def is_looked_up(index: Expr) -> bool:
+    """Whether a place that is read from memory says where this is."""
+    return any(n.op == "index" for n in walk(index))
+
+
 def scatters(nest: Nest) -> bool:
     """Whether its stores may meet, combine or stay away."""
     return any(s.mode != "set" or s.mask is not None for s in nest.stores)
