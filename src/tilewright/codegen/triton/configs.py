@@ -168,7 +168,7 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
             if ix.coefficient(n.src[0], axis.var) is ix.ONE}  # fmt: skip
     if 2 * vector * sum(read.values()) > MOST_READ:
         return 4
-    return vector // 2 if not known and _is_mixed(program, flat, vector) else vector
+    return vector // 2 if _is_mixed(program, flat, vector) else vector
 
 
 def _is_mixed(program: Program, flat: Shape, vector: int) -> bool:
