@@ -158,9 +158,19 @@ def test_values_of_odd_rows_that_are_turned(
     check(turned_around, torch.randn(size).to(dtype))
 
 
+@pytest.mark.parametrize("size", [(2, 351, 357), (2, 356, 360)])
+def test_values_of_matrices_that_are_turned(
+    size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turned, "FEWEST", 0)
+    (kernel,) = check(lambda x: x.transpose(-1, -2).contiguous(), torch.randn(size).bfloat16())
+    assert "tri_moves" in kernel.text
+
+
 @pytest.mark.parametrize(("size", "dtype"), [
     ((8191, 1501), torch.bfloat16), ((8191, 1501), torch.float32),
     ((14, 1024, 31, 31), torch.bfloat16), ((321, 132072), torch.bfloat16),
+    ((43963, 2048), torch.bfloat16),
 ])  # fmt: skip
 def test_odd_rows_are_turned_sixteen_bytes_at_once(
     size: tuple[int, ...], dtype: torch.dtype

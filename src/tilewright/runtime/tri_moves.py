@@ -55,45 +55,56 @@ def row_of(each, V: tl.constexpr, LANES: tl.constexpr):
 
 
 @jit
-def turned(read, written, pid, rows_: tl.constexpr, columns: tl.constexpr, V: tl.constexpr,
-           PIECE: tl.constexpr, YBLOCK: tl.constexpr, XBLOCK: tl.constexpr):  # fmt: skip
-    """`written[y * rows + x] = read[x * columns + y]`. A tile has V lanes more than YBLOCK along y,
-    and PIECE more than XBLOCK along x."""
-    YLANES: tl.constexpr = YBLOCK + V
+def turned(read, written, begin, to, pid, rows_: tl.constexpr, columns: tl.constexpr,
+           V: tl.constexpr, LEAN: tl.constexpr, PIECE: tl.constexpr, YBLOCK: tl.constexpr,
+           XBLOCK: tl.constexpr):  # fmt: skip
+    """`written[to + y * rows + x] = read[begin + x * columns + y]`. A tile has LEAN lanes more than
+    YBLOCK along y, V where rows begin anywhere, and PIECE more than XBLOCK along x."""
+    YLANES: tl.constexpr = YBLOCK + LEAN
     XLANES: tl.constexpr = XBLOCK + PIECE
     xblocks = (rows_ + PIECE - 1 + XBLOCK - 1) // XBLOCK
     x0 = pid % xblocks * XBLOCK
     y0 = pid // xblocks * YBLOCK
     x = x0 - (PIECE - 1) + tl.arange(0, XLANES)[:, None]
-    stop = tl.where((x >= 0) & (x < rows_), (x + 1) * columns, 0)
-    tile = rows(read, tl.maximum(x, 0) * columns + y0, stop, V, YLANES)
+    stop = tl.where((x >= 0) & (x < rows_), begin + (x + 1) * columns, 0)
+    tile = rows(read, begin + tl.maximum(x, 0) * columns + y0, stop, V, YLANES)
     each = tl.arange(0, YLANES * XLANES)
     c = column_of(each, V, XLANES)
     k = row_of(each, V, XLANES)
-    start = (y0 + c) * rows_
+    start = to + (y0 + c) * rows_
     slide = start % PIECE
     x = tl.minimum(k, XBLOCK - 1) - slide
-    lean = (x * (columns % V) + (x0 * columns + y0) % V) & (V - 1)
-    found = looked_up(tile, x + PIECE - 1, lean + tl.minimum(c, YBLOCK - 1), V, YLANES)
+    lane = tl.minimum(c, YBLOCK - 1)
+    if LEAN:
+        lane += (x * (columns % V) + (begin + x0 * columns + y0) % V) & (V - 1)
+    found = looked_up(tile, x + PIECE - 1, lane, V, YLANES)
     first = x0 + k // V * V
     inside = (c < YBLOCK) & (y0 + c < columns) & (k < XBLOCK)
     inside = inside & (first >= slide) & (first + V <= slide + rows_)
     place = tl.max_contiguous(tl.multiple_of(start - slide + x0 + k, V), V)
     tl.store(written + place, found, tl.max_constancy(inside, V))
     if x0 == 0:
-        _ends(read, written, y0, rows_, columns, V, YBLOCK)
+        _ends(read, written, begin, to, y0, rows_, columns, V, YLANES, YBLOCK)
 
 
 @jit
-def _ends(read, written, y0, rows: tl.constexpr, columns: tl.constexpr, V: tl.constexpr,
-          YBLOCK: tl.constexpr):  # fmt: skip
+def _ends(read, written, begin, to, y0, rows: tl.constexpr, columns: tl.constexpr, V: tl.constexpr,
+          LANES: tl.constexpr, YBLOCK: tl.constexpr):  # fmt: skip
     """What is not in whole vectors of a tile's columns, at both ends of them."""
-    c = tl.arange(0, YBLOCK + V)[:, None]
-    start = (y0 + c) * rows
-    slide = start % V
-    two = tl.arange(0, 2 * V)[None, :]
+    c = tl.arange(0, LANES)[:, None]
+    start = to + (y0 + c) * rows
+    x, inside = edges(start % V, rows, V)
+    inside = inside & (c < YBLOCK) & (y0 + c < columns)
+    found = tl.load(read + (begin + x * columns + y0 + c), inside, other=0)
+    tl.store(written + (start + x), found, inside)
+
+
+@jit
+def edges(slide, size, V: tl.constexpr):
+    """Places of what is not in whole vectors of a piece of memory, which begins `slide` behind a
+    place of one."""
+    two = tl.arange(0, 2 * V)
     head = (slide + V - 1) // V * V - slide
-    tail = (slide + rows) // V * V - slide
-    x = tl.where(two < V, two, tail + two - V)
-    inside = ((two < V) == (x < head)) & (x < rows) & (c < YBLOCK) & (y0 + c < columns)
-    tl.store(written + (start + x), tl.load(read + (x * columns + y0 + c), inside, other=0), inside)
+    tail = (slide + size) // V * V - slide
+    at = tl.where(two < V, two, tail + two - V)
+    return at, ((two < V) == (at < head)) & (at < size)
