@@ -158,7 +158,7 @@ def test_values_of_odd_rows_that_are_turned(
     check(turned_around, torch.randn(size).to(dtype))
 
 
-@pytest.mark.parametrize("size", [(2, 351, 357), (2, 356, 360)])
+@pytest.mark.parametrize("size", [(3, 47, 725), (95, 1001), (2, 351, 357), (2, 356, 360)])
 def test_values_of_matrices_that_are_turned(
     size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,3 +108,43 @@ def edges(slide, size, V: tl.constexpr):
     tail = (slide + size) // V * V - slide
     at = tl.where(two < V, two, tail + two - V)
     return at, ((two < V) == (at < head)) & (at < size)
+
+
+# ---- few rows
+
+
+@jit
+def kept_rows(V: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr):
+    """Which row each element in shared memory belongs to, ROWS behind all of them: rows that are V
+    apart are next to each other there, so that what V threads look up in them is in other banks."""
+    row = tl.arange(0, KEPT).to(tl.uint32) // LANES
+    far: tl.constexpr = ROWS // V
+    return tl.where(row < ROWS, row // far + row % far * V, ROWS).to(tl.int32)
+
+
+@jit
+def kept(read, start, stop, V: tl.constexpr, LANES: tl.constexpr, KEPT: tl.constexpr):
+    """Elements of every row from the last place of sixteen bytes at or before its `start`, up to
+    its `stop`."""
+    each = tl.arange(0, KEPT).to(tl.uint32)
+    first = (start & -V) + (each // V % (LANES // V) * V).to(tl.int32)
+    inside = tl.max_constancy(first < stop, V)
+    place = tl.max_contiguous(tl.multiple_of(first + (each % V).to(tl.int32), V), V)
+    return tl.load(read + place, inside, other=0)
+
+
+@jit
+def found_in(tile, row, lane, further, V: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Elements of such rows, and those that are so much further on: what a thread has found out for
+    eight elements it knows for all its others."""
+    spot = (row & (V - 1)) * (ROWS // V * LANES) + (row & -V) * (LANES // V) + lane + further
+    found = tl.gather(tile, tl.reshape(spot.to(tl.int32), [spot.numel]), 0)
+    return tl.reshape(found, spot.shape)
+
+
+@jit
+def pieces(FULL: tl.constexpr, PIECES: tl.constexpr, V: tl.constexpr):
+    """So many pieces of V elements, and the place of each element; of all beyond FULL the last."""
+    each = tl.arange(0, PIECES * V)[None, :]
+    piece = each // V
+    return piece, tl.minimum(piece, FULL - 1) * V + each % V

@@ -8,6 +8,7 @@ from tilewright import config
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+from tilewright.codegen.triton.laid import laid
 from tilewright.codegen.triton.leaning import is_better_walked, leaning
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
@@ -43,8 +44,9 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
     shape = in_parts(parts[0][1], target)
-    if (made := turned(program, group, shape, target, name, wide)) is not None:
-        return made
+    for form in (turned, laid):
+        if (made := form(program, group, shape, target, name, wide)) is not None:
+            return made
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
     form = leaning(program, group, shape)
