@@ -73,7 +73,7 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         _random(17, 4000), _random(17, 1, dtype=F32))),
     "looked up": (lambda i, x: x[i] * 2, lambda: (torch.randint(0, 9, (20,)), _random(17, 2501))),
     "short, looked up": (lambda i, x: x[i] * 2, lambda: (
-        torch.randint(0, 17, (21,)), _random(17, 301))),
+        torch.randint(0, 17, (21,)), _random(17, 601))),
 }  # fmt: skip
 
 

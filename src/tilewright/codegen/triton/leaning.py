@@ -28,7 +28,7 @@ from tilewright.schedule.sizes import hint, hint_product
 PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
 SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
 SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
-SHORTEST_FOUND = 256  # the same of rows that are looked up: they are read as if they began there
+SHORTEST_FOUND = 512  # the same of rows that are looked up, which are slid to where they begin
 SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
 SHORTEST_WEIGHED = 192  # the same of rows with weights
 LONGEST_PAIRS = 4096  # elements of a row that is not walked in pieces for its weights
