@@ -149,6 +149,13 @@ def test_blocks(name: str) -> None:
     assert kernel.config.kwargs == blocks
 
 
+@pytest.mark.parametrize(("head", "block"), [(96, 1024), (64, 2048)])
+def test_blocks_of_rotations_of_pairs(head: int, block: int) -> None:
+    (kernel,) = kernels_of(rotated, torch.empty(64, 512, head, dtype=torch.bfloat16),
+                           *torch.empty(2, 512, head // 2))  # fmt: skip
+    assert kernel.config.kwargs == {"XBLOCK": block}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [(517, 301), (260, 259), (304, 301), (14, 24, 17, 19)])
 def test_values_of_odd_rows_that_are_turned(
