@@ -136,6 +136,18 @@ def test_rows_that_are_left_are_not_kept_for_long() -> None:
     assert ["sin(" in text for text in texts] == [False, False, True]
 
 
+def test_what_is_rounded_before_it_is_summed_needs_no_more_bits() -> None:
+    """Sums of parts are floats, of gradients that nobody sees all bits of."""
+
+    def sums(x: Tensor) -> tuple[Tensor, Tensor]:
+        along = x.float().exp()
+        return along.bfloat16(), along.bfloat16().sum(0)
+
+    x = torch.empty(267421, 512, dtype=BF16)
+    assert "tri.fast_exp" in for_card(sums, x)[0].text
+    assert "tri.fast_exp" not in for_card(lambda x: (sums(x)[0], x.float().exp().sum(0)), x)[0].text
+
+
 def test_what_many_chunks_leave_is_folded_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {(split, "MANY"): 64, (mixed, "LARGE"): 64, (dealt, "SHORTEST"): 4,
              (dealt, "CHUNK_WORK"): 16, (mixed, "CHUNK_WORK"): 16}  # fmt: skip

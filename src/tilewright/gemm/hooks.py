@@ -360,8 +360,9 @@ class _Epilogue:
         self.w = w = hooks.writer([hooks.m, hooks.n], self._load)
         w.know(p.m, "m")
         w.know(p.n, "n")
-        results = {p.memory[b].dtype for b in p.writes}
-        w.coarse = coarse([e for s in p.epilogue for e in s.exprs], results)
+        results = [s.value for s in p.epilogue if s.buffer in p.writes]
+        made = {s.buffer: s.value for s in p.epilogue}
+        w.coarse = coarse([e for s in p.epilogue for e in s.exprs], results, made)
 
     def lines(self, total: str) -> list[str]:
         p, w = self.hooks.problem, self.w

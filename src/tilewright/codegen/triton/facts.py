@@ -41,15 +41,15 @@ def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buf
     return None if any(ix.value_of(s) is not None for s in assumed) else assumed
 
 
-def coarse(exprs: Sequence[Expr], results: set[torch.dtype],
-           made: Mapping[str, Expr] | None = None) -> dict[Expr, str]:  # fmt: skip
-    """The text of operations that need not be exact, as all results are rounded to sixteen bits or
-    less. `made` are the values of the buffers the kernel makes."""
-    if not _are_narrow(results):
+def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Expr]
+           ) -> dict[Expr, str]:  # fmt: skip
+    """The text of operations that need not be exact, as what is made of them is rounded to sixteen
+    bits or less before it is a result, or part of one. `made` are the values of the buffers the
+    kernel makes."""
+    if not all(e.dtype.is_floating_point for e in results):
         return {}
-    made = made or {}
     nodes = list(walk(*exprs))
-    exact = {s for n in nodes if _is_step(n) for s in n.src}
+    exact = {s for n in nodes if _is_step(n) for s in n.src} | _in_full(results, made)
     found = {n: COARSE[n.op] for n in nodes
              if n.op in COARSE and n.dtype == torch.float32 and n not in exact}  # fmt: skip
     alone = {s for n in nodes if not _adds_one(n) for s in n.src} | {*made.values(), *exprs}
@@ -60,6 +60,21 @@ def coarse(exprs: Sequence[Expr], results: set[torch.dtype],
             found[n] = BY_A_SUM  # of a row: its reciprocal is computed once
         elif n.op == "div" and _is_power_of_minus(n.src[1], n.src[0]):
             found[n] = SILU
+    return found
+
+
+def _in_full(results: Sequence[Expr], made: Mapping[str, Expr]) -> set[Expr]:
+    """All that is part of a result and not rounded to sixteen bits on the way: sums of rounded
+    gradients are floats, and yet nobody sees more of these (H200: the backward pass of a gelu with
+    a bias, 267421 rows of 512 bfloat16, 235 us, 340 us with all bits)."""
+    found: set[Expr] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        node = made.get(node.arg, node) if node.op == "load" else node
+        if node not in found and not _are_narrow({node.dtype}):
+            found.add(node)
+            waiting += node.src
     return found
 
 

@@ -131,8 +131,7 @@ class Kernel:
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         exprs = [e for m in shape.members for e in m.exprs]
-        results = {self.buffers[b].dtype for m in shape.members for b in m.writes
-                   if b not in self.local}  # fmt: skip
+        results = [s.value for m in shape.members for s in m.stores if s.buffer not in self.local]
         if target.capability >= (8, 0):
             self.w.pairs = {a for a in shape.axes
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
@@ -141,7 +140,7 @@ class Kernel:
         if target.capability >= (9, 0):
             self.w.narrow = kept_narrow(exprs, made)
         self.joins = not skips_a_rounding(exprs, made) and facts.joins(
-            exprs, results - {torch.float32} | self._along)  # fmt: skip
+            exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
         if target.capability >= (8, 9):
             self.w.fp8 = FP8_LARGEST
         self.w.valued = facts.valued(exprs, [s for m in shape.members for s in m.stores])
