@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tests.compile.test_triton_in_turn import for_card
 from tilewright import config
 from tilewright.codegen.triton import leaning, packed
 from tilewright.runtime.triton_build import SPILLED
@@ -344,3 +345,16 @@ def test_rows_that_become_single_bytes_have_no_more_elements_than_others() -> No
 
     (kernel,) = kernels_of(eighth, torch.empty(895420, 129, dtype=BF16))
     assert dict(kernel.config.blocks)["XBLOCK"] * 128 == 32 * 32 * kernel.config.num_warps
+
+
+def test_odd_rows_of_floats_that_are_folded_both_ways_stay_in_registers() -> None:
+    """Two of them, and what they add to."""
+
+    def gradients(x: Tensor, weight: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        slope = (given * weight * x).sum(-1, keepdim=True)
+        return given * weight - x * slope, (given * x).sum(0)
+
+    x = torch.empty(4406, 3873)
+    kernel, *_ = for_card(gradients, x, torch.empty(3873), x)
+    made = build(kernel)
+    assert "for s0offset" in kernel.text and made.spills == 0

@@ -131,7 +131,7 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
     elif not shape.persistent:
         found = _long_columns(shape, vector, target) if shape.across else _long_rows(shape, target)
     elif shape.serial:
-        found = _rows_in_order(shape)
+        found = _rows_in_order(program, shape)
     else:
         found = _columns(shape, vector, target) if shape.across else _rows(program, shape, target)
     chosen = dict.fromkeys(found)
@@ -367,17 +367,21 @@ def _folds_one(shape: Shape) -> bool:
     return len(read) == 1 and not stored
 
 
-def _rows_in_order(shape: Shape) -> Iterable[Config]:
+def _rows_in_order(program: Program, shape: Shape) -> Iterable[Config]:
     """Rows one after the other, the loads of the next ones under way (H200: the backward pass of
     layer norm, 16384x4096 bfloat16: 105 us with three, 169 us without; of rows of 1501, which are
     not loaded ahead, 212 us with four warps, 237 us with two; of 2699 161 us with four, 169 us with
-    eight; of 777 171 us with one, 202 us with two)."""
+    eight; of 777 171 us with one, 202 us with two). Floats take twice the registers (RMS norm of
+    1999 75 us with eight, 79 us with four; of 3873 63 us with sixteen, 62 us with eight; of 7001
+    76 us with 32, 80 us with sixteen)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     choices = ((32, 3), (16, 3), (32, 2), (16, 1)) if shape.ahead else ((16, 0), (32, 0), (8, 0))
     if shape.odd and shape.ahead and longest > 1024:  # single elements are not fetched ahead
         choices = ((16, 1), (32, 1)) if longest < 4096 else ((32, 1), (16, 1))
+        if min(_floats(program, shape), default=4) > 2:
+            choices = ((8, 1), (16, 1))
     for share, ahead in choices:
         warps = clamp(1, power(longest / (32 * share)), MOST_WARPS)
         most = 128 if ahead == 1 and share == 32 else None  # four programs of four warps
