@@ -136,6 +136,34 @@ def test_rows_that_are_left_are_not_kept_for_long() -> None:
     assert ["sin(" in text for text in texts] == [False, False, True]
 
 
+def _gradients(x: Tensor, bias: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a bias, the rows of which are stored before they are folded."""
+    along = torch.where(x + bias > 0, given, 0)
+    return along, along.float().sum(0), along.amax(0)
+
+
+def _gradients_of_squares(x: Tensor, bias: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """With a number for each element that nothing else sees."""
+    kept = F.relu(x + bias)
+    along = torch.where(kept <= 0, 0, given * (2 * kept))
+    return along, along.float().sum(0)
+
+
+@pytest.mark.parametrize("fn", [_gradients, _gradients_of_squares])
+@pytest.mark.parametrize("rows", [601, 608])
+def test_rows_that_are_stored_and_folded_are_dealt_too(fn: Callable[..., Any], rows: int) -> None:
+    """Those that are in no chunk are stored by a kernel of their own."""
+    text = _check(fn, _whole(rows, 21), _whole(21), _whole(rows, 21))
+    assert text.count("tl.program_id") == (3 if rows % 8 else 2)
+    assert text.count("empty_cuda") == (4 if fn is _gradients_of_squares else 6)
+
+
+def test_odd_rows_of_gradients_are_read_and_written_in_wide_accesses() -> None:
+    wide, *_ = for_card(_gradients, *(torch.empty(n, 6487, dtype=BF16) for n in (22666, 1, 22666)))
+    made = build(wide)
+    assert made.widest("st.global") == 16 and "cp.async.cg" in made.ptx and made.spills == 0
+
+
 def test_what_is_rounded_before_it_is_summed_needs_no_more_bits() -> None:
     """Sums of parts are floats, of gradients that nobody sees all bits of."""
 

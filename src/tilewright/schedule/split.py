@@ -78,14 +78,15 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
         if target is None or not parts[0].serial:
             order.add(parts[0])
             continue
-        buffers.update(_cut_into(order, program, parts[0], target))
+        buffers.update(_cut_into(order, program, parts[0], target, private))
     return replace(program, buffers={**program.buffers, **buffers}), order.all()
 
 
-def _cut_into(order: _Order, program: Program, group: Group, target: Target) -> dict[str, Buffer]:
+def _cut_into(order: _Order, program: Program, group: Group, target: Target, private: set[str]
+              ) -> dict[str, Buffer]:  # fmt: skip
     """The group's chunks and what folds their results, in chunks too if these are many: the buffers
     this takes."""
-    done = cut(program, group, target)
+    done = cut(program, group, target, private)
     order.add(done.group)
     made = {b.name: b for b in done.buffers}
     for fold in done.after:
@@ -93,7 +94,7 @@ def _cut_into(order: _Order, program: Program, group: Group, target: Target) -> 
         many = rows >= MANY and not dependents(fold.members)
         if many and (loops := starved(Fit(fold.members, fold.outer), target)):
             known = replace(program, buffers={**program.buffers, **made})
-            made |= _cut_into(order, known, replace(fold, serial=loops), target)
+            made |= _cut_into(order, known, replace(fold, serial=loops), target, private)
         elif fold.reads & done.group.reads:  # rows that are left, not to be kept for long
             order.add(fold, folds=True)
         else:
@@ -117,7 +118,7 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     if count > 1:
         return [replace(group, shared=count)]
     loops = starved(fit, target)
-    reordered = None if loops else _reordered(group, target)
+    reordered = None if loops else _reordered(group, target, private)
     if reordered is not None:
         return [reordered]
     if not loops:
@@ -135,16 +136,17 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     return [replace(group, members=(*first, *folded), serial=loops), *rest]
 
 
-def _reordered(group: Group, target: Target) -> Group | None:
+def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:
     """A group of folds that have programs enough, but none that read memory well: with the loops
     to cut, joined where they walk memory as one."""
-    loops, fit = group.members[0].reduce, Fit(group.members, group.outer)
+    loops = next((m.reduce for m in group.members if m.reduce), ())
+    fit = Fit(group.members, group.outer)
     if not target.is_gpu or not loops or any(is_alone(m) for m in group.members):
         return None
     if max(work(m) for m in group.members) < LARGE or dependents(group.members):
         return None
     members, loops = _merged(group.members, loops)
-    if dealt(replace(fit, members=members, serial=loops), target, starved=False):
+    if dealt(replace(fit, members=members, serial=loops), target, private, starved=False):
         return replace(group, members=members, serial=loops)
     if in_pieces(replace(fit, members=members, serial=loops[:-1]), target):
         return replace(group, members=members, serial=loops[:-1])
@@ -254,9 +256,9 @@ def _joined(first: Group, second: Group) -> Group | None:
     return replace(second, members=fit.members, outer=fit.outer)
 
 
-def cut(program: Program, group: Group, target: Target) -> Cut:
+def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cut:
     """The serial loops of a group in as many parallel chunks as the target is worth."""
-    made = _Cutting(program)
+    made = _Cutting(program, private)
     members, serial = _merged(group.members, group.serial)
     outer = group.outer
     if target.is_gpu:
@@ -271,7 +273,7 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
     loop, *rest = serial
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
-    in_turn = 0 if pairs else dealt(whole, target, starved=count > 1)
+    in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
     if in_turn or (count > 1 and hint(loop.src[0]) > 1):
         inner = hint_product(v.src[0] for v in rest)
         step = _step(members, loop, count) if target.is_gpu else 1
@@ -285,8 +287,10 @@ def cut(program: Program, group: Group, target: Target) -> Cut:
 class _Cutting:
     """What the members of one group leave behind when they are cut."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, private: set[str]) -> None:
         self.program = program
+        self.private = private
+        self.left: list[Nest] = []  # rows that are in no chunk
         self.after: list[Nest] = []
         self.buffers: list[Buffer] = []
         self.tops: list[tuple[Nest, Expr]] = []  # nests with a chunk's largest value
@@ -295,13 +299,16 @@ class _Cutting:
         """Members that run in one loop anyway need no order among their rows."""
         if len(segments_of(group.members, group.outer)) == 1:
             group = replace(group, serial=())
-        return Cut(group, tuple(_grouped(self.after)), tuple(self.buffers))
+        after = (*_grouped(self.left), *_grouped(self.after))
+        return Cut(group, after, tuple(self.buffers))
 
     def chunked(self, nest: Nest, parts: _Chunks) -> Nest:
         """The nest with a loop over chunks and one inside them."""
         loop, both, cut = parts.loop, (parts.chunk, parts.inside), {parts.loop: parts.index}
         loops = [w for v in nest.loops for w in (both if v is loop else (v,))]
         if loop not in nest.reduce:
+            if parts.left is not None:
+                self.left.append(self._left(parts.left.rows_of(nest, loop)))
             return substitute_nest(nest, cut, loops, nest.reduce)
         reduce = [parts.inside if v is loop else v for v in nest.reduce]
         new = substitute_nest(nest, cut, [parts.chunk, *loops], reduce)
@@ -311,6 +318,20 @@ class _Cutting:
         if len(partial.kept) == len(nest.stores) == 1:
             self.tops.append((nest, partial.kept[0]))
         return made
+
+    def _left(self, nest: Nest) -> Nest:
+        """With buffers of its own for what no other group sees."""
+        new = {b: f"{b}_left" for b in (nest.reads | nest.writes) & self.private}
+        self.buffers += [replace(self.program.buffers[b], name=new[b])
+                         for b in sorted(nest.writes & self.private)]  # fmt: skip
+
+        def swap(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+            own = node.op == "load" and node.arg in new
+            return load(new[node.arg], node.dtype, *src) if own else None
+
+        return replace(nest, stores=tuple(
+            replace(s, buffer=new.get(s.buffer, s.buffer), value=rewrite(s.value, swap))
+            for s in nest.stores))  # fmt: skip
 
     def apart(self, nest: Nest, serial: tuple[Expr, ...]) -> Nest:
         """A partial result for every round of the serial loops."""
@@ -368,6 +389,14 @@ class _Left:
     @property
     def in_chunk(self) -> Expr:
         return build.op("lt", self.both, self.chunks.src[0])
+
+    def rows_of(self, nest: Nest, loop: Expr) -> Nest:
+        """What goes along rows does the same with these."""
+        first, count = self.chunks.src[0], self.both.src[0]
+        row = var(f"{loop.arg}l", ix.sub(count, first))
+        index = substitute(self.row[loop], {self.both: ix.add(row, first)})
+        loops = [row if v is loop else v for v in nest.loops]
+        return replace(substitute_nest(nest, {loop: index}, loops, ()), name=f"{nest.name}_left")
 
 
 @dataclass(frozen=True)

@@ -630,8 +630,10 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
     channels last: 28 us, 71 us without). Where several programs are at work on a processor, all of
     them together have as much under way as one would (sum of 116864 rows of 1155 bfloat16, dealt
     out to 1155 programs: 66 us by 64 rows, 71 us by 128, 76 us by 256; argmax of 1024 rows of 54784
-    31 us by 32, 34 us by 64, 57 us by 256). Of many short columns programs take turns anyway (sum
-    over 1 of 1157x167x256 bfloat16 27 us by 64 rows of two warps, 34 us ahead with four)."""
+    31 us by 32, 34 us by 64, 57 us by 256; bias and gelu backwards of 267421x512 219 us by 64, 234
+    us by 128, of 22666x6487, dealt out to 6487 programs, 241 us and 375 us). Of many short columns
+    programs take turns anyway (sum over 1 of 1157x167x256 bfloat16 27 us by 64 rows of two warps,
+    34 us ahead with four)."""
     x = shape.parallel[0]
     bx = 8 * vector
     while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
@@ -648,7 +650,8 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
         choices.insert(0, (32, 128, 32, 3))  # 8192x8192 bfloat16 131 us, 240 us by 64 columns
     together = round(x.likely / (bx * max(target.sms, 1)))  # programs on a processor
     places = folds(shape, "argmin", "argmax")
-    if together > 1 and not exponentials and choices[0][0] == bx:
+    stored = len(shape.segments) == 1 and any(not m.reduce for m in shape.members)
+    if together > 1 and (stored or not exponentials) and choices[0][0] == bx:
         most, each = (128, 32) if places else (256, share)
         br = clamp(most // 4, below(most // (below(together) * len(loaded))), most)
         if all(a.likely > 2 * br for a in shape.inner):
@@ -660,8 +663,8 @@ def _long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]
             choices[:2] = choices[1::-1]
     short = 512 if folds(shape, "welford") else 256
     if together >= 8 and all(a.likely <= short for a in shape.inner) and not (
-        places or exponentials):  # fmt: skip
-        choices.insert(0, (bx, 64, 8 * vector // len(loaded), 1))
+        places or exponentials or stored):  # fmt: skip
+        choices.insert(0, (bx, 64, below(8 * vector // len(loaded)), 1))
     elif together < 1 and not exponentials and _steps_oddly(shape):
         choices = [(bx, 512, 16, 1), (bx, 256, 16, 1), (bx, 128, 8, 1)]
     for columns, br, each, ahead in choices:
