@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
+from tilewright.testing import run_and_get_code
 
 NUMBERS = {
     "rand": lambda: torch.rand(1000),
@@ -46,6 +47,17 @@ def test_the_mask_of_dropout_is_the_same() -> None:
         torch.manual_seed(3)
         actual = torch.compile(lambda x: F.dropout(x, 0.3), backend="tilewright")(x)
     torch.testing.assert_close(actual, expected)
+
+
+def test_what_is_dropped_is_one_product() -> None:
+    """With the scale or with zero, which does not make zero of what is not finite."""
+    x = torch.tensor([1.0, torch.inf]).repeat(64)
+    with as_cuda():
+        compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="tilewright")
+        found, code = run_and_get_code(compiled, x)
+    one, infinite = found[::2], found[1::2]
+    assert set(one.tolist()) == {0.0, 2.0} and 0 < infinite.isnan().sum() < 64
+    assert " * 2.0" not in "".join(code)
 
 
 def masked(x: Tensor) -> Tensor:

@@ -188,7 +188,14 @@ def native_dropout_backward(ctx: Lowering, grad: Tensor, mask: Tensor, scale: fl
 
 
 def _dropped(ctx: Lowering, x: Tensor, mask: Tensor, scale: Any) -> Tensor:
-    return elementwise(ctx, lambda a, m, s: f.mul(f.mul(a, m), s), x, mask, scale)
+    """A product with zero or one is exact: with the scale it is one choice."""
+
+    def kept(a: Expr, m: Expr, s: Expr) -> Expr:
+        if m.op == "cast" and m.src[0].dtype == torch.bool:
+            return f.mul(a, f.where(m.src[0], s, f.mul(s, 0)))
+        return f.mul(f.mul(a, m), s)
+
+    return elementwise(ctx, kept, x, mask, scale)
 
 
 @lowers(aten.uniform.default)
