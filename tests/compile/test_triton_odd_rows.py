@@ -347,6 +347,13 @@ def test_rows_that_become_single_bytes_have_no_more_elements_than_others() -> No
     assert dict(kernel.config.blocks)["XBLOCK"] * 128 == 32 * 32 * kernel.config.num_warps
 
 
+def test_a_row_that_is_added_to_odd_rows_is_found_by_few_divisions() -> None:
+    """One for eight elements."""
+    x, row = _random(37, 77), _random(77)
+    (kernel,) = check(lambda x, row: x * 2 + row, x, row)
+    assert "tri.wrapped(" in kernel.text
+
+
 def test_odd_rows_of_floats_that_are_folded_both_ways_stay_in_registers() -> None:
     """Two of them, and what they add to."""
 

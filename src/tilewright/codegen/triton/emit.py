@@ -408,11 +408,24 @@ class Writer:
             if node.op == "ifloordiv":
                 return f"({first}) // {b}"
             return f"({first}) % {b} + {axis.name}base"
+        if (axis := self.wraps(node)) is not None:
+            return f"tri.wrapped(pid * {axis.block}, {b}, {axis.block})"
         if node.op in ("imin", "imax"):
             return f"tl.{node.op[1:]}imum({a}, {b})"
         if ix.known_nonneg(node.src[0]):
             return f"{a} {'//' if node.op == 'ifloordiv' else '%'} {b}"
         return f"tri.index_{'floordiv' if node.op == 'ifloordiv' else 'mod'}({a}, {b})"
+
+    def wraps(self, node: Expr) -> Axis | None:
+        """The one axis of a tile, where a node is what its points leave when divided by a number
+        that pieces of eight are not parts of; also what points beyond its end leave."""
+        if node.op != "imod" or self.rank > 1:
+            return None
+        size = ix.value_of(node.src[1]) or 0
+        axis = next((a for a in self.pairs if a.var is node.src[0]), None)
+        if axis is None or size < 8 or size % 8 == 0:
+            return None
+        return axis if self.known(axis.var) == f"{axis.name}base" else None
 
     def _checked(self, node: Expr) -> str:
         place, size = self.operand(node.src[0]), self.index(node.src[1])

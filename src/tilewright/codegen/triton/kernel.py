@@ -649,7 +649,7 @@ class Kernel:
             return f"tl.full({w.shape(NOWHERE)}, {text}, {TYPE[node.dtype]})"
         place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
         conditions = [w.operand(s) for s in node.src[1:]]
-        mask = w.mask(support, *conditions)
+        mask = w.mask(support, *conditions) if conditions or not w.wraps(node.src[0]) else ""
         policy = self._policy(node, support)
         if self._one_per_row(support):
             block = next((a.block for a in support), "1")
