@@ -124,6 +124,10 @@ BLOCKS: dict[str, tuple[Fn, tuple[int, ...], dict[str, int]]] = {
         lambda x: F.max_pool2d(x, 3, 2, 1), (64, 64, 32, 32), {"XBLOCK": 256}),
     "pieces of rows": (
         lambda x: halves(x, x[0, :, 0], x[1, :, 0]), (11, 301, 16, 80), {"XBLOCK": 512}),
+    "tables of all heads": (
+        lambda x: halves(x, x[0, :, 0], x[1, :, 0]), (11, 1024, 16, 64), {"XBLOCK": 512}),
+    "tables that stay near": (
+        lambda x: halves(x, x[0, :, 0], x[1, :, 0]), (99, 100, 16, 64), {"XBLOCK": 2048}),
     "a second tile for six columns": (
         lambda x: x.permute(0, 2, 1).contiguous(), (128, 134, 1909),
         {"YBLOCK": 64, "XBLOCK": 256}),
