@@ -118,6 +118,12 @@ def test_rows_of_odd_width_are_read_in_wide_accesses(shape: tuple[int, ...]) -> 
     assert "ld.global.b16" not in made.ptx and made.spills == 0
 
 
+@pytest.mark.parametrize(("width", "warps"), [(104, 2), (100, 4), (102, 8), (101, 16)])
+def test_a_thread_has_as_many_short_columns_as_it_loads_at_once(width: int, warps: int) -> None:
+    (kernel,) = kernels_of(lambda x: x.float().sum(1), torch.empty(20000, 24, width, dtype=BF16))
+    assert (kernel.config.kwargs["XBLOCK"], kernel.config.num_warps) == (512, warps)
+
+
 @pytest.mark.parametrize(("width", "ahead"), [(389, False), (384, True)])
 def test_few_columns_of_single_floats_are_not_fetched_ahead(width: int, ahead: bool) -> None:
     """Those of a row would all be in one bank of shared memory."""
