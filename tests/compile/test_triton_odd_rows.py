@@ -365,3 +365,12 @@ def test_odd_rows_of_floats_that_are_folded_both_ways_stay_in_registers() -> Non
     kernel, *_ = for_card(gradients, x, torch.empty(3873), x)
     made = build(kernel)
     assert "for s0offset" in kernel.text and made.spills == 0
+
+
+@pytest.mark.parametrize(("rows", "length", "ahead"), [(960, 36864, 0), (542, 1 << 18, 5)])
+def test_long_rows_that_are_walked_once(rows: int, length: int, ahead: int) -> None:
+    (kernel,) = kernels_of(
+        lambda x: x.float().square().sum(-1), torch.empty(rows, length, dtype=BF16)
+    )
+    assert (kernel.config.kwargs["RBLOCK"], kernel.config.ahead) == (2048, ahead)
+    assert ("cp.async" in build(kernel).ptx) == bool(ahead)

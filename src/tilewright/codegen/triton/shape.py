@@ -36,6 +36,7 @@ LINE = 128  # bytes that a cache reads at once
 SOON, LATE = 256, 1024  # points after which a program has what it reads again, or another does
 LONG_SIDE = 1024  # elements of a side of tiles beyond which its last tile does not matter
 MANY = 1 << 22  # elements of all rows, for programs that have several
+LONG_WALK = 96 << 10  # elements of a row after which what begins and ends a walk does not matter
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
 
@@ -455,10 +456,28 @@ def _is_beyond_cache(shape: Shape) -> bool:
     return walks > 1 and (shape.inner[0].size or 0) >= LONGEST_CACHED
 
 
+def is_one_walk(shape: Shape) -> bool:
+    """Whether even rows of one tensor are walked once, to add them up or the like: there is nothing
+    to wait for but memory."""
+    walks = [s for s, axis in shape.segments if axis is not None]
+    if shape.persistent or shape.shared or shape.across or shape.ragged or len(walks) != 1:
+        return False
+    members, own = walks[0].members, {v for axis in shape.inner for v in axis.loops}
+    nodes = list(walk(*(e for m in members for e in m.exprs)))
+    read = {n for n in nodes if n.op == "load" and own & free_vars(n)}
+    kinds = {n.arg.kind for n in nodes if n.op == "reduce"}
+    return (len(read) == 1 and all(n.dtype.itemsize > 1 for n in read)
+            and all(m.reduce for m in members) and not any(n.op == "exp" for n in nodes)
+            and not kinds & {"welford", "argmin", "argmax"}
+            and all((a.size or 1) % 8 == 0 and a.lean is None for a in shape.inner))  # fmt: skip
+
+
 def _may_run_ahead(group: Group, shape: Shape) -> bool:
     """Whether a loop is worth having later rounds' loads under way, and nothing is loaded that the
     kernel has stored: what is read where it was just written is no load."""
-    if not (group.serial or (shape.across and not shape.persistent) or _is_beyond_cache(shape)):
+    long = is_one_walk(shape) and all((a.size or 0) >= LONG_WALK for a in shape.inner)
+    if not (group.serial or (shape.across and not shape.persistent) or _is_beyond_cache(shape)
+            or long):  # fmt: skip
         return False
     stored: set[str] = set(group.writes - group.local) if group.serial else set()
     made: set[tuple[str, Expr]] = set()
