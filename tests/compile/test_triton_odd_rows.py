@@ -322,10 +322,10 @@ def test_long_rows_are_held_where_that_is_faster() -> None:
     def norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:])
 
-    rows = {n: torch.empty(2000, n, dtype=BF16) for n in (8191, 10000, 10001, 13813)}
-    found = {n: family(lambda x: torch.softmax(x, -1), x) for n, x in rows.items()}
-    assert found == {8191: "per", 10000: "per", 10001: "red", 13813: "per"}
-    assert family(norm, rows[10000]) == family(norm, rows[13813]) == "red"
+    rows = {n: torch.empty(2000, n, dtype=BF16) for n in (8191, 10000, 10001, 16384)}
+    assert all(family(lambda x: torch.softmax(x, -1), x) == "per" for x in rows.values())
+    assert family(norm, rows[10000]) == family(norm, rows[10001]) == "per"
+    assert family(norm, rows[16384]) == "red"
     other = torch.empty_like(rows[10000])
     assert family(lambda x, y: norm(x + y), rows[10000], other) == "per"
 

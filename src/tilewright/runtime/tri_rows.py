@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton.language as tl
 
 if __name__.endswith("interpreted"):
+    from tilewright.runtime import interpret
     from tilewright.runtime.interpret import helpers
     from tilewright.runtime.interpret import plain as jit
 
@@ -20,7 +21,7 @@ if __name__.endswith("interpreted"):
     def divided(a, k, b, r):
         return div(a * k, b)
 
-    quotient = divided
+    quotient, mark, anew = divided, interpret.mark, interpret.anew
 else:
     from tilewright.runtime.tri import jit
 
@@ -32,6 +33,23 @@ else:
         more = tl.fma(left, tl.broadcast_to(r, q.shape), q)
         # of zero nothing is left, and nothing to put right of what is infinite
         return tl.where((tl.abs(left) > 0) & (tl.abs(q) < float("inf")), more, q)
+
+    @jit
+    def mark(after):
+        """Zero, which a compiler does not know before it has `after`."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.u32 p, $1, 0x7fedcba9; selp.b32 $0, 1, 0, p; }",
+            "=r,r", [after], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @jit
+    def anew(x, mark):
+        """The same sixteen bits, which a compiler takes for others: it keeps nothing that it made
+        of them before, such as floats of twice the width."""
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r,r",
+            [x, tl.broadcast_to(mark, x.shape)], dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @jit

@@ -123,6 +123,8 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
             many = 1 if heavy else _at_once(program, shape, vector)
             found = (_tiled(program, shape, target) if shape.rank > 1
                      else [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
+    elif shape.held:
+        found = _held_rows(shape)
     elif shape.alone:
         found = _scanned_columns(program, shape)
     elif shape.walked:
@@ -355,6 +357,26 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         block = min(clamp(1, tile * vector // longest, power(enough)), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
+
+
+def held_warps(size: int, leans: bool) -> int:
+    """By how many warps so many elements are held: by as few as have registers for them (H200: int8
+    of 2874 rows of 27487 bfloat16 64 us by 8, 72 us by 16; layer norm of 5378 of 11003 77 us by 4,
+    86 us by 8), but two accesses under way for each (of 6000 of 9000 56 us by 8, 58 us by 4)."""
+    return clamp(4 if leans else 8, power(size / (32 * 112)), MOST_WARPS)
+
+
+def _held_rows(shape: Shape) -> Iterable[Config]:
+    """With no more registers than let all threads run that may, if a row fits them (H200: group
+    norm of 1024 rows of 40960 bfloat16 49 us, 63 us with 73 and one row on a processor)."""
+    (axis,), warps = shape.inner, shape.held // 256
+    blocks = ((shape.parallel[0].block, 1), (axis.block, shape.held))
+    weights = any(free_vars(n.src[0]) == frozenset((axis.var,)) for m in shape.flat().members
+                  for n in loads(*m.exprs))  # fmt: skip
+    room = 40 if weights and axis.lean is not None else 80  # elements of a thread
+    if axis.likely <= room * 32 * warps:
+        yield Config(blocks, warps, registers=64)
+    yield Config(blocks, warps)
 
 
 def _folds_one(shape: Shape) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +17,9 @@ from tilewright.ir import index as ix
 from tilewright.ir.build import part
 from tilewright.ir.expr import INDEX, Expr, substitute, walk
 from tilewright.ir.program import Nest
+
+if TYPE_CHECKING:
+    from tilewright.codegen.triton.held import Held
 
 _NO_PLACE = {"tl.int32": str(2**31 - 1), "tl.int64": str(2**63 - 1)}
 
@@ -72,6 +77,8 @@ class Fold:
                              else self.dtype)  # fmt: skip
         # how values are folded before they meet the accumulators, if these shall be few
         self.beside: Together | None = None
+        # what has the pieces of rows, if these are in several
+        self.pieces: Held | None = None
         # where the ends of rows are, if these are a tile of their own
         self.ends: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -105,14 +112,20 @@ class Fold:
 
     def _reduced(self, tile: Callable[[], str], combine: str) -> str:
         """A tile of the row as one number, and with it a tile of its ends if there is one."""
-        w = self.w
-        if self.ends is None:
+        w, own = self.w, tile
+        if self.pieces is not None:
+            tile = partial(self.pieces.joined, tile, combine)
+        elif self.ends is None:
             dim = 1 if self.axis is None else self.axis.dim
             return w.let(f"tl.reduce({w.let(tile())}, {dim}, {combine}, keep_dims=True)")
-        made = [w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))")]
-        with self.ends():
-            made.append(w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))"))
-        return w.let(f"{combine}({', '.join(made)})")
+        made = w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))")
+        if self.ends is not None:
+            with self.ends():
+                more = w.let(f"tri.one(tl.reduce({own()}, 1, {combine}))")
+            made = w.let(f"{combine}({made}, {more})")
+        if self.pieces is not None:
+            self.pieces.renew(made)
+        return made
 
     def begin(self) -> None:
         shape = self.w.shape(self.support)

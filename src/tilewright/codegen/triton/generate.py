@@ -7,6 +7,7 @@ from dataclasses import replace
 from tilewright import config
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
+from tilewright.codegen.triton.held import holding
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
 from tilewright.codegen.triton.laid import laid
 from tilewright.codegen.triton.leaning import is_better_walked, leaning
@@ -47,6 +48,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     for form in (turned, laid):
         if (made := form(program, group, shape, target, name, wide)) is not None:
             return made
+    if (held := holding(program, group, shape, target)).held:
+        return Kernel(program, group, held, target, wide).generate(name)
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
     form = leaning(program, group, shape)

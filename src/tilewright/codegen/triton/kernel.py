@@ -25,6 +25,7 @@ from tilewright.codegen.triton.folds import (
     folds_of,
     scans_of,
 )
+from tilewright.codegen.triton.held import Held
 from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.packed import Packed
@@ -127,6 +128,7 @@ class Kernel:
         self.walk = Walk(self, shape.inner[0]) if shape.walked else None
         self.lean = self.walk or lean_of(self)
         self.packed = Packed.of(self)
+        self.held = Held(self, shape.inner[0]) if shape.held else None
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
@@ -334,11 +336,11 @@ class Kernel:
             w.line(f"{axis.name}base = {self.lanes(axis)}")
             if self._draws and not self._is_narrowest(axis):
                 w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
-            if self.shape.persistent and axis.lean is None:
+            if self.shape.persistent and axis.lean is None and self.held is None:
                 self._enter(axis, f"{axis.name}base")
             elif not self.shape.persistent and self.walk is None:
                 self._span(axis)
-        for form in (self.lean, self.packed):
+        for form in (self.lean, self.packed, self.held):
             if form is not None:
                 form.begin()
 
@@ -384,7 +386,9 @@ class Kernel:
         if lean and not lean.slid_rows:
             lean.tile()
         for k, (segment, axis) in enumerate(self.shape.segments):
-            if axis is None or self.shape.persistent:
+            if axis is not None and self.held is not None:
+                self.held.segment(segment)
+            elif axis is None or self.shape.persistent:
                 self._straight(segment, axis)
             elif k in online:
                 for pair in online[k].pairs:

@@ -44,6 +44,7 @@ class Lean:
         self._lanes_of_ends = (
             axis.piece if self.whole else (4 if self.slid_rows else 2) * axis.piece
         )
+        self.most_left = (3 if self.slid_rows else 2) * axis.piece  # of a row beside whole pieces
         self.at_ends = False
         self._kept: dict[Expr, str] = {}  # what is known at the ends of rows
         self.w.ends[axis] = self.w.support(axis.lean)
@@ -69,6 +70,8 @@ class Lean:
             return
         self._edges()
         self._fetch()
+        if self.kernel.shape.held:
+            return
         if self.kernel.shape.persistent:
             w.line(f"{a}lane = {a}head + {a}base")
             self._enter(f"{a}lane < {a}tail")
@@ -115,7 +118,7 @@ class Lean:
         if shape.family == "poi":
             allowed = is_looked_up(index) and not single
         else:
-            allowed = bool(shape.inner) and (single or not shape.persistent)
+            allowed = bool(shape.inner) and (single or not shape.persistent or bool(shape.held))
         if not allowed:
             return False
         if node.dtype.itemsize > WIDEST or node.arg in self.kernel.local:
@@ -152,20 +155,21 @@ class Lean:
 
         def inside() -> None:
             with w.block(f"for {a}offset in {self.kernel.loop(own(f'0, {a}full'))}"):
-                self._lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
+                self.lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
                 w.masked.discard(self.axis)
                 round_()
                 w.masked.add(self.axis)
 
         def beyond() -> None:
             with w.block(f"for {a}offset in range({own(f'{a}full, {a}all')})"):
-                self._lanes(f"{a}offset", f"{a}lane < {a}tail")
+                self.lanes(f"{a}offset", f"{a}lane < {a}tail")
                 round_()
 
         for loop in (beyond, inside) if back else (inside, beyond):
             loop()
 
-    def _lanes(self, round_: str, mask: str) -> None:
+    def lanes(self, round_: str, mask: str) -> None:
+        """Of a round of a loop, or of a piece of a row."""
         a = self.axis.name
         self.w.line(f"{a}lane = {a}head + {round_} * {self.axis.block} + {a}base")
         self._enter(mask)

@@ -88,7 +88,7 @@ def _last(shape: Shape) -> Axis | None:
         return axis if axis is not None and axis.likely >= shortest else None
     if len(shape.inner) > 1 or _looks_up(shape):
         return None
-    if shape.persistent and _rows_alike(shape.flat()):
+    if shape.persistent and not shape.held and _rows_alike(shape.flat()):
         return None
     shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
     return shape.inner[0] if shape.inner[0].likely >= shortest else None

@@ -110,6 +110,7 @@ class Shape:
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     odd: bool = False  # rows begin anywhere in memory: they are moved by single elements
     packed: bool = False  # and lie one after the other: those of a program are loaded as one
+    held: int = 0  # elements of the pieces that a program holds a row in
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
     members: list[Nest] = field(default_factory=list[Nest])
 
@@ -190,7 +191,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
         scattered = _read_in_pieces(members) is not None
         shape = Shape(parallel, placed, max(1, len(parallel)), scattered=scattered,
                       looked_up=looked_up, ragged=ragged, members=members)  # fmt: skip
-        return _cannot_hand_over(group, shape) or shape
+        return cannot_hand_over(group, shape) or shape
     total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
                       and any(v not in group.serial for v in m.reduce))  # fmt: skip
     shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
@@ -201,7 +202,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     shape.ahead = _may_run_ahead(group, shape)
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
-    return _cannot_hand_over(group, shape) or cannot_share(shape) or shape
+    return cannot_hand_over(group, shape) or cannot_share(shape) or shape
 
 
 def otherwise(group: Group, shape: Shape) -> Shape | None:
@@ -215,7 +216,7 @@ def otherwise(group: Group, shape: Shape) -> Shape | None:
     if any(s.scans for s, _ in shape.segments):
         return None
     other = replace(shape, persistent=not shape.persistent)
-    return None if _cannot_hand_over(group, other) else other
+    return None if cannot_hand_over(group, other) else other
 
 
 def cannot_share(shape: Shape) -> str:
@@ -498,7 +499,7 @@ def _may_run_ahead(group: Group, shape: Shape) -> bool:
     return True
 
 
-def _cannot_hand_over(group: Group, shape: Shape) -> str:
+def cannot_hand_over(group: Group, shape: Shape) -> str:
     """Local buffers have no memory: what reads one takes the value from the statement that makes
     it, and in a looped kernel a later loop computes it again. Why that cannot be."""
     seen: set[str] = set()

@@ -1,0 +1,83 @@
+"""Long rows of sixteen bits that a program holds in pieces, in the interpreter and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.cubin import build, kernels_of
+from tests.compile.interp import check
+from tilewright.codegen.triton import held
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def _normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _residual(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, F.layer_norm(total, total.shape[-1:], weight)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).round().to(torch.int8), scale
+
+
+def _groups(x: Tensor, weight: Tensor) -> Tensor:
+    return F.silu(F.group_norm(x, 2, weight))
+
+
+CASES: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
+    (_softmax, (_normal(17, 10001),)),
+    (_softmax, (_normal(17, 16408, dtype=F16),)),
+    (_residual, (_normal(17, 9003, dtype=F16), _normal(17, 9003, dtype=F16) * 2,
+                 _normal(9003, dtype=F16))),
+    (_residual, (_normal(17, 17008), _normal(17, 17008) * 2, _normal(17008))),
+    (_quantized, (_normal(17, 12345),)),
+    (_groups, (_normal(9, 4, 6100), _normal(4))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "args"), CASES)
+def test_rows_are_loaded_once(fn: Callable[..., Any], args: tuple[Tensor, ...],
+                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(held, "FEWEST", 0)
+    (kernel,) = check(fn, *args, rtol=2e-2, atol=2e-2)
+    assert "tri_rows.anew(" in kernel.text
+    pieces = -(-args[0][0].numel() // (2 if fn is _groups else 1) // kernel.config.kwargs["RBLOCK"])
+    rows = sum(a.ndim > 1 for a in args)
+    ends = rows if "redge" in kernel.text else 0
+    loads = [line for line in kernel.text.splitlines() if "tl.load(p0" in line or (
+        rows > 1 and "tl.load(p1" in line)]  # fmt: skip
+    assert len(loads) == rows * pieces + ends
+
+
+def test_as_many_programs_as_registers_allow() -> None:
+    """Of rows of 40960 elements two on a processor."""
+    x, w = torch.empty(32, 320, 64, 64, dtype=BF16), torch.empty(320, dtype=BF16)
+    (kernel,) = kernels_of(lambda x, w: F.silu(F.group_norm(x, 32, w)), x, w)
+    made = build(kernel)
+    assert (kernel.config.num_warps, kernel.config.registers) == (16, 64) and not made.spills
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+
+
+def test_which_rows_are_not_held_in_pieces() -> None:
+    """Few or wide ones, such as fit as floats or do not fit at all, and what is dear to make."""
+    few, wide, long = (torch.empty(n, size, dtype=kind) for n, size, kind in (
+        (264, 20000, BF16), (4000, 20000, torch.float32), (4000, 50000, BF16)))  # fmt: skip
+    short = torch.empty(4000, 12000, dtype=BF16)
+    kernels = [k for x in (few, wide, long, short) for k in kernels_of(_softmax, x)]
+    kernels += kernels_of(lambda x: _softmax(torch.erf(x)), torch.empty(4000, 20000, dtype=BF16))
+    assert not any("tri_rows.anew(" in k.text for k in kernels)
