@@ -455,13 +455,3 @@ def test_a_channel_s_scale_is_loaded_once_for_neighbours(
     text = "\n".join(k.text for k in kernels)
     assert 0 < text.count("tri.each(") == len(re.findall(rf"tri\.each\(\w+, {side}\)", text))
     assert "tri.fast_sigmoid(" in text or dtype == torch.float32
-
-
-@pytest.mark.parametrize("rows", [137, 542, 700, 2700])
-def test_rows_that_are_only_added_up_have_enough_under_way(rows: int) -> None:
-    """All that run at once on a processor of 132, as far as their threads let them, load what it
-    takes to keep memory busy."""
-    x = torch.empty(rows, 1 << 17, dtype=torch.float16)
-    (kernel,) = kernels_of(lambda x: x.float().square().sum(-1), x)
-    together = min(-(-rows // 132), 64 // kernel.config.num_warps)
-    assert together * dict(kernel.config.blocks)["RBLOCK"] * 2 >= 32 << 10
