@@ -232,3 +232,10 @@ def test_what_is_written_where_it_was_read_is_not_zero_outside() -> None:
     fn(x, *expected)
     torch.compile(fn, backend=Interpreter(), dynamic=True)(x, mean, var)
     torch.testing.assert_close((mean, var), expected)
+
+
+def test_moments_of_short_odd_columns_are_not_left_in_parts() -> None:
+    """Two values for every sixteen rows would be half of what is read."""
+    x = torch.empty(2324, 128, 479, dtype=BF16)
+    assert len(for_card(lambda x: torch.std_mean(x, 1), x)) == 1
+    assert len(for_card(lambda x: x.float().square().sum(1), x)) == 2
