@@ -48,6 +48,7 @@ TILES = {"avx512": ((6, 4), (8, 3), (12, 2), (28, 1)), "avx2": ((6, 2), (4, 3), 
 # Of tiles of pairs, the sums held at once; and how much faster than vectors of floats.
 PAIRED: dict[Unit, tuple[int, int, float]] = {"amx_bf16": (32, 2, 10.0),
                                               "avx512_bf16": (14, 2, 2.0)}  # fmt: skip
+NEAR, MANY = 24, 192  # rows of P at once: few that stay in the nearest cache, or the most of others
 # Steps of k between two visits to the sums; what is tried first comes first.
 DEPTHS = {"avx512": (768, 384, 256), "avx2": (384, 768, 256), "scalar": (384, 768, 256)}
 # Nanoseconds per element on one core of an EPYC of 2021 (AVX2): the fits that ordered what was
@@ -227,8 +228,8 @@ def _rows_at_once(problem: GemmProblem, q: Expr, kc: int) -> int:
     size = sum_dtype(problem).itemsize
     columns = -(-ix.likely(q.src[0]) // _threads())
     if columns * problem.hints[3] * size <= problem.target.l2 // 2:
-        return 24
-    return min(192, problem.target.l2 // 4 // (kc * size))
+        return NEAR
+    return min(MANY, problem.target.l2 // 4 // (kc * size))
 
 
 def _threads() -> int:
