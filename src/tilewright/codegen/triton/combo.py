@@ -70,10 +70,7 @@ class _Launch:
     def _entry(self, used: Sequence[Sequence[str]]) -> list[str]:
         """Each kernel has the programs from where the one before ends."""
         w = self.made[0].outside()
-        if self.early:
-            w.line("tri.begin()")
-        wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
-        w.line(f"pid = tl.program_id(0){wide}")
+        w.begin("tl.program_id(0)", self.early)
         for k, kernel in enumerate(self.made):
             blocks = [f"(({w.index(extent)} + {b} - 1) // {b})" for extent, b in self._grid(k)]
             w.line(f"count = {' * '.join(blocks)}")

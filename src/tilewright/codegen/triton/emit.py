@@ -95,6 +95,14 @@ class Writer:
         self._count += 1
         return f"{family}{self._count}"
 
+    def begin(self, program: str, early: bool) -> None:
+        """The first lines of a kernel: which program this is, and where it may start `early`, that
+        it waits for what was before it."""
+        if early:
+            self.line("tri.begin()")
+        wide = ".to(tl.int64)" if self.index_type == "tl.int64" else ""
+        self.line(f"pid = {program}{wide}")
+
     def let(self, text: str, family: str = "t") -> str:
         name = self.fresh(family)
         self.line(f"{name} = {text}")

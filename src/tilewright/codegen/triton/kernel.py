@@ -299,14 +299,11 @@ class Kernel:
     def _programs(self) -> None:
         """Which block of each axis is this program's: the last parallel axis runs fastest."""
         w = self.w
-        if self.early:
-            w.line("tri.begin()")
-        wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
         first = self.first
         if self._takes_turns:
             rows = self.shape.parallel[0].size or 0
             first = f"tri.ticket({COUNTERS} + {rows}, {rows * self.shape.shared})"
-        w.line(f"pid = {first}{wide}")
+        w.begin(first, self.early)
         if self.shape.shared:
             w.line(f"part = pid % {self.shape.shared}")
             w.line(f"pid = pid // {self.shape.shared}")

@@ -127,10 +127,7 @@ class _Laid(Moving):
 
     def _corner(self, z: list[Axis], y: Axis) -> None:
         w = self.w
-        if self.early:
-            w.line("tri.begin()")
-        wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
-        w.line(f"pid = {self.first}{wide}")
+        w.begin(self.first, self.early)
         w.line(f"yblocks = ({y.size} + {y.block} - 1) // {y.block}")
         for axis in z:
             w.line(f"{axis.name} = pid // yblocks")

@@ -126,10 +126,7 @@ class _Turned(Moving):
         (store,) = self.shape.members[0].stores
         read, vector = store.value, 16 // store.value.dtype.itemsize
         from_, to = self.pointer(read.arg), self.pointer(store.buffer)
-        if self.early:
-            w.line("tri.begin()")
-        wide = ".to(tl.int64)" if w.index_type == "tl.int64" else ""
-        w.line(f"pid = {self.first}{wide}")
+        w.begin(self.first, self.early)
         w.line(f"xblocks = ({x.size} + {x.slack} + {x.block} - 1) // {x.block}")
         for axis in z:
             w.line(f"blocks = xblocks * (({y.size} + {y.block} - 1) // {y.block})")
