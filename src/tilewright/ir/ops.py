@@ -157,6 +157,8 @@ SCANS: dict[str, Fold] = {
     "sum": Fold(1, 1, torch.cumsum),
     "prod": Fold(1, 1, torch.cumprod),
     "logsumexp": Fold(1, 1, torch.logcumsumexp),
+    # not a running fold: the element at a place is that of the row in ascending order
+    "sort": Fold(1, 1, lambda x, dim: torch.sort(x, dim).values),
     # (value, position) -> (extreme so far, its last position)
     "max": Fold(2, 2, lambda x, i, dim: torch.cummax(x, dim)),
     "min": Fold(2, 2, lambda x, i, dim: torch.cummin(x, dim)),

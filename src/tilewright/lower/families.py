@@ -6,8 +6,8 @@ import importlib
 
 FAMILIES = (
     "pointwise", "activations", "casts", "views", "join", "indexing", "scatter", "bags",
-    "reductions", "softmax", "losses", "margins", "distances", "norms", "scans", "factories",
-    "random", "pooling", "resample", "grid_sample", "quantize", "products", "optim",
+    "reductions", "softmax", "losses", "margins", "distances", "norms", "scans", "sorting",
+    "factories", "random", "pooling", "resample", "grid_sample", "quantize", "products", "optim",
 )  # fmt: skip
 
 

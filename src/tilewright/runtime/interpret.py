@@ -103,6 +103,11 @@ def meet(counter: Any, until: int) -> None:
         _here.turns.give(_here.program)
 
 
+def in_order(x: Any) -> Any:
+    """In place of a network that compares and exchanges."""
+    return _tensor(np.sort(x.handle.data, 1), x.dtype)
+
+
 def rounded(x: Any) -> Any:
     """In place of an instruction that rounds two floats to bfloat16 at once."""
     return x.to(tl.bfloat16).to(tl.float32)

@@ -20,7 +20,14 @@ import triton.language as tl
 INTERPRETED = __name__.endswith("interpreted")
 
 if INTERPRETED:
-    from tilewright.runtime.interpret import libdevice, meet, nothing, product, rounded
+    from tilewright.runtime.interpret import (
+        in_order,
+        libdevice,
+        meet,
+        nothing,
+        product,
+        rounded,
+    )
     from tilewright.runtime.interpret import plain as jit
 
     gdc_wait = gdc_launch_dependents = nothing
@@ -38,6 +45,11 @@ else:
         while tl.atomic_add(counter, 0, sem="acquire") < until:
             pass
         tl.debug_barrier()
+
+    @jit
+    def in_order(x):
+        """Each row of a tile in ascending order."""
+        return tl.sort(x, 1)
 
     @jit
     def rounded(x):

@@ -418,10 +418,10 @@ class Scanning:
         self.kind: str = node.arg.kind
         self.pairs = self.kind in ("min", "max")
         self.dtype = folded_type(node.src[0].dtype)
-        self.combine = RUNNING[self.kind]
+        self.combine = RUNNING.get(self.kind, "")
         self.name = w.fresh("carry")
         self.support = w.covered(w.support(*node.src) | {axis})
-        kind = {"logsumexp": "max"}.get(self.kind, self.kind)
+        kind = {"logsumexp": "max", "sort": "min"}.get(self.kind, self.kind)
         self.start = neutral(kind, self.dtype)
 
     def _tiles(self) -> list[str]:
@@ -534,6 +534,15 @@ class Scanning:
         w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
 
 
+class Sorting(Scanning):
+    """A row in order; one block has all of it, what is outside comes last."""
+
+    def step(self, carried: bool) -> None:
+        assert not carried, "rows that are put in order are held"
+        (tile,) = self._tiles()
+        self._give([self.w.let(f"tri.in_order({tile})")])
+
+
 def _fold(node: Expr, axis: Axis | None, w: Writer) -> Fold:
     kinds = {"welford": WelfordFold, "argmax": ArgFold, "argmin": ArgFold}
     return kinds.get(node.arg.kind, Fold)(node, axis, w)
@@ -547,4 +556,5 @@ def folds_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr
 
 def scans_of(members: Sequence[Nest], axis: Axis, w: Writer) -> list[Scanning]:
     found = [n for m in members for n in walk(*m.exprs) if n.op == "scan"]
-    return [Scanning(node, axis, w) for node in dict.fromkeys(found)]
+    return [(Sorting if node.arg.kind == "sort" else Scanning)(node, axis, w)
+            for node in dict.fromkeys(found)]  # fmt: skip

@@ -17,6 +17,7 @@ from tilewright.codegen.triton.shape import (
     Shape,
     is_looked_up,
     scatters,
+    sorts,
     uses,
 )
 from tilewright.ir import index as ix
@@ -104,7 +105,7 @@ def _turned(shape: Shape) -> Shape:
 
 
 def _may_lean(shape: Shape) -> bool:
-    if shape.rank != 2 or shape.across or shape.serial or shape.ragged:
+    if shape.rank != 2 or shape.across or shape.serial or shape.ragged or sorts(shape.members):
         return False
     if shape.shared and (shape.again or not shape.in_turn or folds(shape, "welford")):
         return False

@@ -198,7 +198,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
                   ragged=ragged, members=members)  # fmt: skip
     shape.across = _runs_across(program, shape)
     shape.shared, shape.in_turn = group.shared, group.in_turn
-    shape.persistent = not group.shared and _fits(shape)
+    shape.persistent = not group.shared and (_fits(shape) or sorts(members))
     shape.ahead = _may_run_ahead(group, shape)
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
@@ -677,6 +677,11 @@ def is_looked_up(index: Expr) -> bool:
 def scatters(nest: Nest) -> bool:
     """Whether its stores may meet, combine or stay away."""
     return any(s.mode != "set" or s.mask is not None for s in nest.stores)
+
+
+def sorts(members: Sequence[Nest]) -> bool:
+    """Whether rows are put in order, so that all of one has to be in one block."""
+    return any(n.op == "scan" and n.arg.kind == "sort" for m in members for n in walk(*m.exprs))
 
 
 def uses(members: Sequence[Nest], *ops: str) -> bool:

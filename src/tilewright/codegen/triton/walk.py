@@ -16,7 +16,7 @@ from tilewright.codegen.triton.configs import at_once, carried, rows_of_thread, 
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.leaning import begins_anywhere, most_moved
-from tilewright.codegen.triton.shape import LONGEST_PASS, MOST_KEPT, Axis, Shape, uses
+from tilewright.codegen.triton.shape import LONGEST_PASS, MOST_KEPT, Axis, Shape, sorts, uses
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program
@@ -37,7 +37,7 @@ def walking(program: Program, group: Group, shape: Shape, target: Target) -> Sha
     if len(shape.segments) != 1 or shape.ragged or shape.serial or uses(shape.members, *RANDOM):
         return shape
     ((segment, axis),) = shape.segments
-    if axis is None or not segment.scans:
+    if axis is None or not segment.scans or sorts(shape.members):
         return shape
     if shape.across:
         return _columns(program, shape, target)
