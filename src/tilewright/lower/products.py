@@ -1,6 +1,6 @@
 """Products that are not worth a library call.
 
-Matrix products, convolutions, attention, sorting, FFT and linear algebra have no lowering: they are
+Matrix products, convolutions, attention, FFT and linear algebra have no lowering: they are
 opaque calls of ATen. Here are the ones that only look like products: a vector times a vector or a
 matrix is a reduction bound by memory, an outer product is pointwise, and both fuse with what
 surrounds them.
