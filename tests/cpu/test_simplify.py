@@ -134,6 +134,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], list[str], 
         ["mm.default", "view.default", "add.Tensor", "view.default"],
         ["addmm.default", "view.default"],
     ),
+    "complex as pairs": (
+        lambda x: aten.view_as_real(aten.neg(aten.view_as_complex(x))),
+        (rand(3, 2),),
+        ["view_as_complex.default", "neg.default", "view_as_real.default"],
+        ["neg.default"],
+    ),
     "multiply-add": (
         lambda a, b, c: fma(fma(a, b, c), 0.5, c),
         (rand(3), rand(3), rand(3)),

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 FEW = 8  # elements that are looked for one after the other
 LONGEST_SEARCHED = 1 << 13  # elements of a row that a program holds while it looks for them
-LONGEST_SORTED = 1 << 10
+LONGEST_SORTED = 1 << 9
 NARROW = (torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
