@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu_programs import BF16, F32, GpuProgram, cross_entropy, integers, randn
+from bench.gpu_programs import BF16, F32, GpuProgram, adam, cross_entropy, integers, randn
 
 WIDE = (16384, 4096)  # tokens by what a model has of each
 IMAGES = (64, 256, 56, 56)
@@ -133,6 +133,81 @@ def channel_norm(x: Tensor, weight: Tensor) -> Tensor:
     return (x - mean) * torch.rsqrt(spread + 1e-6) * weight[:, None, None]
 
 
+def focal(logits: Tensor, targets: Tensor) -> Tensor:
+    loss = F.cross_entropy(logits.float(), targets, reduction="none")
+    return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
+
+
+def with_z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    total = torch.logsumexp(logits.float(), -1)
+    own = logits.gather(-1, targets[:, None]).squeeze(-1).float()
+    return (total - own).mean() + 1e-4 * total.square().mean()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    kept = mask[..., None].to(x.dtype)
+    return (x * kept).sum(1) / kept.sum(1)
+
+
+def normed_int8(x: Tensor, weight: Tensor) -> Any:
+    y = F.rms_norm(x.float(), x.shape[-1:], weight.float())
+    scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+    return (y / scale).round().to(torch.int8), scale
+
+
+def fp8_both_ways(x: Tensor, scale: Tensor) -> Any:
+    """Rows and columns of what goes into the products of a backward pass."""
+    y = (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return y, y.t().contiguous()
+
+
+def patches(x: Tensor) -> Tensor:
+    b, c, h, w = x.shape
+    return x.view(b, c, h // 16, 16, w // 16, 16).permute(0, 2, 4, 3, 5, 1).reshape(b, -1, 768)
+
+
+def windows(x: Tensor) -> Tensor:
+    b, h, w, c = x.shape
+    x = torch.roll(x, (-3, -3), (1, 2)).view(b, h // 7, 7, w // 7, 7, c)
+    return x.permute(0, 1, 3, 2, 4, 5).reshape(-1, 49, c)
+
+
+def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """Of each channel along the positions, as state space models begin."""
+    padded = F.pad(x, (3, 0))
+    length = x.shape[-1]
+    taps = [weight[:, k, None] * padded[..., k : k + length] for k in range(4)]
+    return F.silu(taps[0] + taps[1] + taps[2] + taps[3])
+
+
+def smoothed_steps(x: Tensor) -> Any:
+    """Advantages: a sum over what comes later."""
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def cached(cache: Tensor, new: Tensor, at: Tensor) -> Tensor:
+    return cache.index_copy(2, at, new)
+
+
+def gumbel(x: Tensor, noise: Tensor) -> Tensor:
+    return torch.softmax((x.float() - torch.log(-torch.log(noise))) / 0.5, -1)
+
+
+def many_steps(*tensors: Tensor) -> Any:
+    """An optimizer's step for parameters of many sizes."""
+    count = len(tensors) // 4
+    parts = (tensors[k * count : (k + 1) * count] for k in range(4))
+    return [adam(*each) for each in zip(*parts, strict=True)]
+
+
+def many_norms(*tensors: Tensor) -> Any:
+    total = torch.stack([t.float().square().sum() for t in tensors]).sum().sqrt()
+    return [t * (1.0 / (total + 1e-6)).clamp(max=1.0) for t in tensors]
+
+
+SIZES = ((4096, 4096), (4096,), (11008, 1024), (4096, 1024), (1024,), (333, 777), (32000, 256)) * 3
+
+
 def _last(*shape: int) -> Tensor:
     return randn(*shape).contiguous(memory_format=torch.channels_last)
 
@@ -203,7 +278,7 @@ USUAL = [
     _one("silu training", lambda x: F.silu(x), wide_grad, backward=True),
     _one("relu of a sum", relu_residual, images, images),
     _one("mish", lambda x: F.mish(x), wide),
-    _one("tanh f32", torch.tanh, lambda: randn(*WIDE, dtype=F32)),
+    _one("tanh f32", lambda x: torch.tanh(x), lambda: randn(*WIDE, dtype=F32)),
     _one("queries, keys, values", to_heads, lambda: randn(4, 2048, 3 * 4096)),
     _one("from heads", from_heads, lambda: randn(8, 32, 2048, 128)),
     _one("alibi softmax", alibi, lambda: randn(2, 16, 2048, 2048),
@@ -262,6 +337,47 @@ USUAL = [
         torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * a).flatten(-2).to(x.dtype),
          lambda: randn(8, 2048, 32, 128),
          lambda: torch.polar(torch.ones(2048, 1, 64), torch.rand(2048, 1, 64)).cuda()),
+    _one("focal loss 2**20x91", focal, lambda: randn(2**20, 91), lambda: integers(91, 2**20)),
+    _one("z loss 8192x32768", with_z_loss, lambda: randn(8192, 32768),
+         lambda: integers(32768, 8192)),
+    _one("masked mean of tokens", masked_mean, lambda: randn(256, 512, 768),
+         lambda: torch.rand(256, 512, device="cuda") < 0.7),
+    _one("rms norm to int8", normed_int8, wide, vector(4096), random=True),
+    _one("fp8, rows and columns", fp8_both_ways, wide, lambda: torch.rand(1, device="cuda")),
+    _one("patches", patches, lambda: randn(128, 3, 448, 448)),
+    _one("shifted windows", windows, lambda: randn(64, 56, 56, 192)),
+    _one("short convolution", short_convolution, lambda: randn(8, 4096, 2048),
+         lambda: randn(4096, 4)),
+    _one("sums of later steps f32", smoothed_steps, lambda: randn(16384, 2048, dtype=F32)),
+    _one("cache of keys", cached, lambda: randn(32, 32, 1024, 128), lambda: randn(32, 32, 16, 128),
+         lambda: torch.arange(500, 516, device="cuda")),
+    _one("gumbel softmax 65536x512", gumbel, lambda: randn(65536, 512),
+         lambda: torch.rand(65536, 512, device="cuda") * 0.99 + 0.005),
+    _one("adam of 21 parameters f32", many_steps,
+         *(lambda s=s: torch.rand(s, device="cuda") for _ in range(4) for s in SIZES)),
+    _one("clip 21 gradients", many_norms, *(lambda s=s: randn(*s) for s in SIZES),
+         again=tuple(range(len(SIZES)))),
+    _one("group norm training 16x256x64x64", lambda x, w, b: F.group_norm(x, 32, w, b),
+         lambda: randn(16, 256, 64, 64, grad=True), vector(256, grad=True), vector(256, grad=True),
+         backward=True),
+    _one("gelu training", lambda x: F.gelu(x), wide_grad, backward=True),
+    _one("residual rms norm training",
+         lambda x, y, w: (x + y, F.rms_norm(x + y, (4096,), w)), wide_grad, wide_grad,
+         vector(4096, grad=True), backward=True),
+    _one("softmax training 16x16x1024x1024", lambda x: torch.softmax(x, -1),
+         lambda: randn(16, 16, 1024, 1024, grad=True), backward=True),
+    _one("max pool training", lambda x: F.max_pool2d(x, 2), lambda: randn(*IMAGES, grad=True),
+         backward=True),
+    _one("argmax over 1", lambda x: x.argmax(1), lambda: randn(64, 21, 256, 256)),
+    _one("one hot", lambda i: F.one_hot(i, 1000).to(BF16), lambda: integers(1000, 65536)),
+    _one("variance of tokens", lambda x: x.float().var(1), lambda: randn(64, 2048, 1024)),
+    _one("sort 65536x256", lambda x: x.sort(-1), lambda: randn(65536, 256)),
+    _one("topk 8 of 65536x256", lambda x: x.topk(8), lambda: randn(65536, 256), random=True),
+    _one("product of rows f32", lambda x: x.prod(-1), lambda: randn(65536, 1024, dtype=F32)),
+    _one("add of three types", lambda x, y, z: x + y + z, wide, lambda: randn(*WIDE, dtype=F32),
+         lambda: randn(*WIDE, dtype=torch.float16)),
+    _one("bias and residual, transposed", lambda x, y, b: (x + b).t() + y, wide,
+         lambda: randn(4096, 16384), vector(4096)),
 ]  # fmt: skip
 
 
