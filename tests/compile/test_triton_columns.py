@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
-from tests.compile.interp import Interpreter
+from tests.compile.interp import Interpreter, check
 from tests.compile.test_triton_in_turn import for_card
 from tilewright.codegen.triton.configs import Config
 from tilewright.schedule import dealt, mixed, split
@@ -239,3 +239,15 @@ def test_moments_of_short_odd_columns_are_not_left_in_parts() -> None:
     x = torch.empty(2324, 128, 479, dtype=BF16)
     assert len(for_card(lambda x: torch.std_mean(x, 1), x)) == 1
     assert len(for_card(lambda x: x.float().square().sum(1), x)) == 2
+
+
+def test_what_all_columns_of_a_program_are_multiplied_by_is_loaded_once() -> None:
+    """A block of columns is of one image: its rows' weights are a row of numbers, no tile."""
+
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        return (x * weight[..., None]).sum(1)
+
+    (kernel,) = check(fn, torch.randn(6, 80, 256), torch.randn(6, 80), rtol=1e-4, atol=1e-4)
+    assert "+ xfirst) // (256)" in kernel.text
+    odd, *_ = check(fn, torch.randn(6, 80, 200), torch.randn(6, 80), rtol=1e-4, atol=1e-4)
+    assert "xfirst" not in odd.text

@@ -191,6 +191,20 @@ def test_gradients_of_a_table_gather_their_rows(count: int, rows: int, padding: 
                        tolerance={"rtol": 1e-4, "atol": 1e-4})  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_added_to_others_are_gathered(dtype: torch.dtype) -> None:
+    """Their sum is rounded once, so it is compared with one of floats."""
+
+    def added(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return x.index_add(0, index, source) * 2
+
+    x, source = torch.randn(40, 3, 23).to(dtype), torch.randn(99, 3, 23).to(dtype)
+    index = torch.randint(0, 40, (99,))
+    with mock.patch.object(rows_of, "worthwhile", return_value=True):
+        actual = programs.compiled(added)(x, index, source)
+    torch.testing.assert_close(actual, added(x.float(), index, source.float()).to(dtype))
+
+
 @pytest.mark.parametrize(("count", "rows", "width", "dtype", "gathers"), [
     (32768, 32000, 2048, torch.bfloat16, True),
     (8192, 128256, 4096, torch.bfloat16, True),

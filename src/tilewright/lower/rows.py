@@ -50,9 +50,10 @@ def worthwhile(values: Tensor, height: Expr) -> bool:
     return (added + rounded - gathered) * width > FINDING
 
 
-def summed(ctx: Lowering, values: Tensor, keys: Tensor, height: Expr, ignored: Expr | None
-           ) -> Tensor:  # fmt: skip
-    """(height, ...): the sum of the rows of `values` that have each key, but for one."""
+def summed(ctx: Lowering, values: Tensor, keys: Tensor, height: Expr,
+           ignored: Expr | None = None, into: Tensor | None = None) -> Tensor:  # fmt: skip
+    """(height, ...): the sum of the rows of `values` that have each key, but for one, and of the
+    row of `into` if there is one."""
     places = _Places.of(ctx, keys, height, ignored)
     values = table(ctx, values)
     work = compute_type(values.dtype)
@@ -62,7 +63,7 @@ def summed(ctx: Lowering, values: Tensor, keys: Tensor, height: Expr, ignored: E
         found = [(values, p.at([v]), build.op("lt", p.at([v]), const(NONE, PLACE)))
                  for p in places.first]  # fmt: skip
         found.append((beside, places.row_beside(v), places.has_more(v)))
-        terms: list[Expr] = []
+        terms = [] if into is None else [build.cast(into.at([v, *j]), work)]
         for source, row, given in found:
             known = checked if source is beside else sure
             place = known(build.where(given, row, const(0, PLACE)), source.size[0])

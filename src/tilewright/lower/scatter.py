@@ -183,6 +183,9 @@ def _slices(into: Tensor, dim: int, index: Tensor, place: Place = checked) -> Po
 def _index_add(ctx: Lowering, t: Tensor, dim: int, index: Tensor, source: Tensor, *,
                alpha: Any = 1) -> Tensor:  # fmt: skip
     into, dim = at_least_1d(t), axis(dim, t.rank)
+    whole_rows = t.rank > 1 and dim == 0 and index.rank == 1 and alpha == 1
+    if whole_rows and t.dtype.is_floating_point and rows_of.worthwhile(source, t.size[0]):
+        return rows_of.summed(ctx, source, index, t.size[0], into=t)
     work = compute_type(t.dtype)
     scale = operand(ctx, alpha, work).body
     given = reshape(source, ()) if not t.rank else source

@@ -52,6 +52,7 @@ class Writer:
         self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
         self.starts: dict[Axis, str] = {}  # the first point of the block at hand
         self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
+        self.programs: dict[Axis, tuple[str, int]] = {}  # the same of what each program has one of
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
         self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
         self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
@@ -405,14 +406,16 @@ class Writer:
         quotient is one number, and the remainder follows the lanes."""
         axis = self._axis.get(node.src[0])
         length = ix.value_of(node.src[1])
-        if axis not in self.rounds or length is None or length % self.rounds[axis][1]:
+        blocks = self.rounds | self.programs if node.op == "ifloordiv" else self.rounds
+        if axis not in blocks or length is None or length % blocks[axis][1]:
             return None
         return axis
 
     def _index_op(self, node: Expr) -> str:
         a, b = (f"({self.index(s)})" for s in node.src)
         if node.op in ("ifloordiv", "imod") and (axis := self._stays(node)) is not None:
-            first = f"tl.full({self.shape(NOWHERE)}, 0, {self.index_type}) + {self.rounds[axis][0]}"
+            first, _ = self.rounds.get(axis) or self.programs[axis]
+            first = f"tl.full({self.shape(NOWHERE)}, 0, {self.index_type}) + {first}"
             if node.op == "ifloordiv":
                 return f"({first}) // {b}"
             return f"({first}) % {b} + {axis.name}base"

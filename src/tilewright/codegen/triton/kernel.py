@@ -211,6 +211,16 @@ class Kernel:
         """Whether some configuration has blocks too short for a counter of random numbers."""
         return any(c.kwargs[axis.block] < 4 for c in self.configs)
 
+    def _piece(self, axis: Axis) -> int:
+        """The largest block of a parallel axis, if it is a part of what some place is divided by:
+        the quotient is one number for a program then, and what it finds there is one load."""
+        if axis.lean is not None or self.packed is not None:
+            return 0
+        largest = max(c.kwargs[axis.block] for c in self.configs)
+        cut = (n for m in self.shape.members for n in walk(*m.exprs)
+               if n.op == "ifloordiv" and n.src[0] is axis.var)  # fmt: skip
+        return largest if any((ix.value_of(n.src[1]) or 1) % largest == 0 for n in cut) else 0
+
     # ---- naming
 
     def _name(self, e: Expr) -> str:
@@ -317,9 +327,14 @@ class Kernel:
                 w.line(f"{axis.name}blocks = ({lanes} + {axis.block} - 1) // {axis.block}")
                 at = f"(pid % {axis.name}blocks)"
             first = f"{at} * {axis.block}"
-            if self._draws and not self._is_narrowest(axis):
+            draws, piece = self._draws and not self._is_narrowest(axis), self._piece(axis)
+            if draws or piece:
                 w.line(f"{axis.name}first = {first}")
-                first = w.starts[axis] = f"{axis.name}first"
+                first = f"{axis.name}first"
+            if draws:
+                w.starts[axis] = first
+            if piece:
+                w.programs[axis] = first, piece
             w.line(f"{axis.name}base = {first} + {self.lanes(axis)}")
             self.doubles.begin(axis, at)
             if axis.lean is not None:
