@@ -242,6 +242,42 @@ def scans() -> None:
 
 
 @case
+def rows_in_order() -> None:
+    """Equal elements keep their order; the first few may be any of equal ones."""
+
+    def f(x: Tensor) -> Any:
+        values, places = x.topk(3)
+        return x.sort(dim=-1, stable=True), x.sort(dim=-1, stable=True, descending=True), values, (
+            x.gather(-1, places))  # fmt: skip
+
+    for dtype in FLOATS:
+        for length in (64, 333, 512):
+            check(f, (cuda(301, length) * 4).round().to(dtype))
+
+
+@case
+def complex_numbers_between_pairs() -> None:
+    def f(x: Tensor, by: Tensor) -> Tensor:
+        numbers = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(numbers * by).flatten(-2).to(x.dtype)
+
+    angle = cuda(33, 1, 64)
+    check(f, cuda(3, 33, 5, 128, dtype=torch.bfloat16, grad=True),
+          torch.polar(torch.ones_like(angle), angle))  # fmt: skip
+
+
+@case
+def rows_added_to_rows() -> None:
+    """So many that they are gathered instead."""
+
+    def f(x: Tensor, index: Tensor, y: Tensor) -> Tensor:
+        return x.index_add(0, index, y)
+
+    index = torch.cat([torch.randperm(16384, device="cuda") for _ in range(2)])
+    check(f, cuda(16384, 2048), index, cuda(32768, 2048))
+
+
+@case
 def batchnorm_and_convolution_train() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).cuda()
     _trains(model, cuda(4, 3, 20, 20))
