@@ -16,6 +16,7 @@ from tests import programs
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tests.compile.test_triton_in_turn import for_card
 from tilewright.lower import rows as rows_of
 from tilewright.schedule import mixed
 from tilewright.testing import run_and_get_code
@@ -177,3 +178,16 @@ def test_smoothed_labels_need_one_walk_of_a_row() -> None:
     for one, expected in zip(found, step(loss), strict=True):
         torch.testing.assert_close(one, expected)
     assert "".join(code).count("for roffset") == 2  # whole blocks, and what is left of the row
+
+
+def test_sums_of_a_channel_are_taken_together() -> None:
+    """What uses them is over a group's channels, and is in another kernel."""
+
+    def backward(grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor) -> Any:
+        return torch.ops.aten.native_group_norm_backward(
+            grad, x, mean, inverse, weight, 4, 64, 1024, 8, [True, True, True])  # fmt: skip
+
+    x, rows = torch.empty(4, 64, 32, 32, dtype=torch.bfloat16), torch.empty(4, 8)
+    sums, *_ = for_card(backward, x, torch.empty_like(x), rows, torch.empty_like(rows),
+                        torch.empty(64, dtype=torch.bfloat16))  # fmt: skip
+    assert sums.text.count("tl.reduce(") == 2

@@ -6,12 +6,13 @@ elsewhere too, and is cheap, is computed there again; that may be all that was i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.group import Group
+from tilewright.schedule.legality import first_conflict
 from tilewright.schedule.recompute import inlined, is_cheap
 
 Limits = Callable[[Program, Group], str]
@@ -60,12 +61,19 @@ def _pieces(group: Group, cannot: Callable[[Group], str], reason: str) -> list[G
     members = list(group.members)
     while members:
         most = len(members) if pieces else len(members) - 1  # the whole is known not to do
-        length = next((n for n in range(most, 1, -1)
-                       if not cannot(_run(group, members[:n]))), 1)  # fmt: skip
-        pieces.append(_run(group, members[:length]))
-        members = members[length:]
+        runs = (run for n in range(most, 1, -1) for run in _runs(group, members[:n]))
+        pieces.append(next((run for run in runs if not cannot(run)), _run(group, members[:1])))
+        members = members[len(pieces[-1].members) :]
     pieces[0].refused = {**group.refused, group.members[-1].name: reason}
     return pieces
+
+
+def _runs(group: Group, members: Sequence[Nest]) -> Iterator[Group]:
+    """Some members in the loops of the group, and in all that they share without the others."""
+    yield _run(group, members)
+    outer = tuple(v for v in members[0].loops if all(v in m.loops for m in members))
+    if not group.serial and len(outer) > len(group.outer) and not first_conflict(members, outer):
+        yield replace(_run(group, members), outer=outer)
 
 
 def _run(group: Group, members: Sequence[Nest]) -> Group:
