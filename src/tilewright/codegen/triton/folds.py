@@ -418,7 +418,7 @@ class Scanning:
         self.kind: str = node.arg.kind
         self.pairs = self.kind in ("min", "max")
         self.dtype = folded_type(node.src[0].dtype)
-        self.combine = RUNNING.get(self.kind, "")
+        self.combine = RUNNING[self.kind]
         self.name = w.fresh("carry")
         self.support = w.covered(w.support(*node.src) | {axis})
         kind = {"logsumexp": "max", "sort": "min"}.get(self.kind, self.kind)
@@ -540,7 +540,7 @@ class Sorting(Scanning):
     def step(self, carried: bool) -> None:
         assert not carried, "rows that are put in order are held"
         (tile,) = self._tiles()
-        self._give([self.w.let(f"tri.in_order({tile})")])
+        self._give([self.w.let(f"{self.combine}({tile})")])
 
 
 def _fold(node: Expr, axis: Axis | None, w: Writer) -> Fold:

@@ -304,7 +304,7 @@ COMBINE = {"sum": "tri.add", "prod": "tri.mul", "min": "tri.minimum", "max": "tr
 """Two partial results of a fold as one."""
 
 RUNNING = {"sum": "tri.add", "prod": "tri.mul", "logsumexp": "tri.logaddexp",
-           "max": "tri.later_max", "min": "tri.later_min"}  # fmt: skip
+           "max": "tri.later_max", "min": "tri.later_min", "sort": "tri.in_order"}  # fmt: skip
 """The same of a scan."""
 
 COARSE = {"exp": "tri.fast_exp({0})", "sigmoid": "tri.fast_sigmoid({0})",
