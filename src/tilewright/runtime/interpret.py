@@ -132,6 +132,7 @@ class _Maths:
 
     _NAMES: Mapping[str, Callable[..., torch.Tensor]] = {
         "nearbyint": torch.round, "pow": torch.pow, "fmod": torch.fmod, "fast_dividef": torch.div,
+        "fast_logf": torch.log,
     }  # fmt: skip
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

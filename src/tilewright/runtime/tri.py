@@ -360,13 +360,18 @@ def horner(p, z, c: tl.constexpr):
 
 @jit
 def fast_tanh(x):
-    """By one exponential, and near zero, where that would cancel, by the series."""
-    e = fast_exp(-2.0 * tl.abs(x))
-    far = libdevice.copysign(libdevice.fast_dividef(1.0 - e, 1.0 + e), x)
+    """Near zero, where one less something would have few bits, by a fit of our own."""
     z = x * x
-    p = horner(tl.full(z.shape, -0.05396825, z.dtype), z, 0.13333333333333333)
-    p = horner(horner(p, z, -0.3333333333333333), z, 1.0)
-    return tl.where(tl.abs(x) < 0.125, x * p, far)
+    p = horner(tl.full(z.shape, 0.12841613590717316, z.dtype), z, -0.33321908116340637)
+    return tl.where(tl.abs(x) < 0.25, x * horner(p, z, 0.9999995827674866), tanh_beside_one(x))
+
+
+@jit
+def tanh_beside_one(x):
+    """Where one is added to it."""
+    e = libdevice.exp2(x * 2.8853900817779268)
+    part = libdevice.fast_dividef(tl.full(x.shape, 1.0, x.dtype), e + 1.0)
+    return horner(part, tl.full(x.shape, -2.0, x.dtype), 1.0)
 
 
 @jit

@@ -58,6 +58,7 @@ class Writer:
         self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
         self.fp8: Collection[torch.dtype] = ()  # types that the card itself rounds to
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
+        self.joint: dict[Expr, tuple[str, Expr]] = {}  # functions of functions, as one
         self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self.blank: set[str] = set()  # names of what was loaded with zeros outside the tile's axes
@@ -259,6 +260,8 @@ class Writer:
             return tuple(_atoms(node))
         if self._adds_seldom(node):
             return node.src[1], node.src[0].src[0]
+        if node in self.joint:
+            return self.joint[node][1:]
         if node in self.seldom or (node in self.coarse and "{1}" not in self.coarse[node]):
             return node.src[:1]
         if drawn := _compared(node):
@@ -329,6 +332,8 @@ class Writer:
         if (source := self._rounded(node)) is not None:
             text = self.operand(source)
             return text if is_exact(source) else f"tri.rounded({text})"
+        if node in self.joint:
+            return self.joint[node][0].format(self.operand(self.joint[node][1]))
         if node in self.coarse:
             return self.coarse[node].format(*(self.operand(s) for s in self._needs(node)))
         if node.op == "cast" and node.dtype in self.fp8:

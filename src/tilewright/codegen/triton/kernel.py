@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from tilewright import config
-from tilewright.codegen.triton import facts
+from tilewright.codegen.triton import facts, joint
 from tilewright.codegen.triton.address import address, may_repeat
 from tilewright.codegen.triton.configs import Config, configs
 from tilewright.codegen.triton.doubles import Doubles
@@ -139,6 +139,7 @@ class Kernel:
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
         made = {s.buffer: s.value for m in shape.members for s in m.stores}
         self.w.coarse = facts.coarse(exprs, results, made)
+        self.w.joint = joint.functions(exprs, results, made, self.w.coarse)
         if target.capability >= (9, 0):
             self.w.narrow = kept_narrow(exprs, made)
         self.joins = not skips_a_rounding(exprs, made) and facts.joins(

@@ -309,7 +309,8 @@ RUNNING = {"sum": "tri.add", "prod": "tri.mul", "logsumexp": "tri.logaddexp",
 
 COARSE = {"exp": "tri.fast_exp({0})", "sigmoid": "tri.fast_sigmoid({0})",
           "erf": "tri.fast_erf({0})", "tanh": "tri.fast_tanh({0})",
-          "div": "({0} / {1})"}  # fmt: skip
+          "expm1": "tri_maths.fast_expm1({0})", "log": "tri_maths.fast_log({0})",
+          "log1p": "tri_maths.fast_log1p({0})", "div": "({0} / {1})"}  # fmt: skip
 ERF_BESIDE_ONE = "tri.erf_beside_one({0})"
 BY_A_SUM = "({0} * (1.0 / {1}))"
 SILU = "({0} * tri.fast_sigmoid({0}))"

@@ -1,0 +1,119 @@
+"""What stands for functions of libdevice in generated Triton kernels: how far off it is, and where
+it is put. The interpreter has torch's exponentials and logarithms for the card's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.interp import Interpreter
+from tilewright.runtime.interpret import Interpreted
+
+COUNT = 1 << 16
+KERNEL = """
+import triton
+import triton.language as tl
+from tilewright.runtime import tri, tri_maths
+
+
+@triton.jit
+def kernel(p, q, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(q + at, FUNCTION(tl.load(p + at)))
+"""
+Function = Callable[[Tensor], Tensor]
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(x))
+
+
+def _tanh_softplus(x: Tensor) -> Tensor:
+    u = torch.exp(x.clamp(max=20))  # the same by another way, or little is left where it is small
+    return u * (u + 2) / (u * (u + 2) + 2)
+
+
+def _of(name: str, x: Tensor) -> Tensor:
+    made = torch.empty_like(x)
+    text = KERNEL.replace("FUNCTION", name)
+    run = Interpreted(text, "kernel", ["*fp32", "*fp32"], {"BLOCK": x.numel()})
+    run(1, x.data_ptr(), made.data_ptr())
+    return made
+
+
+@pytest.mark.parametrize(("name", "exact", "low", "high", "off"), [
+    ("tri_maths.log1p_power", _softplus, -80, 0, 4e-7),
+    ("tri_maths.softplus", _softplus, -80, 88, 4e-7),
+    ("tri_maths.tanh_softplus", _tanh_softplus, -80, 88, 4e-7),
+    ("tri_maths.summed_log1p_power", _softplus, -4, 0, 4e-7),
+    ("tri_maths.summed_softplus", _softplus, -4, 88, 4e-7),
+    ("tri_maths.fast_log1p_power", _softplus, -30, 0, 4e-6),
+    ("tri_maths.fast_softplus", _softplus, -30, 88, 4e-6),
+    ("tri_maths.fast_tanh_softplus", _tanh_softplus, -30, 88, 4e-6),
+    ("tri_maths.fast_log1p", torch.log1p, -0.999, 4, 4e-6),
+    ("tri_maths.fast_log", torch.log, 0, 4, 4e-6),
+    ("tri_maths.fast_expm1", torch.expm1, -9, 9, 4e-6),
+    ("tri.fast_tanh", torch.tanh, -9, 9, 4e-6),
+])  # fmt: skip
+def test_functions_are_off_by_little(name: str, exact: Function, low: float, high: float,
+                                     off: float) -> None:  # fmt: skip
+    half = COUNT // 2
+    away = torch.logspace(-7, -1, half // 2) * max(-low, high)
+    near = (away, -away) if low < 0 < high else (away + low, high - away)
+    x = torch.cat((torch.linspace(low + 1e-4, high, half), *near)).float().clamp(low, high)
+    true = exact(x.double())
+    wrong = ((_of(name, x) - true) / true)[true != 0].abs().max()
+    assert float(wrong) < off
+
+
+def test_logarithms_of_the_smallest_numbers() -> None:
+    x = torch.tensor([1e-45, 1e-40, 1.1e-38, 1.2e-38])
+    torch.testing.assert_close(_of("tri_maths.fast_log", x), x.log())
+
+
+SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 89.0, 88.0, -104.0, -1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("fn", "name"), [
+    (lambda x: _softplus(x.float()).to(x.dtype), "softplus"), (F.softplus, "softplus"),
+    (F.mish, "tanh_softplus"), (F.logsigmoid, "log1p_power"),
+    (lambda x: torch.logaddexp(x, 1 - x), "log1p_power"),
+    (torch.log1p, "fast_log1p"), (torch.log, "fast_log"), (F.elu, "fast_expm1"),
+])  # fmt: skip
+def test_functions_and_what_is_in_them(fn: Function, name: str, dtype: torch.dtype) -> None:
+    """With what is infinite and what is none; only results of few bits are coarse."""
+    x = torch.cat((torch.linspace(-30, 30, 400), torch.logspace(-20, 0, 150), SPECIAL)).to(dtype)
+    few = dtype == torch.bfloat16
+    text = _text(fn, x, rtol=2**-7 if few else 2e-6, atol=1e-12)
+    assert (f"tri_maths.fast_{name.removeprefix('fast_')}(" in text) == few
+    assert few or name.startswith("fast_") or f"tri_maths.{name}(" in text
+
+
+def _text(fn: Callable[..., Any], *args: Tensor, rtol: float, atol: float) -> str:
+    torch._dynamo.reset()
+    backend = Interpreter()
+    made = torch.compile(lambda *args: fn(*args), backend=backend)(*args)
+    torch.testing.assert_close(made, fn(*args), equal_nan=True, rtol=rtol, atol=atol)
+    return backend.kernels[0].text
+
+
+def test_a_tanh_that_one_is_added_to_has_no_other_form_near_zero() -> None:
+    x = torch.linspace(-9, 9, 999).bfloat16()
+    text = _text(lambda x: F.gelu(x, approximate="tanh"), x, rtol=2**-7, atol=1e-6)
+    assert "tri.tanh_beside_one(" in text
+    assert "tri.fast_tanh(" in _text(lambda x: torch.tanh(x) * 2, x, rtol=2**-7, atol=1e-12)
+
+
+def test_losses_take_the_joint_function() -> None:
+    x, y = torch.randn(64, 64) * 9, torch.rand(64, 64)
+    text = _text(F.binary_cross_entropy_with_logits, x, y, rtol=1e-6, atol=0)
+    assert "tri_maths.summed_log1p_power(" in text
+    each = functools.partial(F.binary_cross_entropy_with_logits, reduction="none")
+    assert "tri_maths.log1p_power(" in _text(each, x, y, rtol=1e-6, atol=1e-9)
