@@ -111,9 +111,42 @@ def test_a_tanh_that_one_is_added_to_has_no_other_form_near_zero() -> None:
     assert "tri.fast_tanh(" in _text(lambda x: torch.tanh(x) * 2, x, rtol=2**-7, atol=1e-12)
 
 
+def _scaled(x: Tensor) -> Tensor:
+    return x.float() / x.float().abs().amax(-1, keepdim=True)
+
+
+def test_what_many_are_divided_by_is_turned_into_a_factor() -> None:
+    """Where results have few bits, or are sums."""
+    x = torch.randn(5, 64).bfloat16()
+    assert "tri_rows.by_shared(" in _text(lambda x: _scaled(x).bfloat16(), x, rtol=2**-7, atol=0)
+    assert "tri_rows.by_shared(" in _text(lambda x: _scaled(x).sum(-1), x, rtol=1e-6, atol=1e-6)
+    assert "tri_rows.div_by_shared(" in _text(_scaled, x, rtol=0, atol=0)
+    both = _text(lambda x: (_scaled(x), _scaled(x).sum(-1)), x, rtol=1e-6, atol=1e-6)
+    assert "tri_rows.by_shared(" not in both
+
+
+def test_factors_are_finite_of_the_smallest_divisors() -> None:
+    x = torch.tensor([[1e-40, 0.0, 5e-41], [1e-30, 2e-30, -1e-38]]).repeat(1, 16)
+    _text(lambda x: _scaled(x).bfloat16(), x, rtol=2**-7, atol=0)
+
+
 def test_losses_take_the_joint_function() -> None:
     x, y = torch.randn(64, 64) * 9, torch.rand(64, 64)
     text = _text(F.binary_cross_entropy_with_logits, x, y, rtol=1e-6, atol=0)
     assert "tri_maths.summed_log1p_power(" in text
     each = functools.partial(F.binary_cross_entropy_with_logits, reduction="none")
     assert "tri_maths.log1p_power(" in _text(each, x, y, rtol=1e-6, atol=1e-9)
+
+
+def test_shares_of_a_sum_are_divided_by_less_work() -> None:
+    """What is left of rows that are infinite, or nothing, is as in eager."""
+    x = torch.randn(6, 70) * 20
+    x[1, 3], x[2, 4], x[3, 5], x[4] = torch.inf, torch.nan, -torch.inf, -torch.inf
+    softmax = functools.partial(torch.softmax, dim=-1)
+    assert "tri_rows.share(" in _text(softmax, x, rtol=1e-6, atol=1e-20)
+
+    def other(x: Tensor) -> Tensor:  # which may be less than one
+        powers = (x - x.mean(-1, keepdim=True)).exp()
+        return powers / powers.sum(-1, keepdim=True)
+
+    assert "tri_rows.share(" not in _text(other, x, rtol=1e-6, atol=1e-20)

@@ -21,7 +21,7 @@ if __name__.endswith("interpreted"):
     def divided(a, k, b, r):
         return div(a * k, b)
 
-    quotient, mark, anew = divided, interpret.mark, interpret.anew
+    quotient, share, mark, anew = divided, div, interpret.mark, interpret.anew
 else:
     from tilewright.runtime.tri import jit
 
@@ -33,6 +33,14 @@ else:
         more = tl.fma(left, tl.broadcast_to(r, q.shape), q)
         # of zero nothing is left, and nothing to put right of what is infinite
         return tl.where((tl.abs(left) > 0) & (tl.abs(q) < float("inf")), more, q)
+
+    @jit
+    def share(a, b):
+        """The same of what is neither negative nor more than `b`, which is one or more."""
+        r = tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
+        q = a * r
+        left = tl.fma(q, tl.broadcast_to(-b, q.shape), a)
+        return tl.fma(left, tl.broadcast_to(r, q.shape), q)
 
     @jit
     def mark(after):
@@ -59,6 +67,13 @@ def div_by_shared(a, b):
     are (H200: causal softmax of 205 floats 97 us, 142 us)."""
     k, c, r = divisor(b)
     return quotient(a, k, c, r)
+
+
+@jit
+def by_shared(a, b):
+    """The same where the last bit does not matter."""
+    k, _, r = divisor(b)
+    return a * k * r
 
 
 @jit

@@ -16,6 +16,8 @@ from tilewright.codegen.triton.barriers import Barriers
 from tilewright.codegen.triton.rounding import is_exact, rounded
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import (
+    BY_SHARED,
+    COARSE,
     OPS,
     PER_COUNTER,
     TYPE,
@@ -59,6 +61,7 @@ class Writer:
         self.fp8: Collection[torch.dtype] = ()  # types that the card itself rounds to
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.joint: dict[Expr, tuple[str, Expr]] = {}  # functions of functions, as one
+        self.shares: frozenset[Expr] = frozenset()  # quotients by a sum that they are part of
         self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
         self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
         self.blank: set[str] = set()  # names of what was loaded with zeros outside the tile's axes
@@ -335,11 +338,15 @@ class Writer:
         if node in self.joint:
             return self.joint[node][0].format(self.operand(self.joint[node][1]))
         if node in self.coarse:
-            return self.coarse[node].format(*(self.operand(s) for s in self._needs(node)))
+            text = self.coarse[node]
+            if text == COARSE["div"] and self._is_shared(node.src[1], node):
+                text = BY_SHARED
+            return text.format(*(self.operand(s) for s in self._needs(node)))
         if node.op == "cast" and node.dtype in self.fp8:
             return fp8_at_once(self.operand(node.src[0]), node.src[0], node.dtype)
         if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
-            return f"tri_rows.div_by_shared({', '.join(self.operand(s) for s in node.src)})"
+            name = "share" if node in self.shares else "div_by_shared"
+            return f"tri_rows.{name}({', '.join(self.operand(s) for s in node.src)})"
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
         for k, s in enumerate(node.src):

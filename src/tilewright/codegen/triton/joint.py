@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tilewright.codegen.triton.text import COARSE
 from tilewright.ir.expr import Expr, walk
 
 # What is part of a sum as these are, by position: no error grows in them that is not eager's too.
@@ -32,6 +33,31 @@ def functions(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str,
         elif n.op == "tanh" and n in coarse and n not in alone:
             found[n] = "tri.tanh_beside_one({0})", n.src[0]
     return found
+
+
+def divisions(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Expr]
+              ) -> dict[Expr, str]:  # fmt: skip
+    """Quotients that are only part of sums (H200: cosine similarity of 16384 rows of 4096 bfloat16
+    61 us, 81 us exact)."""
+    return {n: COARSE["div"] for n in _terms(exprs, results, made)
+            if n.op == "div" and n.dtype == torch.float32}  # fmt: skip
+
+
+def shares(exprs: Sequence[Expr], made: Mapping[str, Expr]) -> frozenset[Expr]:
+    """Exponentials relative to the largest of a row over their sum: softmax."""
+
+    def value(e: Expr) -> Expr:
+        return made.get(e.arg, e) if e.op == "load" else e
+
+    def is_share(n: Expr) -> bool:
+        a, b = (value(s) for s in n.src)
+        if b.op != "reduce" or b.arg.kind != "sum" or value(b.src[0]) is not a or a.op != "exp":
+            return False
+        top = value(a.src[0].src[1]) if a.src[0].op == "sub" else a
+        return top.op == "reduce" and top.arg.kind == "max" and (
+            value(top.src[0]) is value(a.src[0].src[0]))  # fmt: skip
+
+    return frozenset(n for n in walk(*exprs) if n.op == "div" and is_share(n))
 
 
 def _terms(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Expr]) -> set[Expr]:

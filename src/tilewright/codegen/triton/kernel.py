@@ -138,7 +138,9 @@ class Kernel:
             self.w.pairs = {a for a in shape.axes
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
         made = {s.buffer: s.value for m in shape.members for s in m.stores}
-        self.w.coarse = facts.coarse(exprs, results, made)
+        quotients = joint.divisions(exprs, results, made)
+        self.w.coarse = quotients | facts.coarse(exprs, results, made)
+        self.w.shares = joint.shares(exprs, made)
         self.w.joint = joint.functions(exprs, results, made, self.w.coarse)
         if target.capability >= (9, 0):
             self.w.narrow = kept_narrow(exprs, made)

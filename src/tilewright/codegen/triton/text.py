@@ -313,6 +313,7 @@ COARSE = {"exp": "tri.fast_exp({0})", "sigmoid": "tri.fast_sigmoid({0})",
           "log1p": "tri_maths.fast_log1p({0})", "div": "({0} / {1})"}  # fmt: skip
 ERF_BESIDE_ONE = "tri.erf_beside_one({0})"
 BY_A_SUM = "({0} * (1.0 / {1}))"
+BY_SHARED = "tri_rows.by_shared({0}, {1})"
 SILU = "({0} * tri.fast_sigmoid({0}))"
 """Float32 operations where only the first twenty bits will be seen."""
 
