@@ -72,10 +72,11 @@ def at_once(x, man: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, bey
     which none is if all are `within`."""
     if INTERPRETED:
         return rounded(x, man, bias, largest, beyond, False)
+    if man == 3 and not within and beyond != largest:  # the instruction makes NaN of NaN
+        x = tl.where(tl.abs(x) <= 464, x, float("nan"))
     near = x.to(tl.float8e4nv if man == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
-    if not within:
-        inside = tl.abs(x) <= 464 if man == 3 else tl.abs(x) < 61440
+    if man == 2 and not within:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         other = tl.where(x != x, 0x7F, beyond) | sign
-        near = tl.where(inside, near, other.to(tl.uint8))
+        near = tl.where(tl.abs(x) < 61440, near, other.to(tl.uint8))
     return near
