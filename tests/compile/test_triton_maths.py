@@ -150,3 +150,8 @@ def test_shares_of_a_sum_are_divided_by_less_work() -> None:
         return powers / powers.sum(-1, keepdim=True)
 
     assert "tri_rows.share(" not in _text(other, x, rtol=1e-6, atol=1e-20)
+
+
+def test_counts_of_a_row_take_32_bits() -> None:
+    text = _text(lambda x: (x > 1).sum(-1), torch.randn(9, 77), rtol=0, atol=0)
+    assert text.count("tl.int64") == 1  # of what is stored

@@ -31,6 +31,11 @@ def folded_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
+def _is_truth(e: Expr) -> bool:
+    """Whether this is one or zero, as something holds or not."""
+    return e.op == "cast" and e.src[0].dtype == torch.bool and e.dtype == torch.int64
+
+
 @dataclass(frozen=True)
 class Together:
     """How values of a block that one thread has are taken together: the lengths of what the row
@@ -107,7 +112,9 @@ class Fold:
         self.w.know(self.node, folded if result == folded else self.w.let(result))
 
     def whole(self) -> None:
-        """The row is one block."""
+        """The row is one block; 32 bits do to count how often something holds in it."""
+        if self.kind == "sum" and _is_truth(self.value):
+            self.value, self.dtype = self.value.src[0], torch.int32
         self._finish(self._reduced(self._tile, self.combine))
 
     def _reduced(self, tile: Callable[[], str], combine: str) -> str:
