@@ -170,6 +170,8 @@ def test_long_chains_do_not_overflow_the_stack() -> None:
     ("made", "expected"),
     [
         (build.op("mul", load("x", F32, I), const(1.0, F32)), load("x", F32, I)),
+        (build.op("div", load("x", F32, I), const(-8.0, F32)),
+         build.op("mul", load("x", F32, I), const(-0.125, F32))),
         (build.op("add", load("n", torch.int64, I), const(0)), load("n", torch.int64, I)),
         (build.op("add", const(2.0, F32), const(0.5, F32)), const(2.5, F32)),
         (build.op("add", const(127, torch.int8), const(1, torch.int8)), const(-128, torch.int8)),
@@ -192,6 +194,8 @@ def test_not_simplified_where_a_value_would_change() -> None:
     x = load("x", F32, I)
     assert build.op("add", x, const(0.0, F32)).op == "add"  # -0.0 + 0.0 is 0.0
     assert build.op("mul", x, const(0.0, F32)).op == "mul"  # inf * 0 is NaN
+    assert build.op("div", x, const(3.0, F32)).op == "div"
+    assert build.op("div", x, const(2.0**-20, F32)).op == "div"  # more than a half can be
     assert build.op("sub", x, x).op == "sub"
     assert build.cast(build.cast(x, torch.bfloat16), F32).op == "cast"  # it rounds
     assert build.op("floordiv", const(1), const(0)).op == "floordiv"  # an error when it runs

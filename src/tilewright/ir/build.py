@@ -5,6 +5,7 @@ Floating-point rules are exact: `x + 0.0` stays (it turns -0.0 into 0.0), `x * 1
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ def _simplify(name: str, dtype: torch.dtype, src: tuple[Expr, ...]) -> Expr | No
             return src[0].src[0]
         case "mul" | "div" if src[1].op == "const" and src[1].arg == 1:
             return src[0]
+        case "div" if src[1].op == "const" and _has_reciprocal(src[1].arg):
+            return op("mul", src[0], const(1 / src[1].arg, dtype))
         case "mul" if src[0].op == "const" and src[0].arg == 1:
             return src[1]
         case "add" | "sub" if src[1].op == "const" and src[1].arg == 0 and not _is_float(dtype):
@@ -76,6 +79,11 @@ def _simplify(name: str, dtype: torch.dtype, src: tuple[Expr, ...]) -> Expr | No
             return src[0]
         case _:
             return None
+
+
+def _has_reciprocal(number: float) -> bool:
+    """Whether dividing is multiplying: by a power of two that every float type has."""
+    return 2**-14 <= abs(number) <= 2**14 and abs(math.frexp(number)[0]) == 0.5
 
 
 def _is_float(dtype: torch.dtype) -> bool:
