@@ -278,6 +278,12 @@ def test_other_configurations(config: int) -> None:
     check(lambda x: x.sum(0), _normal(300, 65), config=config)
 
 
+def test_all_rows_that_are_folded_are_under_way_before_the_first_is() -> None:
+    (kernel,) = check(lambda x, y: (x.amax(-1) + y.amax(-1), x.sum(-1)), _normal(9, 77),
+                      _normal(9, 77))  # fmt: skip
+    assert kernel.text.rindex("tl.load(") < kernel.text.index("tl.reduce(")
+
+
 @pytest.mark.parametrize(
     "fn", [lambda x: torch.softmax(x, -1), lambda x: torch.logsumexp(x, -1),
            lambda x: F.log_softmax(x, -1),

@@ -14,7 +14,7 @@ import torch
 from tilewright.codegen.triton.emit import is_index
 from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SILU, STEPS
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads, rewrite, walk
+from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Store
 from tilewright.runtime import HELPERS
@@ -109,9 +109,21 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
     waits = len(results) > 1 and len(found) <= FEW and not shape.looked_up
     if shape.serial or not (shape.inner or waits):
         return []
+    found += [e for e in _folded(shape) if e not in found]
     made = frozenset[str]().union(*(m.writes for m in shape.members))
     return [e for e in found
             if not any(n.op in ("reduce", "scan") or n.arg in made for n in walk(e))]  # fmt: skip
+
+
+def _folded(shape: Shape) -> list[Expr]:
+    """What is loaded for several folds of a row: the second tensor of two does not wait for the
+    first one's fold (H200: cosine similarity of 16384 rows of 4096 bfloat16 61 us, 81 us)."""
+    moved = any(a.lean is not None or a.piece for a in shape.inner)
+    if not shape.persistent or shape.held or shape.packed or shape.odd or moved:
+        return []
+    own = {v for axis in shape.inner for v in axis.loops}
+    return [e for e in loads(*(e for m in shape.members if m.reduce for e in m.exprs))
+            if own & free_vars(e.src[0]) and not any(n.op == "index" for n in walk(e))]  # fmt: skip
 
 
 def imports(lines: Sequence[str]) -> list[str]:
