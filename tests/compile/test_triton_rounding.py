@@ -111,3 +111,15 @@ def test_products_of_sixteen_bits_are_rounded_before_sums(
     """As in eager, whatever instructions the type has."""
     for kernel in for_card(fn, torch.empty(1 << 16, dtype=dtype)):
         assert not re.search(r"\bfma\.rn\.(?:relu\.)?b?f16", build(kernel).ptx)
+
+
+def test_exponentials_that_are_only_summed() -> None:
+    """Relative to the largest of their row they need not be exact; of a result they have to be."""
+    x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)) * 20
+    x[2], x[3, 5], x[4] = 3e30, float("inf"), float("-inf")
+    (kernel,) = check(lambda x: torch.logsumexp(x, -1), x)
+    assert "tri.exp(" not in kernel.text and "tri.fast_exp(" in kernel.text
+    (kernel,) = check(lambda x: torch.softmax(x, -1), x)
+    assert "tri.fast_exp(" not in kernel.text
+    (kernel,) = check(lambda x: x.exp().sum(-1), x / 20)
+    assert "tri.fast_exp(" not in kernel.text

@@ -50,6 +50,7 @@ def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Ex
         return {}
     nodes = list(walk(*exprs))
     exact = {s for n in nodes if _is_step(n) for s in n.src} | _in_full(results, made)
+    exact -= _only_summed(nodes, results, made)
     found = {n: COARSE[n.op] for n in nodes
              if n.op in COARSE and n.dtype == torch.float32 and n not in exact}  # fmt: skip
     alone = {s for n in nodes if not _adds_one(n) for s in n.src} | {*made.values(), *exprs}
@@ -61,6 +62,28 @@ def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Ex
         elif n.op == "div" and _is_power_of_minus(n.src[1], n.src[0]):
             found[n] = SILU
     return found
+
+
+def _only_summed(nodes: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Expr]
+                 ) -> set[Expr]:  # fmt: skip
+    """Exponentials relative to the largest of a row that nothing but their sum is made of: an error
+    of a millionth in proportion to what is left to the largest does not show in it (H200: cross
+    entropy of 482408 rows of 160 bfloat16 86 us, 117 us exact)."""
+
+    def value(e: Expr) -> Expr:
+        return made.get(e.arg, e) if e.op == "load" else e
+
+    def is_largest(e: Expr) -> bool:
+        e = value(e)
+        return (e.op == "reduce" and e.arg.kind == "max") or (
+            e.op == "where" and any(is_largest(s) for s in e.src[1:]))  # fmt: skip
+
+    summed = {value(n.src[0]) for n in nodes if _is_sum(n)}
+    else_used = {value(s) for n in nodes if not _is_sum(n) for s in n.src}
+    return {
+        e for e in summed - else_used - {value(r) for r in results}
+        if e.op == "exp" and e.src[0].op == "sub" and is_largest(e.src[0].src[1])
+    }  # fmt: skip
 
 
 def _in_full(results: Sequence[Expr], made: Mapping[str, Expr]) -> set[Expr]:
