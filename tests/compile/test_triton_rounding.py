@@ -123,3 +123,22 @@ def test_exponentials_that_are_only_summed() -> None:
     assert "tri.fast_exp(" not in kernel.text
     (kernel,) = check(lambda x: x.exp().sum(-1), x / 20)
     assert "tri.fast_exp(" not in kernel.text
+
+
+@pytest.mark.parametrize("shape", [(9, 100), (9, 89)])
+def test_the_nearest_integer_by_one_instruction(shape: tuple[int, int]) -> None:
+    """As eager has it also of what is no number, infinite, or half way between two."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    x[1], x[2, :50], x[3, 3], x[4, 4] = 0, torch.arange(50) / 2, float("nan"), float("inf")
+
+    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+        whole = (x[2:3] * 2).round().clamp(-5, 40)
+        return (x / scale).round().clamp(-127, 127).to(torch.int8), whole.to(torch.int32)
+
+    kernels = check(quantized, x)
+    assert "nearbyint" not in "".join(k.text for k in kernels)
+    (kernel,) = for_card(lambda x: (x / x.abs().amax(-1, keepdim=True)).round().to(torch.int8),
+                         torch.empty(100000, 128))  # fmt: skip
+    ptx = build(kernel).ptx
+    assert re.search(r"cvt\.rni\S*\.s32\.f32", ptx) and "cvt.rni.f32" not in ptx

@@ -24,6 +24,7 @@ if INTERPRETED:
         in_order,
         libdevice,
         meet,
+        nearest,
         nothing,
         product,
         rounded,
@@ -58,6 +59,11 @@ else:
             "cvt.rn.bf16x2.f32 $1, $3, $2; shl.b32 $0, $1, 16; and.b32 $1, $1, 0xffff0000;",
             "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
+
+    @jit
+    def nearest(x):
+        """As an integer, at once; what is no number as zero."""
+        return libdevice.float2int_rn(x)
 
     @jit
     def product(a, by):

@@ -21,9 +21,13 @@ if __name__.endswith("interpreted"):
     def divided(a, k, b, r):
         return div(a * k, b)
 
+    def divided_to_nearest(a, b, far):
+        return interpret.nearest(div(a, b))
+
     quotient, share, mark, anew = divided, div, interpret.mark, interpret.anew
+    nearest_quotient = divided_to_nearest
 else:
-    from tilewright.runtime.tri import jit
+    from tilewright.runtime.tri import jit, nearest
 
     @jit
     def quotient(a, k, b, r):
@@ -41,6 +45,20 @@ else:
         q = a * r
         left = tl.fma(q, tl.broadcast_to(-b, q.shape), a)
         return tl.fma(left, tl.broadcast_to(r, q.shape), q)
+
+    @jit
+    def nearest_quotient(a, b, far: tl.constexpr):
+        """Of floats with a divisor in common the nearest integers: what is no number is zero, and
+        so is what nothing is left of. A divisor that is `far` from zero is taken as it is."""
+        if far:
+            c, r = b, tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
+        else:
+            k, c, r = divisor(b)
+            a = a * k
+        q = a * r
+        left = tl.fma(q, tl.broadcast_to(-c, q.shape), a)
+        more = tl.fma(left, tl.broadcast_to(r, q.shape), q)
+        return nearest(tl.where(tl.abs(q) < float("inf"), more, q))
 
     @jit
     def mark(after):
@@ -220,7 +238,7 @@ def slid_words(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
     at = (p + (start + _firsts(lane))).to(tl.int64)
     words = (at & -8).to(tl.pointer_type(tl.uint64))
     shift = ((at & 7) * 8).to(tl.uint64)
-    inside = shift == shift if mask is None else _firsts(mask)
+    inside = shift == shift if mask is None else _firsts(tl.broadcast_to(mask, [X, R]))
     parted = inside & (shift != 0)
     here = tl.load(words, inside, other=0)
     if kind.primitive_bitwidth <= 8:

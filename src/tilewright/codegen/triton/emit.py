@@ -7,7 +7,7 @@ an int64 first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,7 @@ from tilewright.codegen.triton.text import (
     number,
     random_block,
 )
+from tilewright.codegen.triton.whole import Whole, is_far_from_zero, whole
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, loads, walk
@@ -59,6 +60,7 @@ class Writer:
         self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
         self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
         self.fp8: Collection[torch.dtype] = ()  # types that the card itself rounds to
+        self.made: Mapping[str, Expr] = {}  # the values of buffers that the kernel makes
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.joint: dict[Expr, tuple[str, Expr]] = {}  # functions of functions, as one
         self.shares: frozenset[Expr] = frozenset()  # quotients by a sum that they are part of
@@ -265,6 +267,8 @@ class Writer:
             return node.src[1], node.src[0].src[0]
         if node in self.joint:
             return self.joint[node][1:]
+        if (found := whole(node)) is not None:
+            return found.source.src if self._is_whole_quotient(found) else (found.source,)
         if node in self.seldom or (node in self.coarse and "{1}" not in self.coarse[node]):
             return node.src[:1]
         if drawn := _compared(node):
@@ -342,6 +346,8 @@ class Writer:
             if text == COARSE["div"] and self._is_shared(node.src[1], node):
                 text = BY_SHARED
             return text.format(*(self.operand(s) for s in self._needs(node)))
+        if (found := whole(node)) is not None:
+            return found.text(self._nearest(found))
         if node.op == "cast" and node.dtype in self.fp8:
             return fp8_at_once(self.operand(node.src[0]), node.src[0], node.dtype)
         if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
@@ -357,6 +363,19 @@ class Writer:
             else:
                 operands.append(self.operand(s))
         return OPS[node.op](node, *operands)
+
+    def _is_whole_quotient(self, found: Whole) -> bool:
+        """Whether an integer is made of floats that are divided by one they have in common."""
+        e = found.source
+        shared = e.op == "div" and e not in self.coarse and self._is_shared(e.src[1], e)
+        return shared and self.known(e) is None
+
+    def _nearest(self, found: Whole) -> str:
+        if not self._is_whole_quotient(found):
+            return f"tri.nearest({self.operand(found.source)})"
+        operands = ", ".join(self.operand(s) for s in found.source.src)
+        far = is_far_from_zero(found.source.src[1], self.made)
+        return f"tri_rows.nearest_quotient({operands}, {far})"
 
     def _is_shared(self, e: Expr, node: Expr) -> bool:
         """Whether many elements of a node have this value in common."""

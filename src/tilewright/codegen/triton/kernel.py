@@ -138,6 +138,7 @@ class Kernel:
             self.w.pairs = {a for a in shape.axes
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
         made = {s.buffer: s.value for m in shape.members for s in m.stores}
+        self.w.made = made
         quotients = joint.divisions(exprs, results, made)
         self.w.coarse = quotients | facts.coarse(exprs, results, made)
         self.w.shares = joint.shares(exprs, made)

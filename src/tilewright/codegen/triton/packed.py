@@ -19,6 +19,7 @@ import torch
 
 from tilewright.codegen.triton.emit import RANDOM, is_index
 from tilewright.codegen.triton.shape import MANY, Shape, scatters, uses
+from tilewright.codegen.triton.whole import is_far_from_zero
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program
@@ -151,7 +152,10 @@ class Packed:
             return
         names = [w.fresh() for _ in range(3)]
         w.line(f"{', '.join(names)} = tri_rows.divisor({by})")
-        looked_up = ", ".join(self._of_rows(name) for name in names)
+        if is_far_from_zero(node.src[1], w.made):
+            looked_up = ", ".join(("1.0", *(self._of_rows(name) for name in names[1:])))
+        else:
+            looked_up = ", ".join(self._of_rows(name) for name in names)
         self._divided[node] = f"tri_rows.quotient({{0}}, {looked_up})"
 
     def _of_rows(self, name: str, truth: bool = False) -> str:
