@@ -349,7 +349,8 @@ class Writer:
         if (found := whole(node)) is not None:
             return found.text(self._nearest(found))
         if node.op == "cast" and node.dtype in self.fp8:
-            return fp8_at_once(self.operand(node.src[0]), node.src[0], node.dtype)
+            source = node.src[0]
+            return fp8_at_once(self.operand(source), source, node.dtype, self.made)
         if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
             name = "share" if node in self.shares else "div_by_shared"
             return f"tri_rows.{name}({', '.join(self.operand(s) for s in node.src)})"

@@ -13,6 +13,7 @@ import torch
 
 from tilewright.codegen.triton.emit import is_index
 from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SILU, STEPS
+from tilewright.codegen.triton.whole import is_moderate
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
@@ -59,6 +60,8 @@ def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Ex
             found[n] = ERF_BESIDE_ONE
         elif n.op == "div" and _is_sum(made.get(n.src[1].arg, n.src[1])):
             found[n] = BY_A_SUM  # of a row: its reciprocal is computed once
+        elif n.op == "div" and is_moderate(n.src[1], made):
+            found[n] = BY_A_SUM
         elif n.op == "div" and _is_power_of_minus(n.src[1], n.src[0]):
             found[n] = SILU
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -94,10 +94,12 @@ def _fp8(dtype: torch.dtype, part: Literal["from", "to"]) -> str:
     return f"{man}, {bias}, {largest}, {beyond}, {uz}"
 
 
-def fp8_at_once(text: str, source: Expr, to: torch.dtype) -> str:
-    """A float in a type of `FP8_LARGEST`, by the card's own instruction."""
+def fp8_at_once(text: str, source: Expr, to: torch.dtype, made: Mapping[str, Expr]) -> str:
+    """A float in a type of `FP8_LARGEST`, by the card's own instruction. `made` are the values of
+    the buffers the kernel makes."""
     *facts, _ = _fp8(to, "to").split(", ")
-    within = str(_is_within(source, FP8_LARGEST[to]))
+    largest = FP8_LARGEST[to]
+    within = str(_is_within(source, largest) or _is_scaled(source, largest, made))
     arguments = (cast(text, source.dtype, torch.float32), *facts, within)
     return f"tri_fp8.at_once({', '.join(arguments)})"
 
@@ -111,6 +113,27 @@ def _is_within(e: Expr, largest: float) -> bool:
             sides.add(e.op)
         e = e.src[1 - at]
     return len(sides) == 2
+
+
+def _is_scaled(e: Expr, largest: float, made: Mapping[str, Expr]) -> bool:
+    """Whether a value was scaled by the largest of its row, so that this is no larger than what the
+    type has (H200: groups of 128 bfloat16)."""
+
+    def value(e: Expr) -> Expr:
+        return made.get(e.arg, e) if e.op == "load" else e
+
+    if e.op not in ("div", "mul") or e.dtype != torch.float32:
+        return False
+    scale = value(e.src[1])
+    if scale.op != "div":
+        return False
+    top, limit = (value(s) for s in (scale.src if e.op == "div" else reversed(scale.src)))
+    while top.op == "max" and any(s.is_const for s in top.src):
+        top = value(next(s for s in top.src if not s.is_const))
+    if not limit.is_const or not 0 < limit.arg <= largest:
+        return False
+    folded = value(top.src[0]) if top.op == "reduce" and top.arg.kind == "max" else top
+    return folded is not top and folded.op == "abs" and value(folded.src[0]) is value(e.src[0])
 
 
 def cast(text: str, source: torch.dtype, to: torch.dtype) -> str:

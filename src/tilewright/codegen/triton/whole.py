@@ -61,6 +61,13 @@ def is_far_from_zero(e: Expr, made: Mapping[str, Expr]) -> bool:
     return _least(e, made) >= _SMALLEST
 
 
+def is_moderate(e: Expr, made: Mapping[str, Expr]) -> bool:
+    """Whether the reciprocal of a number is one that floats have, as of the scale of a row that is
+    quantized."""
+    e = made.get(e.arg, e) if e.op == "load" else e
+    return e.op == "div" and e.src[1].is_const and e.src[1].arg >= 8 and is_far_from_zero(e, made)
+
+
 def _least(e: Expr, made: Mapping[str, Expr]) -> float:
     """No value of an expression is smaller, if it is positive."""
     e = made.get(e.arg, e) if e.op == "load" else e
