@@ -9,10 +9,16 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tests.pretend import pretended
 from tilewright.codegen.triton import walk
+from tilewright.ir.expr import walk as nodes_of
+from tilewright.ir.program import Nest
+from tilewright.lower.graph import lower
 
 BF16 = torch.bfloat16
 LONG = 17001  # elements of a row that no program holds
@@ -85,6 +91,24 @@ def test_ends_of_odd_rows_are_scanned_beside_what_is_moved_at_once(name: str) ->
     assert "rtwo" in kernel.text
 
 
+@pretended
+def test_a_card_carries_floats_as_they_are() -> None:
+    with FakeTensorMode():
+        gm = make_fx(lambda x: (x.cumsum(-1), x.logcumsumexp(-1)))(torch.empty(4, 9, device="cuda"))
+    program = lower(gm, frozenset({"cuda"}))
+    nodes = [n for m in program.nodes if isinstance(m, Nest) for n in nodes_of(*m.exprs)]
+    assert {n.dtype for n in nodes if n.op == "scan"} == {torch.float32}
+
+
+def test_logarithms_are_taken_of_what_was_summed() -> None:
+    """Once for each element, not for every two that are joined."""
+    x = torch.randn(4, 900) * 30
+    x[1, 500:] = torch.inf
+    x[2, 77] = torch.nan
+    (kernel,) = check(lambda x: x.logcumsumexp(-1), x, rtol=1e-6, atol=1e-6)
+    assert kernel.text.count("tri.log_of(") <= 2  # one of them of the ends
+
+
 # ---- columns
 
 COLUMNS: dict[str, Case] = {
@@ -92,6 +116,7 @@ COLUMNS: dict[str, Case] = {
     "sum of odd rows": (lambda x: x.cumsum(1), (3, 64, 19), BF16),
     "integers": (lambda x: x.cumsum(1), (3, 37, 24), torch.int32),
     "largest and where": (lambda x: x.cummax(1), (3, 37, 24), torch.float32),
+    "exponentials": (lambda x: x.logcumsumexp(1), (3, 37, 24), torch.float32),
 }
 
 

@@ -607,7 +607,7 @@ def at_once(program: Program, shape: Shape) -> int:
 
 def carried(shape: Shape) -> int:
     """Bytes of what a scan carries from one element to the next."""
-    return max(sum(s.dtype.itemsize for s in n.src)
+    return max(sum(s.dtype.itemsize for s in n.src) << (n.arg.kind == "logsumexp")
                for m in shape.members for n in walk(*m.exprs) if n.op == "scan")  # fmt: skip
 
 

@@ -423,13 +423,15 @@ class Scanning:
     def __init__(self, node: Expr, axis: Axis, w: Writer) -> None:
         self.node, self.axis, self.w = node, axis, w
         self.kind: str = node.arg.kind
-        self.pairs = self.kind in ("min", "max")
+        self.places = self.kind in ("min", "max")
+        self.logs = self.kind == "logsumexp"  # of sums beside the largest of what they are of
         self.dtype = folded_type(node.src[0].dtype)
         self.combine = RUNNING[self.kind]
-        self.name = w.fresh("carry")
         self.support = w.covered(w.support(*node.src) | {axis})
         kind = {"logsumexp": "max", "sort": "min"}.get(self.kind, self.kind)
         self.start = neutral(kind, self.dtype)
+        name = w.fresh("carry")
+        self.carry = [name, f"{name}_at"][: len(self.kinds)]
 
     def _tiles(self) -> list[str]:
         w = self.w
@@ -437,24 +439,24 @@ class Scanning:
         tiles = [f"tl.broadcast_to({text}, {w.shape(self.support)})"]
         if self.axis in w.masked and not _vanishes(self, self.node.src[0]):
             tiles[0] = f"tl.where({w.inside(self.axis)}, {tiles[0]}, {self.start})"
-        if self.pairs:
+        if self.places:
             tiles.append(f"tl.broadcast_to({w.index(self.node.src[1])}, {w.shape(self.support)})")
+        elif self.logs:
+            tiles.append(f"tl.full({w.shape(self.support)}, 1.0, {TYPE[self.dtype]})")
         return [w.let(t) for t in tiles]
 
     def begin(self) -> None:
         w = self.w
         across = w.shape(self.support - {self.axis})
-        w.line(f"{self.name} = tl.full({across}, {self.start}, {TYPE[self.dtype]})")
-        if self.pairs:
-            w.line(f"{self.name}_at = tl.full({across}, 0, {w.index_type})")
+        for name, (kind, none) in zip(self.carry, self.kinds, strict=True):
+            w.line(f"{name} = tl.full({across}, {none}, {kind})")
 
     def step(self, carried: bool) -> None:
         w = self.w
         tiles = self._tiles()
         names = self._scanned(tiles)
         if carried:
-            made = ", ".join(names)
-            carry = f"{self.name}, {self.name}_at" if self.pairs else self.name
+            made, carry = ", ".join(names), ", ".join(self.carry)
             w.line(f"{made} = {self.combine}({carry}, {made})")
             w.line(f"{carry} = {self.combine}({carry}, {', '.join(self._total(tiles))})")
         self._give(names)
@@ -465,21 +467,22 @@ class Scanning:
     @property
     def _fold(self) -> str:
         """Of values in any order."""
-        return self.combine.replace("later", "last") if self.pairs else self.combine
+        return self.combine.replace("later", "last")
 
     def _total(self, tiles: Sequence[str]) -> list[str]:
         return self._along(tiles, "reduce", f"{self._fold}, keep_dims=True")
 
     def _along(self, tiles: Sequence[str], how: str, combine: str) -> list[str]:
         names = [self.w.fresh() for _ in tiles]
-        source = f"({', '.join(tiles)})" if self.pairs else tiles[0]
+        source = f"({', '.join(tiles)})" if len(tiles) > 1 else tiles[0]
         self.w.line(f"{', '.join(names)} = tl.{how}({source}, 1, {combine})")
         return names
 
     @property
     def kinds(self) -> list[tuple[str, str]]:
         """Types and neutral values of what is carried."""
-        return [(TYPE[self.dtype], self.start), (self.w.index_type, "0")][: 1 + self.pairs]
+        beside = [(self.w.index_type, "0")] if self.places else [(TYPE[self.dtype], "0.0")]
+        return [(TYPE[self.dtype], self.start), *(beside if self.places or self.logs else [])]
 
     def folded(self, walk: Callable[[Callable[[], None]], None]) -> list[str]:
         """What all blocks of a walk fold to."""
@@ -496,11 +499,11 @@ class Scanning:
 
     def after(self, tiles: Sequence[str]) -> None:
         """Begin with what was before: one of it in each lane."""
-        source = f"({', '.join(tiles)})" if self.pairs else tiles[0]
+        source = f"({', '.join(tiles)})" if len(tiles) > 1 else tiles[0]
         names = [self.w.fresh() for _ in tiles]
         self.w.line(f"{', '.join(names)} = tl.reduce({source}, 0, {self._fold})")
         before = ", ".join(f"tl.broadcast_to({name}, [1, 1])" for name in names)
-        carry = f"{self.name}, {self.name}_at" if self.pairs else self.name
+        carry = ", ".join(self.carry)
         self.w.line(f"{carry} = {self.combine}({carry}, {before})")
 
     def with_ends(self, ends: Callable[[], AbstractContextManager[None]]) -> None:
@@ -525,17 +528,18 @@ class Scanning:
     def _placed(self) -> list[str]:
         """Tiles of which the order does not matter: what is outside the row has no place."""
         tiles = self._tiles()
-        return self._where(self.w.inside(self.axis), tiles) if self.pairs else tiles
+        return self._where(self.w.inside(self.axis), tiles) if self.places else tiles
 
     def _where(self, mask: str, tiles: Sequence[str]) -> list[str]:
         return [self.w.let(f"tl.where({mask}, {tile}, {none})")
-                for tile, none in zip(tiles, (self.start, "0"), strict=False)]  # fmt: skip
+                for tile, (_, none) in zip(tiles, self.kinds, strict=True)]  # fmt: skip
 
     def _give(self, names: Sequence[str]) -> None:
         w = self.w
-        result = cast(names[0], self.dtype, self.node.src[0].dtype)
-        if not self.pairs:
-            w.know(self.node, result if result == names[0] else w.let(result))
+        top = w.let(f"tri.log_of({', '.join(names)})") if self.logs else names[0]
+        result = cast(top, self.dtype, self.node.src[0].dtype)
+        if not self.places:
+            w.know(self.node, result if result == top else w.let(result))
             return
         w.know(part(self.node, 0), result if result == names[0] else w.let(result))
         w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
