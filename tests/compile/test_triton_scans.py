@@ -141,6 +141,14 @@ def test_threads_share_nothing_of_columns_they_scan(width: int, bytes_: int) -> 
         assert "shfl" not in made.ptx
 
 
+def test_columns_that_all_run_at_once_have_rows_under_way() -> None:
+    """Rows are added to addresses last: 64 registers let all programs run, 115 do not."""
+    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(317, 351, 391, dtype=BF16))
+    before, within = kernel.text.split("for roffset in")
+    assert "rbase*391" in before and within.count("rbase*391") == 2
+    assert "next" in before and kernel.config.kwargs["RBLOCK"] == 32
+
+
 def test_few_columns_are_shared() -> None:
     (kernel,) = kernels_of(lambda x: x.cumsum(0), torch.empty(8192, 8192, dtype=BF16))
     assert kernel.config.num_warps > 1

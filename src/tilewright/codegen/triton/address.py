@@ -22,7 +22,7 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     75 us, 97 us so)."""
     w, plain = k.w, f"{k.pointer(buffer)} + ({place})"
     rows = [a for a in k.shape.inner if a in w.support(index)]
-    if not k.shape.across or k.shape.serial or k.shape.walked or len(rows) != 1:
+    if not k.shape.across or k.shape.serial or len(rows) != 1:
         return plain
     if w.index_type != "tl.int32":
         return plain
