@@ -383,6 +383,24 @@ def _code(fn: Callable[..., Any], *args: Tensor) -> tuple[Any, list[str]]:
     return found, "\n".join(code).split("@triton.jit")[1:]
 
 
+LITTLE_LONGER: dict[str, Callable[..., Any]] = {
+    "sum": lambda x: x.float().sum(-1),
+    "moments": lambda x: torch.std_mean(x.float(), -1),
+    "where": lambda x: x.argmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", LITTLE_LONGER)
+def test_rows_little_longer_than_a_power_of_two_are_two_tiles(name: str) -> None:
+    fn = LITTLE_LONGER[name]
+    for x in (_normal(9, 136, dtype=torch.bfloat16), _normal(5, 148)):
+        (kernel,) = check(fn, x)
+        assert "redge" in kernel.text and kernel.config.kwargs["RBLOCK"] == 128
+    for length in (128, 120, 168):
+        (kernel,) = kernels_of(fn, torch.empty(9, length))
+        assert "redge" not in kernel.text
+
+
 def test_a_long_row_that_is_turned_is_stored_by_a_kernel_of_its_own() -> None:
     """Walking it, a kernel would store it element by element; one of tiles turns it."""
 

@@ -328,11 +328,15 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     picks = any(0 < shape.pieces(a) < vector for a in shape.inner)  # each its channel's scale
     if shape.odd or picks:  # few threads with many loads each, and rows of one warp where it can be
         share = 64 // min(_floats(program, shape), default=4)
-        if longest <= LONGEST_OF_WARP and _folds_one(shape):
+        if longest <= LONGEST_OF_WARP and folds_one(shape):
             share = 64
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         warps = clamp(1, longest * block // (32 * share), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
+    if any(a.lean is ix.ZERO for a in shape.inner):  # in two tiles: many loads of few threads
+        share = 128 // min(_floats(program, shape), default=4)
+        block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
+        yield Config(((x.block, block), *rows), clamp(1, longest // (32 * share), MOST_WARPS))
     scans = any(segment.scans for segment, _ in shape.segments)
     leans = any(a.piece for a in shape.inner) and not scans
     if scans and any(a.piece for a in shape.inner):  # cumulative sums: 67 us, 87 us by single ones
@@ -379,7 +383,7 @@ def _held_rows(shape: Shape) -> Iterable[Config]:
     yield Config(blocks, warps)
 
 
-def _folds_one(shape: Shape) -> bool:
+def folds_one(shape: Shape) -> bool:
     """Whether one row is loaded for each that is folded, and none is stored: programs are short,
     and no more than three start in two nanoseconds (H200: squares of 269175 rows of 217 bfloat16
     30 us by eight rows of a warp, 43 us by four; of 102912 of 461 25 us by four, 34 us by two)."""

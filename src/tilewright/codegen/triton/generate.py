@@ -14,6 +14,7 @@ from tilewright.codegen.triton.leaning import is_better_walked, leaning
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.parts import in_parts
+from tilewright.codegen.triton.rest import resting
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.walk import walking
@@ -52,7 +53,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         return Kernel(program, group, held, target, wide).generate(name)
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
-    form = leaning(program, group, shape)
+    form = resting(leaning(program, group, shape))
     if other is not None:
         other = leaning(program, group, other)
         if not measured and is_better_walked(group, form, other):

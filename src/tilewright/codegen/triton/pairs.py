@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.lean import Lean
+from tilewright.codegen.triton.rest import Rest
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, substitute, var
 
@@ -72,4 +73,6 @@ def lean_of(kernel: Kernel) -> Lean | None:
     axis = next((a for a in kernel.shape.axes if a.lean is not None), None)
     if axis is None:
         return None
+    if axis.lean is ix.ZERO and axis in kernel.shape.inner:
+        return Rest(kernel, axis)
     return Pairs(kernel, axis) if axis.piece == PAIR else Lean(kernel, axis)
