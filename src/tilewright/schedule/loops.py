@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import (
+    INDEX,
     Expr,
     const,
     free_vars,
@@ -107,8 +109,10 @@ def _scans(nest: Nest) -> bool:
     return "scan" in nest.ops
 
 
-def merge(nests: Sequence[Nest], outer: Expr, inner: Expr) -> tuple[list[Nest], Expr] | None:
-    """Two loops, the second directly inside the first, as one; None if an index would need `//`."""
+def merge(nests: Sequence[Nest], outer: Expr, inner: Expr, compared: bool = False
+          ) -> tuple[list[Nest], Expr] | None:  # fmt: skip
+    """Two loops, the second directly inside the first, as one; None if an index would need `//`.
+    What is `compared` with the first may be compared with both."""
     if inner.src[0] is ix.ZERO or outer.src[0] is ix.ZERO:
         return None
     if any(_walks_apart(i, outer, inner) for nest in nests for i in _indices(nest)):
@@ -128,11 +132,28 @@ def merge(nests: Sequence[Nest], outer: Expr, inner: Expr) -> tuple[list[Nest], 
             return [joined if v is outer else v for v in vs if v is not inner]
 
         new = substitute_nest(nest, mapping, join(nest.loops), join(nest.reduce))
+        if compared:
+            new = replace_exprs(new, lambda e: rewrite(e, _undivided))
         if any(n.op in ("ifloordiv", "imod") and joined in free_vars(n) and n not in _before(nest)
                for n in walk(*new.exprs)):  # fmt: skip
             return None
         merged.append(new)
     return merged, joined
+
+
+def _undivided(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+    """`x // n + k < b` is `x < (b - k) * n`."""
+    if node.op not in ("lt", "ge") or src[0].dtype != INDEX or not src[1].is_const:
+        return None
+    terms = dict(ix.poly(src[0]))
+    more = terms.pop((), 0)
+    if len(terms) != 1:
+        return None
+    ((quotient, *others), factor), *_ = terms.items()
+    if others or factor != 1 or quotient.op != "ifloordiv" or (quotient.src[1].arg or 0) <= 0:
+        return None
+    x, n = quotient.src
+    return build.op(node.op, x, ix.mul(n, src[1].arg - more))
 
 
 def _indices(nest: Nest) -> Iterator[Expr]:

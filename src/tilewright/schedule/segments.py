@@ -42,9 +42,10 @@ def without_scan(group: Group) -> Loops:
     return tuple(v for v in group.outer if v.arg not in axes)
 
 
-def merge_loops(members: list[Nest], outer: Loops, serial: Loops = ()
+def merge_loops(members: list[Nest], outer: Loops, serial: Loops = (), compared: bool = False
                 ) -> tuple[list[Nest], Loops, Loops]:  # fmt: skip
-    """Join adjacent loops that every index walks as one: long loops vectorise, short do not."""
+    """Join adjacent loops that every index walks as one: long loops vectorise, short do not. Also
+    where the first is `compared` with something, which is a branch outside the second."""
     if any(is_fold(m, "scan") for m in members):
         return members, outer, serial
     changed = True
@@ -52,7 +53,7 @@ def merge_loops(members: list[Nest], outer: Loops, serial: Loops = ()
         changed = False
         for chain in (outer, serial, *_chains(members, (*outer, *serial))):
             for a, b in pairwise(chain):
-                found = merge(members, a, b)
+                found = merge(members, a, b, compared)
                 if found is None:
                     continue
                 members, joined = found

@@ -172,7 +172,9 @@ def shape_of(program: Program, group: Group) -> Shape | str:
         return "the length of a loop depends on another in an unknown way"
     members, outer = _ordered(list(group.members), without_scan(group))
     if not group.serial and not ragged:
-        members, outer, _ = merge_loops(members, outer)
+        # pieces of a concatenation are as long as their rows together (H200: three of 359x24x1747
+        # bfloat16 side by side 45 us, 73 us with a place in its row for each element)
+        members, outer, _ = merge_loops(members, outer, compared=True)
     segments = segments_of([_inside(m, group.serial) for m in members], (*outer, *group.serial))
     for segment in segments:
         if segment.loops and segment.reduce:
