@@ -370,14 +370,23 @@ def held_warps(size: int, leans: bool) -> int:
     return clamp(4 if leans else 8, power(size / (32 * 112)), MOST_WARPS)
 
 
+def held_at_once(shape: Shape) -> int:
+    """Elements of the rows a program holds that a thread loads at once."""
+    (axis,), x = (flat := shape.flat()).inner, flat.parallel[0]
+    wide = any(n.dtype.itemsize > 2 and {axis.var, x.var} <= free_vars(n.src[0])
+               and n.arg in _given(shape) for m in flat.members for n in loads(*m.exprs))  # fmt: skip
+    return 4 if wide else 8
+
+
 def _held_rows(shape: Shape) -> Iterable[Config]:
     """With no more registers than let all threads run that may, if a row fits them (H200: group
     norm of 1024 rows of 40960 bfloat16 49 us, 63 us with 73 and one row on a processor)."""
-    (axis,), warps = shape.inner, shape.held // 256
+    (axis,), each = shape.inner, held_at_once(shape)
+    warps = shape.held // (32 * each)
     blocks = ((shape.parallel[0].block, 1), (axis.block, shape.held))
     weights = any(free_vars(n.src[0]) == frozenset((axis.var,)) for m in shape.flat().members
                   for n in loads(*m.exprs))  # fmt: skip
-    room = 40 if weights and axis.lean is not None else 80  # elements of a thread
+    room = (5 if weights and axis.lean is not None else 10) * each  # elements of a thread
     if axis.likely <= room * 32 * warps:
         yield Config(blocks, warps, registers=64)
     yield Config(blocks, warps)

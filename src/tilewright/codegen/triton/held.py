@@ -1,11 +1,12 @@
-"""Long rows of sixteen bits, held by a program in pieces.
+"""Long rows, held by a program in pieces.
 
 A row that is folded and then used again is read once if its program keeps it. As floats, in one
 block of a power of two, few rows fit: of 16384 elements one or two on a processor. As the sixteen
 bits they have in memory, in as many pieces as they are long, four times as many do. Each piece is a
 tile of its own. All of them are under way before the first is folded; they meet in one tile, which
 is folded among threads once. What is made of a piece is made again after each fold: a compiler
-would keep the floats instead, so it is not to know that they are the same (`tri_rows.anew`).
+would keep the floats instead, so it is not to know that they are the same (`tri_rows.anew`). Rows
+of floats are held as they are, half as many.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewright.codegen.triton.configs import folds, held_warps, power
+from tilewright.codegen.triton.configs import folds, held_at_once, held_warps, power
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import folded_type, folds_of
 from tilewright.codegen.triton.leaning import leaning
@@ -45,6 +46,7 @@ MOST_READ = 46 << 10  # the same of several rows, where one is made of them (H20
 # of 4211 rows of 22847 191 us, 208 us walked; gradient of softmax of 23000, of both 134 us, 115 us)
 FEWEST = 4  # rows for each processor
 PLACES = ("argmin", "argmax")
+HELD = (torch.float16, torch.bfloat16, torch.float32)
 DEAR = 20  # what an operation costs that is not done several times
 
 
@@ -102,15 +104,19 @@ class Held:
 
     def renew(self, after: str) -> None:
         """Once something is known, nothing is left of what was made of the pieces before."""
-        w = self.w
-        mark = w.let(f"tri_rows.mark({after})")
+        w, mark = self.w, ""
         for k, known in enumerate(self._kept):
-            rows = {
-                e: name
-                for e, name in known.items()
-                if e.op == "load" and e.dtype.itemsize == 2 and _is_row(self.kernel.shape, e)
-            }
-            self._kept[k] = {e: w.let(f"tri_rows.anew({name}, {mark})") for e, name in rows.items()}
+            self._kept[k] = {e: name for e, name in known.items() if e.op == "load"
+                             and self._stays(e)}  # fmt: skip
+            for e, name in self._kept[k].items():
+                if e.dtype.itemsize == 2:
+                    mark = mark or w.let(f"tri_rows.mark({after})")
+                    self._kept[k][e] = w.let(f"tri_rows.anew({name}, {mark})")
+
+    def _stays(self, node: Expr) -> bool:
+        """Whether a row is held: all that are read or stored, and those of sixteen bits."""
+        wide = node.dtype.itemsize > 2 and node.arg in self.kernel.local
+        return not wide and _is_row(self.kernel.shape, node)
 
     def segment(self, segment: Segment) -> None:
         """Folds one after the other, and what is stored of rows piece by piece."""
@@ -161,15 +167,16 @@ def holding(program: Program, group: Group, shape: Shape, target: Target) -> Sha
         return shape
     if any(scatters(m) for m in shape.members) or folds(shape, *PLACES) or _is_dear(shape):
         return shape
-    count = _rows(group, shape.flat())
-    most = MOST_READ if count > 1 and _joins_rows(program, shape) else MOST_HELD
+    rows = _rows(group, shape.flat())
+    count = sum(n.dtype.itemsize for n in rows) // 2
+    most = MOST_READ if len(rows) > 1 and _joins_rows(program, shape) else MOST_HELD
     if not 0 < size * count <= most or cannot_hand_over(group, replace(shape, persistent=False)):
         return shape
     form = leaning(program, group, replace(shape, persistent=True, ahead=False, held=size))
     leans = form.inner[0].lean is not None
-    if not leans and (form.odd or _is_held_as_floats(shape, size, count)):
+    if not leans and (form.odd or _is_held_as_floats(shape, size, len(rows))):
         return shape
-    return replace(form, held=8 * 32 * held_warps(size * count, leans))
+    return replace(form, held=32 * held_at_once(form) * held_warps(size * count, leans))
 
 
 def _is_held_as_floats(shape: Shape, size: int, count: int) -> bool:
@@ -179,24 +186,24 @@ def _is_held_as_floats(shape: Shape, size: int, count: int) -> bool:
     return shape.persistent and not (empty and count == 1 and folds(shape, "welford"))
 
 
-def _rows(group: Group, flat: Shape) -> int:
-    """How many rows of sixteen bits a program reads; none if some are wider, or lie otherwise."""
+def _rows(group: Group, flat: Shape) -> set[Expr]:
+    """The rows that a program reads; none if some are no floats, or lie otherwise."""
     (axis,), x = flat.inner, flat.parallel[0]
     made = {b for m in flat.members for b in m.writes}
     stored = [s.index for m in flat.members for s in m.stores if axis.var in free_vars(s.index)]
     if any(ix.coefficient(i, axis.var) is not ix.ONE for i in stored):
-        return 0
+        return set()
     found: set[Expr] = set()
     for node in (n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local):
         if not _is_row(flat, node):
             steps = ix.coefficient(node.src[0], axis.var) is not None
             if steps and {axis.var, x.var} <= free_vars(node):
-                return 0
-        elif node.dtype not in (torch.float16, torch.bfloat16) or node.src[1:]:
-            return 0
+                return set()
+        elif node.dtype not in HELD or node.src[1:]:
+            return set()
         elif node.arg not in made:
             found.add(node)
-    return len(found)
+    return found
 
 
 def _joins_rows(program: Program, shape: Shape) -> bool:
