@@ -372,9 +372,10 @@ def held_warps(size: int, leans: bool) -> int:
 
 def held_at_once(shape: Shape) -> int:
     """Elements of the rows a program holds that a thread loads at once."""
-    (axis,), x = (flat := shape.flat()).inner, flat.parallel[0]
-    wide = any(n.dtype.itemsize > 2 and {axis.var, x.var} <= free_vars(n.src[0])
-               and n.arg in _given(shape) for m in flat.members for n in loads(*m.exprs))  # fmt: skip
+    flat, given = shape.flat(), _given(shape)
+    whole = {flat.inner[0].var, flat.parallel[0].var}
+    wide = any(n.dtype.itemsize > 2 and whole <= free_vars(n.src[0]) and n.arg in given
+               for m in flat.members for n in loads(*m.exprs))  # fmt: skip
     return 4 if wide else 8
 
 
