@@ -357,6 +357,8 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         yield Config(((x.block, 1), *rows), warps, registers=32)
     if longest > LONGEST_PASS:
         yield Config(((x.block, 1), *rows), 16)
+    elif scans and longest == LONGEST_PASS:  # as floats of bfloat16 103 us, 123 us with 16
+        yield Config(((x.block, 1), *rows), 8)
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
         block = min(clamp(1, tile * vector // longest, power(enough)), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
@@ -626,8 +628,9 @@ def carried(shape: Shape) -> int:
 
 
 def rows_of_thread(shape: Shape, neighbours: int) -> int:
-    """Rows of columns that a thread has at once, if it has so many neighbours of each."""
-    share = 256 if neighbours == 1 or carried(shape) == 8 else 512
+    """Rows of columns that a thread has at once, if it has so many neighbours of each: those of
+    sixteen bits are kept as such until they are added."""
+    share = 256 if neighbours == 1 or carried(shape) == 8 else 512 if neighbours < 8 else 1024
     most = below(clamp(4, share // (neighbours * carried(shape)), 64))
     return _round_of(shape.inner[0], min(most, 32) if shape.walked else most, 8)
 
@@ -635,9 +638,9 @@ def rows_of_thread(shape: Shape, neighbours: int) -> int:
 def _scanned_columns(program: Program, shape: Shape) -> Iterable[Config]:
     """A thread has as many neighbours as it loads at once, and several rows under way. What threads
     share of a column they hand on through shared memory (H200: cumulative sums of 64 rows of
-    34538x72 bfloat16 184 us, 401 us so; of 128 rows of 4425x128 float16 79 us, 118 us; of 2200x128
-    floats 82 us by 8 rows, 86 us by 16, 104 us). By single elements more warps and rows (64 rows of
-    34538x71 bfloat16 212 us, 260 us by 32 of two warps, 284 us)."""
+    34538x72 bfloat16 177 us by 32 rows, 195 us by 16, 401 us so; of 128 rows of 4425x128 float16
+    77 us, 118 us so; of 2200x128 floats 76 us by 32 rows, 79 us by 16). By single elements more
+    warps and rows (64 rows of 34538x71 bfloat16 212 us, 260 us by 32 of two warps, 284 us)."""
     x, (r,) = shape.parallel[0], shape.inner
     neighbours = at_once(program, shape)
     warps, rows = 4 if neighbours == 1 else 1, rows_of_thread(shape, neighbours)
