@@ -216,6 +216,15 @@ def slid(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
 
 
 @jit
+def slid_as_one(p, start, mask, R: tl.constexpr):
+    """A piece of memory that begins anywhere."""
+    start = tl.full([1, 1], 0, tl.int32) + start
+    inside = None if mask is None else mask[None, :]
+    found = slid(p, start, tl.arange(0, R)[None, :], inside, 1, R)
+    return tl.reshape(found, [R])
+
+
+@jit
 def _firsts(x):
     """The first of each piece."""
     x, _ = _halves(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 2, 2, 2]))

@@ -11,6 +11,7 @@ from tilewright.codegen.triton.held import holding
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
 from tilewright.codegen.triton.laid import laid
 from tilewright.codegen.triton.leaning import is_better_walked, leaning
+from tilewright.codegen.triton.moved import moved
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.parts import in_parts
@@ -46,7 +47,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
     shape = in_parts(parts[0][1], target)
-    for form in (turned, laid):
+    for form in (turned, laid, moved):
         if (made := form(program, group, shape, target, name, wide)) is not None:
             return made
     if (held := holding(program, group, shape, target)).held:
