@@ -32,6 +32,7 @@ MAX_POINTWISE_CAT_WORK = 24
 into its place instead."""
 SHORTEST_PIECE, LONGEST_PIECE = 16, 1024  # bytes
 FEW_PARTS = 4  # of which pieces may be longer
+SLID = (2, 4)  # bytes of elements whose long pieces may begin anywhere
 
 
 # ---- cat, stack
@@ -85,13 +86,15 @@ def _are_pieces(ctx: Lowering, inputs: Sequence[Tensor], dim: int) -> bool:
     each other: one kernel of a card writes it from its beginning to its end, while those that each
     write their own leave gaps, and of short pieces lines that are not whole (H200: two of 97980x80
     float32 32.0 us, 35.7 us; two of 40000x1000 bfloat16 79 us, 89 us; three of 200x100x1024 side by
-    side 61 us, 63 us). Pieces of a few bytes are put together in registers instead."""
+    side 61 us, 63 us; two of 352x131072, one after the other, 89 us, 91 us). Pieces of a few bytes
+    are put together in registers instead."""
     if inputs[0].device.type != "cuda":
         return False
     pieces = [math.prod(ix.likely(n) for n in t.size[dim:]) * t.dtype.itemsize for t in inputs]
-    if max(pieces) > LONGEST_PIECE and (
-        len(inputs) > FEW_PARTS or math.prod(ix.likely(n) for n in inputs[0].size[:dim]) == 1
-    ):
+    if max(pieces) > LONGEST_PIECE and (len(inputs) > FEW_PARTS or (
+        math.prod(ix.likely(n) for n in inputs[0].size[:dim]) == 1
+        and inputs[0].dtype.itemsize not in SLID and any(n % 16 for n in pieces[:-1])
+    )):  # fmt: skip
         return False
     read = {n.arg for t in inputs for n in loads(t.body)}
     return min(pieces) >= SHORTEST_PIECE and all(
