@@ -135,6 +135,8 @@ BLOCKS: dict[str, tuple[Fn, tuple[int, ...], dict[str, int]]] = {
     "one width": (lambda x: x * 2, (4096, 8192), {"XBLOCK": 2048}),
     "two widths and a long function": (
         lambda x: F.gelu(x).float(), (4096, 8192), {"XBLOCK": 2048}),
+    "long rows that are scaled": (
+        lambda x: F.relu(x * x[:, :1]), (10560, 16384), {"YBLOCK": 1, "XBLOCK": 2048}),
     "short columns as one": (turned_around, (14, 1024, 96, 96), {"YBLOCK": 128, "XBLOCK": 128}),
     "those of odd rows": (turned_around, (14, 1024, 95, 95), {"YBLOCK": 120, "XBLOCK": 128}),
     "rows that begin anywhere": (
