@@ -42,9 +42,9 @@ else:
     def meet(counter, until):
         """Wait until the programs of a row have come here so often, all together."""
         tl.debug_barrier()
-        tl.atomic_add(counter, 1, sem="acq_rel")
-        while tl.atomic_add(counter, 0, sem="acquire") < until:
-            pass
+        here = tl.atomic_add(counter, 1, sem="acq_rel") + 1
+        while here < until:
+            here = tl.atomic_add(counter, 0, sem="acquire")
         tl.debug_barrier()
 
     @jit
@@ -281,6 +281,13 @@ def part(counter, until):
     if last:
         tl.atomic_xchg(counter, 0, sem="relaxed")
     return last
+
+
+@jit
+def gone(counter, until):
+    """The same where none waits for what others have stored."""
+    if tl.atomic_add(counter, 1, sem="relaxed") == until - 1:
+        tl.atomic_xchg(counter, 0, sem="relaxed")
 
 
 @jit

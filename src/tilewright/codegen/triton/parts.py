@@ -81,11 +81,11 @@ def leave(kernel: Kernel) -> None:
         for line in kernel.waiting:
             w.line(line)
         return
-    last = f"tri.part({COUNTERS} + spot, {kernel.shape.shared * (kernel.meetings + 1)})"
+    count = kernel.shape.shared * (kernel.meetings + 1)
     if not kernel.waiting:
-        w.line(last)
+        w.line(f"tri.gone({COUNTERS} + spot, {count})")
         return
     w.line("tl.debug_barrier()")
-    with w.block(f"if {last}"):
+    with w.block(f"if tri.part({COUNTERS} + spot, {count})"):
         for line in kernel.waiting:
             w.line(line)
