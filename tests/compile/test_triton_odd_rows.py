@@ -354,17 +354,22 @@ def test_a_row_that_is_added_to_odd_rows_is_found_by_few_divisions() -> None:
     assert "tri.wrapped(" in kernel.text
 
 
-def test_odd_rows_of_floats_that_are_folded_both_ways_stay_in_registers() -> None:
-    """Two of them, and what they add to."""
+@pytest.mark.parametrize(("rows", "size", "warps"),
+                         [(4406, 3873, 8), (33554, 2001, 4), (761461, 161, 1)])  # fmt: skip
+def test_odd_rows_of_floats_that_are_folded_both_ways_stay_in_registers(
+    rows: int, size: int, warps: int
+) -> None:
+    """Two of them, and what they add to: none is fetched ahead, one float at a time."""
 
     def gradients(x: Tensor, weight: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         slope = (given * weight * x).sum(-1, keepdim=True)
         return given * weight - x * slope, (given * x).sum(0)
 
-    x = torch.empty(4406, 3873)
-    kernel, *_ = for_card(gradients, x, torch.empty(3873), x)
+    x = torch.empty(rows, size)
+    kernel, *_ = for_card(gradients, x, torch.empty(size), x)
     made = build(kernel)
-    assert "for s0offset" in kernel.text and made.spills == 0
+    assert "for s0offset" in kernel.text and made.spills == 0 and "cp.async" not in made.ptx
+    assert kernel.config.num_warps == warps
 
 
 @pytest.mark.parametrize(("rows", "length", "ahead"), [(960, 36864, 0), (542, 1 << 18, 5)])
