@@ -32,6 +32,7 @@ LONGEST_OF_THREAD = 32  # rows of a column that a thread folds alone: so many lo
 LONGEST_OF_WARP = 1024  # elements of a row that one warp folds
 MOST_WARPS = 32
 LONG_ROW = 1 << 14  # elements of a row of which each program has a piece
+LEAST_MOVED = 2560  # bytes of the rows of a program
 MOST_READ = 160  # bytes that a thread has under way where nothing is folded
 
 
@@ -125,7 +126,7 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
             found = (_tiled(program, shape, target) if shape.rank > 1
                      else [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
     elif shape.held:
-        found = _held_rows(shape)
+        found = _held_rows(program, shape)
     elif shape.alone:
         found = _scanned_columns(program, shape)
     elif shape.walked:
@@ -391,9 +392,12 @@ def held_at_once(shape: Shape) -> int:
     return 4 if wide else 8
 
 
-def _held_rows(shape: Shape) -> Iterable[Config]:
+def _held_rows(program: Program, shape: Shape) -> Iterable[Config]:
     """With no more registers than let all threads run that may, if a row fits them (H200: group
     norm of 1024 rows of 40960 bfloat16 49 us, 63 us with 73 and one row on a processor)."""
+    if shape.tiled:
+        yield from _tiles(program, shape)
+        return
     (axis,), each = shape.inner, held_at_once(shape)
     warps = shape.held // (32 * each)
     blocks = ((shape.parallel[0].block, 1), (axis.block, shape.held))
@@ -403,6 +407,29 @@ def _held_rows(shape: Shape) -> Iterable[Config]:
     if axis.likely <= room * 32 * warps:
         yield Config(blocks, warps, registers=64)
     yield Config(blocks, warps)
+
+
+def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
+    """A row for as many threads as move a tile of it at once, and enough of them for as many
+    programs to start as memory is fast: no more than three do in two nanoseconds."""
+    x, (axis,) = shape.parallel[0], shape.inner
+    threads = shape.held // (axis.piece or _vector(program, shape))
+    rows = max(1, 32 // threads)
+    bytes_ = rows * (axis.size or 1) * _moved(program, shape)
+    most = 1 if bytes_ >= LEAST_MOVED else 2 if 3 * bytes_ >= LEAST_MOVED else 4
+    for times in (most, 2 if most == 1 else 1):
+        warps = times * max(1, threads // 32)
+        yield Config(((x.block, times * rows), (axis.block, shape.held)), warps)
+
+
+def _moved(program: Program, shape: Shape) -> int:
+    """Bytes that are loaded and stored of each element of a row of its own."""
+    inner = {v for a in shape.inner for v in a.loops}
+    read = {b for m in shape.members for b in m.reads}
+    stored = {s.buffer for m in shape.members for s in m.stores if inner & free_vars(s.index)}
+    alike = {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) <= inner}
+    moved = _given(shape) - alike | stored - read
+    return sum(program.buffers[b].dtype.itemsize for b in moved)
 
 
 def folds_one(shape: Shape) -> bool:

@@ -17,6 +17,7 @@ from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.parts import in_parts
 from tilewright.codegen.triton.rest import resting
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
+from tilewright.codegen.triton.tiles import in_tiles
 from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.walk import walking
 from tilewright.errors import CodegenError
@@ -52,6 +53,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
             return made
     if (held := holding(program, group, shape, target)).held:
         return Kernel(program, group, held, target, wide).generate(name)
+    if (tiled := in_tiles(program, group, shape)).tiled:
+        return Kernel(program, group, tiled, target, wide).generate(name)
     other = otherwise(group, shape)
     measured = config.max_autotune or config.max_autotune_pointwise
     form = resting(leaning(program, group, shape))

@@ -104,6 +104,8 @@ class Held:
 
     def renew(self, after: str) -> None:
         """Once something is known, nothing is left of what was made of the pieces before."""
+        if self.kernel.shape.tiled:
+            return
         w, mark = self.w, ""
         for k, known in enumerate(self._kept):
             self._kept[k] = {e: name for e, name in known.items() if e.op == "load"

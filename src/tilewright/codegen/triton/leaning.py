@@ -31,6 +31,7 @@ SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
 SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
 SHORTEST_FOUND = 512  # the same of rows that are looked up, which are slid to where they begin
 SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
+SHORTEST_TILED = 64  # the same of rows in tiles (H200: softmax of 85 106 us, 116 us packed)
 SHORTEST_WEIGHED = 192  # the same of rows with weights
 LONGEST_PAIRS = 4096  # elements of a row that is not walked in pieces for its weights
 WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
@@ -46,7 +47,8 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
         axis, guide = shape.parallel[0], _end(group, shape)
     if guide is None:
         odd = _is_odd(program, group, shape, flat)
-        if odd and is_packed(program, group, shape, flat):
+        tiled = shape.held and (shape.inner[0].size or 0) >= SHORTEST_TILED
+        if odd and not tiled and is_packed(program, group, shape, flat):
             return _turned(shape)
         guide = _pairs(program, group, shape, flat) if odd else None
         if guide is None:
@@ -70,7 +72,7 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
     axes = {a.var for a in flat.axes}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
     rows = {n.arg: n.dtype.itemsize for n in nodes if axes <= free_vars(n.src[0])}
-    if leans and _rows_alike(flat):
+    if leans and rows_alike(flat):
         return True
     if len(rows) != 1 or max(rows.values()) > WIDEST:
         return False
@@ -87,9 +89,9 @@ def _last(shape: Shape) -> Axis | None:
         axis = shape.parallel[1] if shape.looked_up else None
         shortest = SHORTEST_FOUND if reads_rows(shape) else SHORTEST_LEAN
         return axis if axis is not None and axis.likely >= shortest else None
-    if len(shape.inner) > 1 or _looks_up(shape):
+    if len(shape.inner) > 1 or looks_up(shape):
         return None
-    if shape.persistent and not shape.held and _rows_alike(shape.flat()):
+    if shape.persistent and not shape.held and rows_alike(shape.flat()):
         return None
     shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
     return shape.inner[0] if shape.inner[0].likely >= shortest else None
@@ -117,11 +119,11 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
     for pieces. Weights are loaded twice then, which many rows have to make up for (H200: layer norm
     of 131 bfloat16 112 us by single elements, 130 us so; of 249 179 us, 148 us so; of 5001 such
     rows 4.0 us, 4.6 us so; of 1501 108 us, 101 us so)."""
-    if not shape.persistent or _scans(shape) or not _may_lean(shape) or _looks_up(shape):
+    if not shape.persistent or _scans(shape) or not _may_lean(shape) or looks_up(shape):
         return None
     (axis,) = shape.inner
-    size, shortest = axis.size or 0, SHORTEST_PAIRS
-    if _rows_alike(flat):
+    size, shortest = axis.size or 0, SHORTEST_TILED if shape.held else SHORTEST_PAIRS
+    if rows_alike(flat):
         shortest = SHORTEST_WEIGHED
         if hint_product(a.extent for a in shape.axes) < MANY:
             return None
@@ -137,7 +139,7 @@ def _scans(shape: Shape) -> bool:
     return any(segment.scans for segment, _ in shape.segments)
 
 
-def _looks_up(shape: Shape) -> bool:
+def looks_up(shape: Shape) -> bool:
     """Whether each element of a row has a place to compute for something else, as its channel's
     scale: that of eight neighbours a thread would load eight times (H200: group norm of rows of
     2890 bfloat16, channels of 289, 126 us by single elements, 257 us so)."""
@@ -189,12 +191,12 @@ def moved_singly(shape: Shape) -> set[str]:
     be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145 us,
     187 us so; its backward pass 245 us, 270 us). Where places are looked up, all (group norm of
     channels of 289 126 us, 164 us with pairs of neighbours)."""
-    if _looks_up(shape):
+    if looks_up(shape):
         return {b for m in shape.members for b in m.reads | m.writes}
-    return _rows_alike(shape)
+    return rows_alike(shape)
 
 
-def _rows_alike(shape: Shape) -> set[str]:
+def rows_alike(shape: Shape) -> set[str]:
     """Rows that are the same for all programs, as a layer's weights."""
     rows = frozenset(a.var for a in shape.inner)
     return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) == rows}

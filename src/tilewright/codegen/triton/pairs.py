@@ -28,16 +28,29 @@ class Pairs(Lean):
 
     def begin(self) -> None:
         w, a = self.w, self.axis.name
-        self._lanes_of_ends = 1
+        self._lanes_of_ends = self.most_left = 1
         self._as_it_is = [var(f"{a}pair", self.axis.extent), var(f"{a}beside", self.axis.extent)]
         w.line(f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}")
         w.line(f"{a}odd = {a}place % 2")
         w.line(f"{a}start = ({a}place + {a}odd) // 2 * 2")
         w.line(f"{a}at = tl.where({a}odd == 0, {a}numel - 1, 0)")
+        w.line(f"{a}tail = {a}numel - 1")
         self._fetch()
-        w.line(f"{a}index = {a}base + {a}odd")
-        w.line(f"{a}mask = {a}base < {a}numel - 1")
-        w.know(self.axis.var, f"{a}index")
+        if not self.kernel.shape.held:
+            w.line(f"{a}lane = {a}base")
+            self._enter(f"{a}lane < {a}tail")
+
+    def lanes(self, round_: str, mask: str) -> None:
+        a = self.axis.name
+        self.w.line(f"{a}lane = {round_} * {self.axis.block} + {a}base")
+        self._enter(mask)
+
+    def _enter(self, mask: str) -> None:
+        a = self.axis.name
+        self.w.line(f"{a}index = {a}lane + {a}odd")
+        if mask:
+            self.w.line(f"{a}mask = {mask}")
+        self.w.know(self.axis.var, f"{a}index")
 
     def place(self, index: Expr) -> str:
         if self.at_ends or not self.steps(index):
@@ -45,7 +58,7 @@ class Pairs(Lean):
         a = self.axis.name
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
         more = "" if apart is ix.ZERO else f" + {self.w.index(apart)}"
-        return f"{a}start + {a}base{more}"
+        return f"{a}start + {a}lane{more}"
 
     @contextmanager
     def ends(self) -> Generator[None]:
@@ -62,10 +75,11 @@ class Pairs(Lean):
             return ""
         made: list[str] = []
         for k, lane in enumerate(self._as_it_is):
-            w.know(lane, f"(tl.max_contiguous({a}base, [1, 2]){' + 1' if k else ''})")
+            w.know(lane, f"(tl.max_contiguous({a}lane, [1, 2]){' + 1' if k else ''})")
             index = w.index(substitute(node.src[0], {self.axis.var: lane}))
             pointer = self.kernel.pointer(node.arg)
-            made.append(w.let(f"tl.load({pointer} + ({index}), {a}mask, other=0)"))
+            mask = f", {a}mask, other=0" if self.axis in w.masked else ""
+            made.append(w.let(f"tl.load({pointer} + ({index}){mask})"))
         return f"tl.where({a}odd == 0, {', '.join(made)})"
 
 

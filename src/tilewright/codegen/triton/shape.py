@@ -111,6 +111,7 @@ class Shape:
     odd: bool = False  # rows begin anywhere in memory: they are moved by single elements
     packed: bool = False  # and lie one after the other: those of a program are loaded as one
     held: int = 0  # elements of the pieces that a program holds a row in
+    tiled: bool = False  # these are narrow, and a warp has several rows
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
     members: list[Nest] = field(default_factory=list[Nest])
 

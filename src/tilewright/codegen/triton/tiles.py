@@ -1,0 +1,119 @@
+"""Short rows in tiles: a row by a few threads, several of them by a warp.
+
+A block of a power of two leaves up to half of its lanes empty, and all threads of a warp have to
+meet for each row that it folds. In as many narrow tiles as a row is long no lane is empty but in
+the last of them; tiles meet in the threads that have them, and a row has few of these. They are
+held as the pieces of long rows are (`held.py`), but nothing is made again: it is little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tilewright.codegen.triton.configs import folds, is_heavy, power
+from tilewright.codegen.triton.emit import RANDOM
+from tilewright.codegen.triton.folds import folded_type
+from tilewright.codegen.triton.held import PLACES
+from tilewright.codegen.triton.leaning import leaning, looks_up, rows_alike
+from tilewright.codegen.triton.pairs import PAIR
+from tilewright.codegen.triton.shape import MANY, Shape, cannot_hand_over, scatters, uses
+from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.program import Program
+from tilewright.schedule.group import Group
+from tilewright.schedule.sizes import hint_product
+
+LONGEST = 8192  # elements of a row
+SHORT = 256  # the same of one of which a block is not to be empty by a quarter
+MOST = 8  # tiles of an even row
+FEWEST = 32  # elements of a tile: 64 bytes of a row, for four threads
+MOST_PAIRS, FEWEST_PAIRS = 16, 16  # the same of rows that are moved two elements at once
+WARP = 256  # elements of a tile that a warp moves at once
+
+
+def in_tiles(program: Program, group: Group, shape: Shape) -> Shape:
+    """The shape with rows in tiles, where they are many and short."""
+    if not _may_be(group, shape):
+        return shape
+    size = shape.inner[0].size or 0
+    form = leaning(program, group, replace(shape, held=size))
+    piece = form.inner[0].piece
+    if form.packed or (form.odd and not piece):
+        return shape
+    if not piece:
+        tile = _of_even(shape, size)
+    elif piece == PAIR:
+        tile = _of_pairs(shape, size)
+    else:
+        tile = _of_odd(shape, size)
+    return replace(form, tiled=True, held=tile) if tile else shape
+
+
+def _of_even(shape: Shape, size: int) -> int:
+    """Even rows are as fast as memory in a block, but for a few (H200): such as are only folded,
+    with exponentials (cross entropy of 131072 rows of 1000 bfloat16 62 us, 100 us), short ones that
+    leave much of it empty (layer norm of 160 69 us, 85 us; but of two of them 71 us, 67 us, and of
+    160 floats 68 us, 66 us), and such with a mask of each element that do (softmax of 2504 float16
+    54 us, 64 us)."""
+    nodes = [n for m in shape.members for n in walk(*m.exprs)]
+    empty = 4 * size <= 3 * power(size)
+    rows = _rows(shape)
+    masked = any(n.dtype == torch.bool for n in rows)
+    width = max((n.dtype.itemsize for n in rows), default=4)
+    short = len(rows) == 1 and size <= (SHORT * 2 // width if rows_alike(shape.flat()) else SHORT)
+    folded = not _stores(shape) and any(n.op == "exp" for n in nodes)
+    return max(FEWEST, power(size / MOST)) if folded or (empty and (masked or short)) else 0
+
+
+def _of_pairs(shape: Shape, size: int) -> int:
+    """Not such with weights: these are taken twice, from threads that have others."""
+    if rows_alike(shape.flat()):
+        return 0
+    return max(FEWEST_PAIRS, power(size / MOST_PAIRS))
+
+
+def _of_odd(shape: Shape, size: int) -> int:
+    """By one warp, or by more where rows would not fit its registers (H200: layer norm of 1501
+    bfloat16 72 us, 76 us by two; softmax with a mask of 1441 36 us by two, 38 us by one; layer norm
+    of 5001 74 us by four, 97 us by single elements). Wide weights leave no room."""
+    flat = shape.flat()
+    alike = rows_alike(flat)
+    if any(n.arg in alike and n.dtype.itemsize > 2 for m in flat.members for n in loads(*m.exprs)):
+        return 0
+    several = len(_rows(shape)) > 1
+    if not (alike or several) and 8 * size > 7 * power(size):  # a block is as good
+        return 0
+    few = 4 if several else MOST
+    return WARP if size <= few * WARP else max(2 * WARP, power(size / MOST))
+
+
+def _rows(shape: Shape) -> set[Expr]:
+    """What is loaded along rows, and is not the same for all of them."""
+    own = set(shape.inner[0].loops)
+    made = frozenset[str]().union(*(m.writes for m in shape.members))
+    nodes = {n for m in shape.members for n in loads(*m.exprs) if n.arg not in made}
+    return {n for n in nodes if own & free_vars(n.src[0]) and free_vars(n.src[0]) - own}
+
+
+def _stores(shape: Shape) -> bool:
+    own = set(shape.inner[0].loops)
+    return any(own & free_vars(s.index) for m in shape.members for s in m.stores)
+
+
+def _may_be(group: Group, shape: Shape) -> bool:
+    if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
+        return False
+    if len(shape.inner) != 1 or not shape.persistent or uses(shape.members, *RANDOM):
+        return False
+    size = shape.inner[0].size or 0
+    if not FEWEST < size <= LONGEST or hint_product(a.extent for a in shape.axes) < MANY:
+        return False
+    if any(scatters(m) for m in shape.members) or any(s.scans for s, _ in shape.segments):
+        return False
+    if folds(shape, *PLACES) or is_heavy(shape) or looks_up(shape):
+        return False
+    nodes = [n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"]
+    if any(folded_type(n.src[0].dtype) != torch.float32 for n in nodes):
+        return False
+    return not cannot_hand_over(group, replace(shape, persistent=False))

@@ -1,0 +1,62 @@
+"""Short rows in tiles, and what is folded and rounded of them, in the interpreter and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.interp import check
+from tilewright.codegen.triton import tiles
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.softmax(x.masked_fill(mask, float("-inf")), -1)
+
+
+def _residual(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, F.layer_norm(total, total.shape[-1:], weight)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+    return (x.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _loss(x: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(x.float(), targets, reduction="none")
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "even": (_softmax, (_normal(9, 160),)),
+    "of floats": (_softmax, (_normal(9, 168, dtype=F32),)),
+    "with a mask": (_masked, (_normal(3, 9, 648, dtype=F16), _normal(9, 648) > 0.5)),
+    "in pairs": (_masked, (_normal(3, 3, 145), _normal(3, 145) > 0.5)),
+    "that lean": (_masked, (_normal(3, 9, 811), _normal(9, 811) > 0.5)),
+    "of two, with weights": (_residual, (_normal(33, 1877), _normal(33, 1877), _normal(1877))),
+    "that are quantized": (_quantized, (_normal(9, 168),)),
+    "that are only folded": (_loss, (_normal(9, 1000), torch.arange(9))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "MANY", 0)
+    fn, args = CASES[name]
+    (kernel,) = check(fn, *args, rtol=2e-2, atol=2e-2)
+    assert kernel.config.kwargs["RBLOCK"] * 2 < args[0].shape[-1]
