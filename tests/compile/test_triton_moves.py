@@ -15,12 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compile.as_cuda import as_cuda
-from tests.compile.card import CARD
+from tests.compile.card import CARD, results
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
 from tilewright.codegen.triton import turned
 from tilewright.graph.simplify import simplify
+from tilewright.ir.expr import loads
+from tilewright.ir.program import Nest
 from tilewright.lower.graph import lower
 from tilewright.testing import run_and_get_code
 
@@ -117,6 +119,35 @@ def test_pieces_of_a_concatenation_are_one_loop(
         gm = make_fx(lambda x, y: [torch.cat((x, y * 2), dim)])(x, x.clone())
     simplify(gm)
     assert len(lower(gm, CARD).nodes) == loops
+
+
+@pytest.mark.parametrize("window", [(3, 2, 1), (2, 2, 1, 1, True), (3, 1, 1, 2)])
+@pretended
+def test_values_next_to_padding(window: tuple[Any, ...]) -> None:
+    x = _bfloat16(2, 3, 9, 7).masked_fill_(torch.rand(2, 3, 9, 7) < 0.3, float("-inf"))
+    x[1, :, 4, 0] = float("nan")
+
+    def fn(x: Tensor) -> Any:
+        return F.max_pool2d(x, *window, return_indices=True)
+
+    for actual, expected in zip(results(fn, x), fn(x), strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=0)
+
+
+@pretended
+def test_padding_of_windows_has_no_mask() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 15, 15, dtype=torch.bfloat16, device="cuda")
+        gm = make_fx(lambda x: [F.max_pool2d(x, 3, 2, 1)])(x)
+    simplify(gm)
+    (nest,) = lower(gm, CARD).nodes
+    assert isinstance(nest, Nest)
+    assert all(len(n.src) == 1 for n in loads(*nest.exprs))
+
+
+def test_no_sign_is_divided() -> None:
+    (kernel,) = kernels_of(lambda x: torch.roll(x, 3, -1), _bfloat16(626, 7353))
+    assert "mul.hi.s32" not in build(kernel).ptx
 
 
 BLOCKS: dict[str, tuple[Fn, tuple[int, ...], dict[str, int]]] = {

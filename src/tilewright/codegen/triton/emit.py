@@ -456,7 +456,10 @@ class Writer:
         if node.op in ("imin", "imax"):
             return f"tl.{node.op[1:]}imum({a}, {b})"
         if ix.known_nonneg(node.src[0]):
-            return f"{a} {'//' if node.op == 'ifloordiv' else '%'} {b}"
+            by = "//" if node.op == "ifloordiv" else "%"
+            if self.index_type == "tl.int32" and ix.value_of(node.src[1]) is not None:
+                return f"({a}.to(tl.uint32) {by} {b}).to(tl.int32)"  # nothing to do for a sign
+            return f"{a} {by} {b}"
         return f"tri.index_{'floordiv' if node.op == 'ifloordiv' else 'mod'}({a}, {b})"
 
     def wraps(self, node: Expr) -> Axis | None:
