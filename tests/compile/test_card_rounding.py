@@ -50,6 +50,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[Made], int]] = {
                    [normal(6, 17), normal(17), normal(17)], 3),
     "softmax": (lambda x: torch.softmax(x, -1, dtype=torch.float32), [normal(6, 17)], 1),
     "bilinear": (lambda x: F.interpolate(x, (9, 11), mode="bilinear"), [normal(2, 3, 5, 6)], 1),
+    "bilinear, twice": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [normal(2, 3, 5, 6)], 1),
     "bicubic": (lambda x: F.interpolate(x, (4, 5), mode="bicubic"), [normal(1, 2, 7, 9)], 1),
     "nearest": (lambda x: F.interpolate(x, (9, 11)), [normal(2, 3, 5, 6)], 1),
     "replicated": (lambda x: F.pad(x, (3, 2, 1, 2), mode="replicate"), [normal(2, 3, 5, 6)], 1),

@@ -21,7 +21,7 @@ from tests.compile.interp import check
 from tests.pretend import pretended
 from tilewright.codegen.triton import turned
 from tilewright.graph.simplify import simplify
-from tilewright.ir.expr import loads
+from tilewright.ir.expr import loads, walk
 from tilewright.ir.program import Nest
 from tilewright.lower.graph import lower
 from tilewright.testing import run_and_get_code
@@ -143,6 +143,17 @@ def test_padding_of_windows_has_no_mask() -> None:
     (nest,) = lower(gm, CARD).nodes
     assert isinstance(nest, Nest)
     assert all(len(n.src) == 1 for n in loads(*nest.exprs))
+
+
+@pretended
+def test_inputs_of_twice_as_many_outputs_are_found_by_integers() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 16, 16, device="cuda")
+        gm = make_fx(lambda x: [F.interpolate(x, scale_factor=2, mode="bilinear")])(x)
+    simplify(gm)
+    (nest,) = lower(gm, CARD).nodes
+    assert isinstance(nest, Nest)
+    assert not any(e.op == "cast" for n in loads(*nest.exprs) for e in walk(n.src[0]))
 
 
 def test_no_sign_is_divided() -> None:
