@@ -234,11 +234,11 @@ def test_what_is_written_where_it_was_read_is_not_zero_outside() -> None:
     torch.testing.assert_close((mean, var), expected)
 
 
-def test_moments_of_short_odd_columns_are_not_left_in_parts() -> None:
-    """Two values for every sixteen rows would be half of what is read."""
+def test_short_odd_columns_are_not_left_in_parts() -> None:
+    """What is left for every sixteen rows would be much of what is read."""
     x = torch.empty(2324, 128, 479, dtype=BF16)
     assert len(for_card(lambda x: torch.std_mean(x, 1), x)) == 1
-    assert len(for_card(lambda x: x.float().square().sum(1), x)) == 2
+    assert len(for_card(lambda x: x.float().square().sum(1), x)) == 1
 
 
 def test_what_all_columns_of_a_program_are_multiplied_by_is_loaded_once() -> None:
@@ -251,3 +251,28 @@ def test_what_all_columns_of_a_program_are_multiplied_by_is_loaded_once() -> Non
     assert "+ xfirst) // (256)" in kernel.text
     odd, *_ = check(fn, torch.randn(6, 80, 200), torch.randn(6, 80), rtol=1e-4, atol=1e-4)
     assert "xfirst" not in odd.text
+
+
+SLIDING: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
+    "sums": (lambda x: x.float().sum(0), (19, 703)),
+    "some of both": (lambda x: (x.float().square().sum(1) + 1).sqrt(), (3, 24, 613)),
+    "both ends": (lambda x: (x.amax(1), -x.amin(1)), (3, 21, 519)),
+}
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_odd_rows_are_folded_from_where_their_pieces_begin(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dealt, "COLUMNS", 0)
+    monkeypatch.setattr(dealt, "SHORTEST", 0)
+    monkeypatch.setattr(mixed, "LARGE", 1 << 20)  # programs enough
+    fn, size = SLIDING[name]
+    assert "xslide" in _check(fn, _whole(*size))
+
+
+def test_odd_rows_are_loaded_sixteen_bytes_at_once() -> None:
+    (kernel,) = for_card(lambda x: x.mean(0), torch.empty(109, 481, 793, dtype=BF16))
+    made = build(kernel)
+    assert made.widest("ld.global") == 16 and made.spills == 0
+    assert "shfl" not in made.ptx  # what is moved into place goes through shared memory

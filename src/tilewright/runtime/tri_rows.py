@@ -131,6 +131,17 @@ def of_rows(values, row, beyond):
     return tl.where(beyond, other[:, None], this[:, None])
 
 
+@jit
+def slid_back(tile, slide):
+    """Columns in place that begin so far behind the first lane, in each row another number."""
+    count: tl.constexpr = tile.shape[1]
+    lane, row = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, count)[None, :]
+    spot = tl.minimum(lane + slide, tile.shape[0] - 1) * count + row
+    # as one row, or threads would look for it among all that a warp has
+    found = tl.gather(tl.reshape(tile, [tile.numel]), tl.reshape(spot, [tile.numel]), 0)
+    return tl.reshape(found, tile.shape)
+
+
 # ---- rows loaded in whole pieces, and moved into place in registers
 
 PIECE = 8  # elements of a piece

@@ -17,6 +17,7 @@ from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.parts import in_parts
 from tilewright.codegen.triton.rest import resting
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
+from tilewright.codegen.triton.sliding import sliding
 from tilewright.codegen.triton.tiles import in_tiles
 from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.walk import walking
@@ -63,7 +64,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         if not measured and is_better_walked(group, form, other):
             form = other
     if other is None or not measured:
-        form = walking(program, group, form, target)
+        form = sliding(walking(program, group, form, target), target)
         made = Kernel(program, group, form, target, wide)
         if made.packed is None:
             return made.generate(name)

@@ -36,6 +36,7 @@ from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
+from tilewright.codegen.triton.sliding import Sliding
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
 from tilewright.codegen.triton.walk import Walk
 from tilewright.ir import index as ix
@@ -129,6 +130,7 @@ class Kernel:
         self.lean = self.walk or lean_of(self)
         self.packed = Packed.of(self)
         self.held = Held(self, shape.inner[0]) if shape.held else None
+        self.sliding = Sliding(self) if shape.slid else None
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
@@ -218,7 +220,7 @@ class Kernel:
     def _piece(self, axis: Axis) -> int:
         """The largest block of a parallel axis, if it is a part of what some place is divided by:
         the quotient is one number for a program then, and what it finds there is one load."""
-        if axis.lean is not None or self.packed is not None:
+        if axis.lean is not None or self.packed is not None or self.shape.slid:
             return 0
         largest = max(c.kwargs[axis.block] for c in self.configs)
         cut = (n for m in self.shape.members for n in walk(*m.exprs)
@@ -280,6 +282,8 @@ class Kernel:
         text = "\n".join([*facts.imports(lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *lines]) + "\n"  # fmt: skip
         grid = [(ix.add(a.extent, a.slack), a.block) for a in self.shape.parallel]
+        if self.sliding is not None:
+            grid = self.sliding.grid
         if self.shape.shared:
             grid.append((ix.as_index(self.shape.shared), "1"))
         rows = self.shape.parallel[0].size or 0
@@ -322,7 +326,10 @@ class Kernel:
             w.line(f"part = pid % {self.shape.shared}")
             w.line(f"pid = pid // {self.shape.shared}")
             w.line("spot = pid")
-        for k, axis in reversed(list(enumerate(self.shape.parallel))):
+        if self.sliding is not None:
+            self.sliding.columns()
+        axes = () if self.sliding is not None else self.shape.parallel
+        for k, axis in reversed(list(enumerate(axes))):
             rows = "" if self.packed is None else self.packed.rounded
             w.line(f"{axis.name}numel = {w.index(axis.extent)}{rows}")
             at = "pid"
@@ -356,7 +363,7 @@ class Kernel:
                 self._enter(axis, f"{axis.name}base")
             elif not self.shape.persistent and self.walk is None:
                 self._span(axis)
-        for form in (self.lean, self.packed, self.held):
+        for form in (self.lean, self.packed, self.held, self.sliding):
             if form is not None:
                 form.begin()
 
@@ -518,7 +525,10 @@ class Kernel:
         self.w.barriers.before_loop(segment.members)
         if self.walk is not None and self.shape.shared:
             self.walk.meet(*scans)
-        if self.lean is not None and self.lean.axis is axis:
+        if self.sliding is not None:
+            self.sliding.walk(lambda: self._steps(segment, folds, scans))
+            self.sliding.end(list(folds.values()))
+        elif self.lean is not None and self.lean.axis is axis:
             self.lean.walk(self._is_back(segment, axis), lambda: self._steps(
                 segment, folds, scans))  # fmt: skip
             self.lean.store_ends(segment.members)

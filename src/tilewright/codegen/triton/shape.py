@@ -110,6 +110,7 @@ class Shape:
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     odd: bool = False  # rows begin anywhere in memory: they are moved by single elements
     packed: bool = False  # and lie one after the other: those of a program are loaded as one
+    slid: int = 0  # columns beside each other, which are loaded in whole pieces of their rows
     held: int = 0  # elements of the pieces that a program holds a row in
     tiled: bool = False  # these are narrow, and a warp has several rows
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
