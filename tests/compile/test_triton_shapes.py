@@ -278,6 +278,14 @@ def test_other_configurations(config: int) -> None:
     check(lambda x: x.sum(0), _normal(300, 65), config=config)
 
 
+def test_few_threads_meet_often() -> None:
+    x = torch.empty(16384, 4096, dtype=torch.bfloat16)
+    (kernel,) = kernels_of(lambda x: (x.amax(-1), x.amin(-1)), x)
+    assert kernel.config.num_warps == 8
+    (kernel,) = kernels_of(lambda x: (x.amax(-1), x.amin(-1), (x > 1).sum(-1)), x)
+    assert kernel.config.num_warps == 4
+
+
 def test_all_rows_that_are_folded_are_under_way_before_the_first_is() -> None:
     (kernel,) = check(lambda x, y: (x.amax(-1) + y.amax(-1), x.sum(-1)), _normal(9, 77),
                       _normal(9, 77))  # fmt: skip
