@@ -3,6 +3,7 @@ scatters, gathers, dynamic sizes."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -276,6 +277,19 @@ def test_other_configurations(config: int) -> None:
     check(lambda x: torch.softmax(x, -1), _normal(5, 130), config=config)
     check(lambda x: x.t() * 2, _normal(33, 65), config=config)
     check(lambda x: x.sum(0), _normal(300, 65), config=config)
+
+
+@pytest.mark.parametrize(("fn", "sizes", "each"), [
+    (lambda x, y: x + y, (1 << 22,) * 2, 8),
+    (lambda x, y, z: (x + y * z, x - y * z), (1 << 22,) * 3, 4),
+    (lambda x, y: (x[:, None] * y).sin(), (8192, 256), 8),
+])  # fmt: skip
+def test_threads_have_few_of_many_floats_and_of_long_functions(
+    fn: Callable[..., Any], sizes: tuple[int, ...], each: int
+) -> None:
+    (kernel,) = kernels_of(fn, *(torch.empty(size) for size in sizes))
+    block = math.prod(size for _, size in kernel.config.blocks)
+    assert block == each * 32 * kernel.config.num_warps
 
 
 def test_few_threads_meet_often() -> None:
