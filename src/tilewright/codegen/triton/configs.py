@@ -393,7 +393,7 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     elif scans and longest == LONGEST_PASS and min(sizes(program, shape)) == 2:
         # as floats of bfloat16 103 us, 123 us with 16; of floats 132 us, 130 us
         yield Config(((x.block, 1), *rows), 8)
-    if _folds_many(shape):
+    if x.likely >= 8 * target.sms and _folds_many(shape):
         share = 64 if longest <= LONGEST_OF_WARP else 32
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest * block // (32 * share), 16))
