@@ -153,6 +153,14 @@ def test_a_warp_has_rows_that_leave_much_of_a_block_empty() -> None:
     assert kernel.config.num_warps > 1
 
 
+def test_few_warps_have_longer_rows_that_leave_some_of_a_block_empty() -> None:
+    """Layer norm of 5120 bfloat16 by eight warps, of 4096 too, which is all of its block."""
+    given = [(_empty(9000, n), _empty(n)) for n in (3072, 4096, 5120, 8192)]
+    kernels = [kernels_of(lambda x, w: F.layer_norm(x, w.shape, w), *args)[0] for args in given]
+    kernels += kernels_of(lambda x: torch.softmax(x, -1), _empty(9000, 6144))
+    assert [k.config.num_warps for k in kernels] == [4, 8, 8, 8, 8]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_variances_of_columns_are_many_loads_of_few_threads(dtype: torch.dtype) -> None:
     """H200: what joins threads in the end takes as long as what each of them does, so each does
