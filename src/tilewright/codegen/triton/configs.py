@@ -618,7 +618,7 @@ def _is_partly_empty(program: Program, shape: Shape, longest: int) -> bool:
 
 
 def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
-    """Whether a thread should have 32 elements of a longer row of sixteen bits too: where warps have
+    """Whether a thread should have 32 elements of a longer row of sixteen bits: where warps have
     nothing but what is empty, or wait for each other twice, for the mean and the deviations (H200:
     layer norm of 1536 bfloat16 90 us, 98 us by 16; of 3072 91 us, 102 us; of 5120 84 us, 115 us; of
     6144 120 us, 155 us; of 8192 132 us, 141 us; but of 4096 133 us, 132 us; softmax of 6144 97 us,
@@ -665,7 +665,9 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     compiler (254 chunks of 376832 bfloat16 47 us of 16384, 55 us of 8192). So do few rows with more
     to compute (std and mean of 2731 rows 73 us in blocks of 4096, 80 us of 2048; cross entropy of
     819 rows of 110087 bfloat16 51 us, 58 us; of 1400 of 128256 89 us of 4096 by four warps, 97 us
-    of 2048, 104 us of 4096 by eight, of which not all run at once). Rows that are walked again
+    of 2048, 104 us of 4096 by eight, of which not all run at once). With the next block under way
+    these are half as long (of 1287 of 100277 65.6 us of 2048, 79.7 us of 4096, 66.2 us without;
+    std and mean of 1610 rows of 61992 49.5 us of 2048, 54.7 us of 4096). Rows that are walked again
     should be in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 445
     us with 32 warps, 497 us with 16, 605 us with 8). With fewer rows than the card runs programs,
     each gets more threads, and more loads if it walks again (group norm of 512 rows of 65536
@@ -690,11 +692,13 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
             choices.insert(0, (1, 4096, 16))
         elif x.likely < 8 * target.sms:
             choices.insert(0, (1, 4096, 8))
-    elif not exponentials:
+    elif not exponentials and not shape.fetched:
         choices.insert(0, (1, 4096, 8) if folds(shape, "welford") else (1, 8192, 16))
-    elif x.likely < 16 * target.sms:
-        choices.insert(0, (1, 4096, 8 if x.likely < 8 * target.sms else 4))
-    elif x.likely < 28 * target.sms:
+    elif exponentials and x.likely < 8 * target.sms:
+        choices.insert(0, (1, 4096, 8))
+    elif exponentials and x.likely < 16 * target.sms and not shape.fetched:
+        choices.insert(0, (1, 4096, 4))
+    elif exponentials and 16 * target.sms <= x.likely < 28 * target.sms:
         # all run at once (2982 rows of 30522 51 us, 54 us by four warps; 2200 of 65024 74 us, 84
         # us); more by four warps, one half after the other (4096 of 32000 65 us, 66 us so)
         choices.insert(0, (1, 1024, 2))

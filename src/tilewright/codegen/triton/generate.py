@@ -7,6 +7,7 @@ from dataclasses import replace
 from tilewright import config
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
+from tilewright.codegen.triton.fetch import fetching
 from tilewright.codegen.triton.held import holding
 from tilewright.codegen.triton.kernel import Kernel, TritonKernel
 from tilewright.codegen.triton.laid import laid
@@ -64,7 +65,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         if not measured and is_better_walked(group, form, other):
             form = other
     if other is None or not measured:
-        form = sliding(walking(program, group, form, target), target)
+        form = fetching(sliding(walking(program, group, form, target), target))
         made = Kernel(program, group, form, target, wide)
         if made.packed is None:
             return made.generate(name)

@@ -17,6 +17,7 @@ from tilewright.codegen.triton.address import address, may_repeat
 from tilewright.codegen.triton.configs import Config, configs
 from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
+from tilewright.codegen.triton.fetch import Fetch
 from tilewright.codegen.triton.folds import (
     Fold,
     Scanning,
@@ -131,6 +132,7 @@ class Kernel:
         self.packed = Packed.of(self)
         self.held = Held(self, shape.inner[0]) if shape.held else None
         self.sliding = Sliding(self) if shape.slid else None
+        self.fetch = Fetch(self, shape.inner[0]) if shape.fetched else None
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
@@ -401,6 +403,8 @@ class Kernel:
 
     def _segments(self) -> None:
         online = self._joined
+        if self.fetch is not None:
+            self.fetch.begin()
         for node in self.w.seldom:  # none of them waits for another
             self.w.operand(node.src[0])
         for node in () if self.alone else facts.early_loads(self.shape, self.local):
@@ -512,8 +516,7 @@ class Kernel:
             if isinstance(fold, WelfordFold) and fold.counted:
                 fold.together = self._together(node, axis)
         for pair in pairs:
-            fold = OnlineFold(pair, folds[pair.largest], w, self._apart(pair.largest, axis))
-            folds[pair.largest] = self.online[pair.total] = fold
+            folds[pair.largest] = self.pair(pair, folds[pair.largest], axis)
         for node, fold in folds.items():
             if pairs and type(fold) is Fold and not self.shape.across:
                 fold.beside = self._together(node, axis)
@@ -546,6 +549,8 @@ class Kernel:
             for loop, masked in self._bounds(axis, back, self.shape.across and not moments):
                 w.masked = everywhere if masked else everywhere - {axis}
                 with w.block(f"for {axis.name}offset in {loop}"):
+                    if self.fetch is not None and not masked:
+                        self.fetch.enter()
                     w.line(f"{axis.name}index = {index}")
                     self._enter(axis, f"{axis.name}index")
                     self._steps(segment, folds, scans)
@@ -571,6 +576,16 @@ class Kernel:
                     scan.step(carried=True)
             if not m.reduce:
                 self.stores([m])
+
+    def pair(self, pair: Pair, largest: Fold, axis: Axis) -> OnlineFold:
+        """What folds a pair in place of its largest value: of as many neighbours as a thread loads
+        at once, for others it would have to be told."""
+        wide = all(n.dtype.itemsize == 4 and n.arg not in self.local for n in loads(pair.largest)
+                   if axis.var in free_vars(n.src[0]))  # fmt: skip
+        apart = self._apart(pair.largest, axis)
+        side = apart or (SIDE // 2 if wide else SIDE)
+        self.online[pair.total] = fold = OnlineFold(pair, largest, self.w, side, bool(apart))
+        return fold
 
     def _together(self, node: Expr, axis: Axis) -> Together:
         """Where memory runs across, a block has sixteen rows of pairs."""

@@ -155,6 +155,8 @@ class Lean:
 
         def inside() -> None:
             with w.block(f"for {a}offset in {self.kernel.loop(own(f'0, {a}full'))}"):
+                if self.kernel.fetch is not None:
+                    self.kernel.fetch.enter()
                 self.lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
                 w.masked.discard(self.axis)
                 round_()

@@ -94,12 +94,10 @@ def _pair(shape: Shape, node: Expr, first: int, axis: Axis) -> Pair | None:
 class OnlineFold(Fold):
     """The accumulators of a pair; it takes the place of the fold of the largest value."""
 
-    def __init__(self, pair: Pair, fold: Fold, w: Writer, apart: int) -> None:
-        """`apart`: how many values of a thread are taken together, if they are not neighbours."""
+    def __init__(self, pair: Pair, fold: Fold, w: Writer, side: int, apart: bool) -> None:
+        """`side`: how many values of a thread are taken together, and whether they lie `apart`."""
         super().__init__(pair.largest, fold.axis, w)
-        self.pair = pair
-        self.apart = bool(apart)
-        self.side = apart or SIDE
+        self.pair, self.side, self.apart = pair, side, apart
         self.combine = "tri.softmax"
         self._top = self._total = ""
         self._extents = w.shape(self.support).strip("[]").split(", ")

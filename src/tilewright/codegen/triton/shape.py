@@ -106,6 +106,7 @@ class Shape:
     in_turn: bool = False  # these are more than run at once
     walked: bool = False  # rows are scanned block by block, with the next one under way
     alone: bool = False  # a thread scans a column, or several
+    fetched: bool = False  # rows are folded block by block, with the next one under way
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
     odd: bool = False  # rows begin anywhere in memory: they are moved by single elements
