@@ -335,7 +335,7 @@ def test_masks_beside_rows_are_loaded_in_words() -> None:
     x, mask = torch.empty(8, 3365, 3365, dtype=BF16), torch.empty(3365, 3365, dtype=torch.bool)
     (kernel,) = kernels_of(lambda x, m: torch.softmax(torch.where(m, x, -1e4), -1), x, mask)
     made = build(kernel)
-    assert (kernel.config.num_warps, made.spills) == (2, 0)
+    assert (kernel.config.num_warps, made.spills) == (4, 0)
     assert len(re.findall(r"ld\.global[.:\w]*\.b8\b", made.ptx)) <= 1 and made.shared < 512
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tilewright.codegen.triton.configs import folds, is_heavy, power
+from tilewright.codegen.triton.configs import below, folds, is_heavy, power
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import folded_type
 from tilewright.codegen.triton.held import PLACES
@@ -75,17 +75,20 @@ def _of_pairs(shape: Shape, size: int) -> int:
 
 def _of_odd(shape: Shape, size: int) -> int:
     """By one warp, or by more where rows would not fit its registers (H200: layer norm of 1501
-    bfloat16 72 us, 76 us by two; softmax with a mask of 1441 36 us by two, 38 us by one; layer norm
-    of 5001 74 us by four, 97 us by single elements). Wide weights leave no room."""
+    bfloat16 72 us, 76 us by two; of 5001 74 us by four, 97 us by single elements); of several rows
+    fewer tiles (softmax with a mask of 1441 36 us by two, 38 us by one; layer norm of a sum, of
+    4095 70 us by four, 74 us by two). Wide weights leave no room."""
     flat = shape.flat()
     alike = rows_alike(flat)
     if any(n.arg in alike and n.dtype.itemsize > 2 for m in flat.members for n in loads(*m.exprs)):
         return 0
     several = len(_rows(shape)) > 1
-    if not (alike or several) and 8 * size > 7 * power(size):  # a block is as good
+    full = 8 * size > 7 * power(size)
+    if full and not (alike or several) and _stores(shape):  # a block is as good
         return 0
-    few = 4 if several else MOST
-    return WARP if size <= few * WARP else max(2 * WARP, power(size / MOST))
+    if several:
+        return max(WARP, below(4 * size // 11))
+    return max(WARP, power(size / MOST))
 
 
 def _rows(shape: Shape) -> set[Expr]:
