@@ -170,6 +170,15 @@ def test_odd_rows_of_gradients_are_read_and_written_in_wide_accesses() -> None:
     assert made.widest("st.global") == 16 and "cp.async.cg" in made.ptx and made.spills == 0
 
 
+@pytest.mark.parametrize(("width", "chunks"), [(120, 136), (128, 128)])
+def test_rows_that_are_no_whole_lines_are_dealt_out(width: int, chunks: int) -> None:
+    """So many of them beside each other are: each program has lines of its own."""
+    shapes = ((371135, width), (1, width), (371135, width))
+    first, *_ = for_card(_gradients, *(torch.empty(*s, dtype=BF16) for s in shapes))
+    assert first.programs({}) == -(-chunks * width // 64)
+    assert (f"roffset*{chunks * width}" in first.text) == (width % 64 > 0)
+
+
 def test_what_is_rounded_before_it_is_summed_needs_no_more_bits() -> None:
     """Sums of parts are floats, of gradients that nobody sees all bits of."""
 
