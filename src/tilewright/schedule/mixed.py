@@ -171,9 +171,10 @@ def _of_short_rows(fit: Fit, target: Target) -> int:
     """Programs of a card with short rows one after the other: one has few bytes of them under way,
     so more have to (H200: the backward pass of layer norm, 222534 rows of 389 bfloat16: 852 us by
     256 programs, 245 us by 1024, 175 us by 2048, 184 us by 4096; 100000 of 768: 224 us by 256,
-    118 us by 1024; 40000 of 2048: 156 us by 256, 125 us by 512). Of odd rows nothing is under way
-    before its round (31082 of 2699: 222 us by 256, 161 us by 512; RMS norm of 761461 of 161 floats
-    462 us by 2048, 395 us by 4096). Each has rows enough for what it leaves not to matter."""
+    118 us by 1024; 40000 of 2048: 156 us by 256, 125 us by 512; 500000 of 128: 137 us by 2048,
+    108 us by 4096). Of odd rows nothing is under way before its round (31082 of 2699: 222 us by
+    256, 161 us by 512; RMS norm of 761461 of 161 floats 462 us by 2048, 395 us by 4096). Each has
+    rows enough for what it leaves not to matter."""
     if not target.is_gpu or len(segments_of(fit.members, fit.outer)) < 2:
         return 0
     rows = hint_product(v.src[0] for v in fit.serial)
@@ -181,7 +182,7 @@ def _of_short_rows(fit: Fit, target: Target) -> int:
     if row < NARROWEST:
         return 0
     odd = row % 8 > 0
-    times = min(SHORT_ROW // row, 16 if odd and row <= 256 else 8)
+    times = min(SHORT_ROW // row, 16 if row <= 256 else 8)
     if odd and times == 1:
         times = 2
     return min(_wanted(target) * times, rows // (LONG_CHUNK // 2 if odd else LONG_CHUNK))
