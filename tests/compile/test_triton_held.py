@@ -79,6 +79,16 @@ def test_as_many_programs_as_registers_allow() -> None:
     assert made.widest("ld.global") == made.widest("st.global") == 16
 
 
+def test_weights_of_the_next_piece_are_loaded_before_one_is_stored() -> None:
+    x, w = torch.empty(4000, 17000, dtype=BF16), torch.empty(17000, dtype=BF16)
+    (kernel,) = kernels_of(_normed, x, w)
+    moves = [line.split("tl.")[1][:9] for line in kernel.text.splitlines()
+             if "tl.load(p1" in line or "tl.store(" in line]  # fmt: skip
+    count = moves.count("load(p1 +")
+    assert count > 4
+    assert moves == ["load(p1 +", *["load(p1 +", "store(p2 "] * (count - 1), "store(p2 "]
+
+
 def test_which_rows_are_not_held_in_pieces() -> None:
     """Few or wide ones, such as fit as floats or do not fit at all, and what is dear to make."""
     few, wide, long = (torch.empty(n, size, dtype=kind) for n, size, kind in (

@@ -158,10 +158,24 @@ class Held:
         sizes = {s.buffer: self.kernel.buffers[s.buffer].dtype.itemsize for s in nest.stores}
         return any(size == 2 or b not in self.kernel.local for b, size in sizes.items())
 
+    def _fetch(self, k: int, members: Sequence[Nest]) -> None:
+        """Load what rows have in common for a piece, as weights, before the piece before it is
+        stored: for all that a compiler knows, that might be to the same memory (H200: layer norm of
+        3000 rows of 20000 bfloat16 64.4 us, 67.6 us; of 1700 of 18000 floats 67.1 us, 70.6 us)."""
+        if k == self.count or self.kernel.lean is not None:
+            return
+        alike = frozenset((self.axis.var,))
+        with self._piece(k):
+            for node in loads(*(e for m in members for e in m.exprs)):
+                if free_vars(node.src[0]) == alike and not node.src[1:]:
+                    self.w.operand(node)
+
     def _store(self, members: Sequence[Nest]) -> None:
         if not members:
             return
+        self._fetch(0, members)
         for k in range(self.count):
+            self._fetch(k + 1, members)
             with self._piece(k):
                 self.kernel.stores(members)
         if self.kernel.lean is not None:
