@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewright.codegen.triton.doubles import is_even, pairs, step
+from tilewright.codegen.triton.elements import folds_many, has_long_code, is_dear
 from tilewright.codegen.triton.shape import (
     LONGEST_PASS,
     MOST_KEPT,
@@ -107,13 +108,6 @@ def is_heavy(shape: Shape) -> bool:
     """Whether a special function is among the operations: long code, so few elements a thread."""
     return any(n.op in TABLE and TABLE[n.op].cost >= 60 and n.dtype.is_floating_point
                for m in shape.members for n in walk(*m.exprs))  # fmt: skip
-
-
-def _has_long_code(shape: Shape) -> bool:
-    """Whether a function is among the operations that has a branch for large numbers: small blocks
-    wait less for each other, and have registers enough (H200: sines and cosines of 65536x256 floats
-    36.9 us by 1024, 41.9 us by 4096)."""
-    return any(n.op in ("sin", "cos", "tan") for m in shape.members for n in walk(*m.exprs))
 
 
 def _is_seldom(shape: Shape) -> bool:
@@ -297,7 +291,7 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     y, x = shape.parallel
     size = x.size or x.likely
     even = size & -size
-    if _has_long_code(shape):
+    if has_long_code(shape):
         bx = min(even if even >= 16 * vector else power(size), 64 * vector)
         by = clamp(1, 256 * vector // bx, power(y.likely))
         yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // 256, 4))
@@ -395,7 +389,7 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     elif scans and longest == LONGEST_PASS and min(sizes(program, shape)) == 2:
         # as floats of bfloat16 103 us, 123 us with 16; of floats 132 us, 130 us
         yield Config(((x.block, 1), *rows), 8)
-    if x.likely >= 8 * target.sms and _folds_many(shape):
+    if x.likely >= 8 * target.sms and folds_many(shape):
         share = 64 if longest <= LONGEST_OF_WARP else 32
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest * block // (32 * share), 16))
@@ -459,15 +453,6 @@ def _moved(program: Program, shape: Shape) -> int:
     alike = {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) <= inner}
     moved = _given(shape) - alike | stored - read
     return sum(program.buffers[b].dtype.itemsize for b in moved)
-
-
-def _folds_many(shape: Shape) -> bool:
-    """Whether a row is folded so often that few threads of many elements have less to do: all of
-    them meet for each fold (H200: four folds of 16384 rows of 4096 bfloat16 38 us by four warps,
-    44 us by eight; of 65536 of 1024 34 us by two rows of a warp, 51 us by two of four; two folds 32
-    us either way)."""
-    folded = {n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
-    return len(folded) > 2
 
 
 def folds_one(shape: Shape) -> bool:
@@ -640,14 +625,6 @@ def _round_of(axis: Axis, most: int, least: int) -> int:
     return min(most, even) if even >= least else clamp(8, power(axis.likely), most)
 
 
-def _is_dear(shape: Shape) -> bool:
-    """Whether elements take a function of a function: more threads wait less for each other (H200:
-    binary cross entropy of 16384x4096 bfloat16 68.5 us, 72.8 us by sixteen warps)."""
-    nodes = {n for m in shape.members for n in walk(*m.exprs)}
-    return any(n.op in TABLE and n.src and n.src[0].op in TABLE and n.dtype.is_floating_point
-               and min(TABLE[n.op].cost, TABLE[n.src[0].op].cost) >= 20 for n in nodes)  # fmt: skip
-
-
 def _piece_of(shape: Shape, axis: Axis, most: int) -> int:
     """No more than the pieces of a row that have something in common: it is loaded once then, not
     for every eight elements."""
@@ -706,7 +683,7 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:
         choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]
-        if _is_dear(shape):
+        if is_dear(shape):
             choices.insert(0, (1, 8192, 32))
         if not shape.ahead and (shape.again or (shape.ragged and not exponentials)):
             choices.insert(0, (1, 16384, 16))
