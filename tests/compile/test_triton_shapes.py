@@ -292,6 +292,19 @@ def test_threads_have_few_of_many_floats_and_of_long_functions(
     assert block == each * 32 * kernel.config.num_warps
 
 
+def test_rows_of_dear_functions_and_of_much_that_is_empty_have_few_threads() -> None:
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    for fn, warps in (
+        (lambda x: torch.softmax(x, -1), 4),
+        (lambda x: torch.softmax(x.float().tanh(), -1).to(x.dtype), 2),
+    ):
+        (kernel,) = kernels_of(fn, x)
+        assert kernel.config.num_warps == warps
+    x = torch.empty(8192, 1152, dtype=torch.bfloat16)
+    (kernel,) = kernels_of(lambda x: F.layer_norm(x, (1152,)), x)
+    assert kernel.config.num_warps == 1
+
+
 def test_few_threads_meet_often() -> None:
     x = torch.empty(16384, 4096, dtype=torch.bfloat16)
     (kernel,) = kernels_of(lambda x: (x.amax(-1), x.amin(-1)), x)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewright.codegen.triton.doubles import is_even, pairs, step
-from tilewright.codegen.triton.elements import folds_many, has_long_code, is_dear
+from tilewright.codegen.triton.elements import dear_of_each, folds_many, has_long_code, is_dear
 from tilewright.codegen.triton.shape import (
     LONGEST_PASS,
     MOST_KEPT,
@@ -377,8 +377,9 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         for registers in (64, None):
             yield Config(((x.block, 1), *rows), longest // (32 * 32), registers=registers)
     if x.likely >= 32 * target.sms and not scans and _is_partly_empty(program, shape, longest):
-        for registers in (64, None):
-            yield Config(((x.block, 2), *rows), 1, registers=registers)
+        few = longest > LONGEST_OF_WARP
+        for registers in (None,) if few else (64, None):
+            yield Config(((x.block, 1 if few else 2), *rows), 1, registers=registers)
     if leans:  # as many rows at work as of those that are even
         warps = clamp(1, power(longest / (32 * 16)), MOST_WARPS)
         yield Config(((x.block, 1), *rows), warps, registers=32)
@@ -389,6 +390,9 @@ def _rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     elif scans and longest == LONGEST_PASS and min(sizes(program, shape)) == 2:
         # as floats of bfloat16 103 us, 123 us with 16; of floats 132 us, 130 us
         yield Config(((x.block, 1), *rows), 8)
+    even = x.likely >= 8 * target.sms and not (leans or scans or shape.odd)
+    if even and 512 <= longest <= 1024 and dear_of_each(shape) > 1:
+        yield Config(((x.block, 2), *rows), 2)
     if x.likely >= 8 * target.sms and folds_many(shape):
         share = 64 if longest <= LONGEST_OF_WARP else 32
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
@@ -594,12 +598,14 @@ def _is_partly_empty(program: Program, shape: Shape, longest: int) -> bool:
     no element there, while one of several warps has nothing else (H200: softmax with a mask of 648
     bfloat16 107 us by two rows of a warp, 130 us by two of four; causal of 600 86 us, 109 us; layer
     norm of 648 103 us, 112 us; of 400 98 us, 126 us by four of four; softmax of 328 98 us, 105 us;
-    of 480 and 1000 all the same)."""
+    of 480 and 1000 all the same). Norms of longer ones, one row of a warp (layer norm of 1152 with
+    a scale for each image 79 us, 89 us by two warps, 93 us by four)."""
     if shape.odd or any(a.piece for a in shape.inner):
         return False
     size = max(a.size or longest for a in shape.inner)
     wide = any(program.buffers[b].dtype.itemsize > 2 for b in _given(shape))
-    return size < {512: 448, 1024: 768}.get(longest, 0) and not wide
+    most = {512: 448, 1024: 768, 2048: 1280 if folds(shape, "welford") else 0}
+    return size < most.get(longest, 0) and not wide
 
 
 def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
