@@ -84,8 +84,8 @@ def _of_odd(shape: Shape, size: int) -> int:
         return 0
     several = len(_rows(shape)) > 1
     full = 8 * size > 7 * power(size)
-    if full and not (alike or several) and _stores(shape):  # a block is as good
-        return 0
+    if full and not (alike or several) and (_stores(shape) or size <= 4 * WARP):
+        return 0  # a block is as good (cross entropy of 1001 43 us, 46 us in tiles)
     if several:
         return max(WARP, below(4 * size // 11))
     return max(WARP, power(size / MOST))
