@@ -161,6 +161,16 @@ def test_few_warps_have_longer_rows_that_leave_some_of_a_block_empty() -> None:
     assert [k.config.num_warps for k in kernels] == [4, 8, 8, 8, 8]
 
 
+def test_fewer_warps_walk_rows_again_where_much_is_computed() -> None:
+    def differ(x: Tensor, y: Tensor) -> Tensor:
+        log, other = (torch.log_softmax(t.float(), -1) for t in (x, y))
+        return (other.exp() * (other - log)).sum(-1)
+
+    kernel, *_ = kernels_of(differ, _empty(4096, 32000), _empty(4096, 32000))
+    one, *_ = kernels_of(lambda x: torch.log_softmax(x, -1), _empty(4096, 64000))
+    assert (kernel.config.num_warps, one.config.num_warps) == (16, 32)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_variances_of_columns_are_many_loads_of_few_threads(dtype: torch.dtype) -> None:
     """H200: what joins threads in the end takes as long as what each of them does, so each does

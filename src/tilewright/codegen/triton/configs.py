@@ -652,10 +652,13 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     these are half as long (of 1287 of 100277 65.6 us of 2048, 79.7 us of 4096, 66.2 us without;
     std and mean of 1610 rows of 61992 49.5 us of 2048, 54.7 us of 4096). Rows that are walked again
     should be in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 445
-    us with 32 warps, 497 us with 16, 605 us with 8). With fewer rows than the card runs programs,
-    each gets more threads, and more loads if it walks again (group norm of 512 rows of 65536
-    bfloat16 43 us in blocks of 16384, 47 us of 4096). Rows that no cache keeps until then are
-    fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
+    us with 32 warps, 497 us with 16, 605 us with 8), but not if most of the time they are computed
+    (two log softmaxes of 4096 rows of 32000 and what they differ by 224 us with 16 warps, 318 us
+    with 32; int8 of 740 rows of 110021 103 us, 126 us in blocks of 4096 with eight). With fewer
+    rows than the card runs programs, each gets more threads, and more loads if it walks again
+    (group norm of 512 rows of 65536 bfloat16 43 us in blocks of 16384, 47 us of 4096). Rows that no
+    cache keeps until then are fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86
+    us)."""
     x = shape.parallel[0]
     if is_one_walk(shape):
         yield from _one_walk(shape, target)
@@ -673,8 +676,10 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
         if folds(shape, "welford"):
             choices.insert(0, (1, 4096, 16))
-        elif x.likely < 8 * target.sms:
+        elif x.likely < 8 * target.sms and (exponentials or shape.ahead):
             choices.insert(0, (1, 4096, 8))
+        elif x.likely < 8 * target.sms or (_largest(shape) > 1 and not shape.ahead):
+            choices.insert(0, (1, 8192, 16))
     elif not exponentials and not shape.fetched:
         choices.insert(0, (1, 4096, 8) if folds(shape, "welford") else (1, 8192, 16))
     elif exponentials and x.likely < 8 * target.sms:
@@ -701,6 +706,12 @@ def _long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         block = min(bx, power(x.likely))
         most = clamp(1, block * max(size for _, size in rows) // 32, warps)
         yield Config(((x.block, block), *rows), most, ahead=ahead)
+
+
+def _largest(shape: Shape) -> int:
+    """Of how many rows the largest value is looked for, as of several that exponentials are of."""
+    nodes = {n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
+    return sum(n.arg.kind == "max" for n in nodes)
 
 
 def _one_walk(shape: Shape, target: Target) -> Iterable[Config]:
