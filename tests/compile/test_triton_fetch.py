@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton import fetch
+from tilewright.codegen.triton import fetch, held
 
 BF16 = torch.bfloat16
 
@@ -29,10 +29,15 @@ def _moments(x: Tensor) -> tuple[Tensor, ...]:
     return torch.std_mean(x, -1)
 
 
+def _logs(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, -1)
+
+
 CASES: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
     (_losses, (_normal(17, 9003), torch.arange(17))),
     (_losses, (_normal(17, 16400, dtype=torch.float32), torch.arange(17))),
     (_moments, (_normal(17, 9001, dtype=torch.float32),)),
+    (_logs, (_normal(17, 25003),)),
 ]
 
 
@@ -40,9 +45,11 @@ CASES: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
 def test_next_block_is_under_way(fn: Callable[..., Any], args: tuple[Tensor, ...],
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """The first one before anything else is waited for."""
-    monkeypatch.setattr(fetch, "SHORTEST", 1 << 12)
+    for name, value in (("SHORTEST", 1 << 12), ("LONG", 0), ("MANY", 0)):
+        monkeypatch.setattr(fetch, name, value)
+    monkeypatch.setattr(held, "FEWEST", 9)
     kernel, *_ = check(fn, *args, rtol=2e-2, atol=2e-2)
-    assert kernel.text.count("next0 = tl.load(") == 2
+    assert kernel.text.count("next0 = tl.load(") == (4 if fn is _logs else 2)
     assert "p1" not in kernel.text.split(":\n", 1)[1].split("next0")[0]
 
 
@@ -56,7 +63,8 @@ def test_which_elements_of_a_block_a_thread_takes_together() -> None:
         assert "shfl" not in loop
 
 
-def test_what_only_adds_up_is_not_fetched_so() -> None:
+def test_which_rows_are_not_fetched_so() -> None:
     kernels = kernels_of(lambda x: (x.float() ** 2).sum(-1), torch.empty(1000, 50000, dtype=BF16))
-    kernels += kernels_of(lambda x: torch.softmax(x, -1), torch.empty(1000, 50000, dtype=BF16))
+    for dtype, size in ((torch.float32, 50000), (BF16, 50000)):  # nor those that are walked again
+        kernels += kernels_of(_logs, torch.empty(3000, size, dtype=dtype))
     assert not any("next0" in k.text for k in kernels)

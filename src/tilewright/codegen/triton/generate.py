@@ -65,7 +65,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         if not measured and is_better_walked(group, form, other):
             form = other
     if other is None or not measured:
-        form = fetching(sliding(walking(program, group, form, target), target))
+        form = sliding(walking(program, group, form, target), target)
+        form = fetching(program, group, form, target)
         made = Kernel(program, group, form, target, wide)
         if made.packed is None:
             return made.generate(name)

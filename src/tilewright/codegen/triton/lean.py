@@ -166,9 +166,12 @@ class Lean:
             return f"{first} + (part + {count} - {first} % {count}) % {count}, {end}, {count}"
 
         def inside() -> None:
+            fetch = self.kernel.fetch
+            if fetch is not None and back:
+                fetch.begin_back()
             with w.block(f"for {a}offset in {self.kernel.loop(own(f'0, {a}full'))}"):
-                if self.kernel.fetch is not None:
-                    self.kernel.fetch.enter()
+                if fetch is not None:
+                    fetch.enter(back)
                 self.lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
                 w.masked.discard(self.axis)
                 round_()
