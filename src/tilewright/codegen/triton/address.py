@@ -21,8 +21,6 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     single floats, of which too many would be under way (H200: softmax over 1 of 95x512x511 floats
     75 us, 97 us so)."""
     w, plain = k.w, f"{k.pointer(buffer)} + ({place})"
-    if k.held is not None and (tile := k.held.address(buffer, index)):
-        return tile
     rows = [a for a in k.shape.inner if a in w.support(index)]
     if not k.shape.across or k.shape.serial or len(rows) != 1:
         return plain

@@ -58,7 +58,6 @@ class Held:
         self.block = kernel.shape.held
         self.count = -(-(axis.size or 0) // self.block)
         self._kept: list[dict[Expr, str]] = [{} for _ in range(self.count)]
-        self.at: int | None = None  # how far the piece at hand is from the first
         self.w.rounds[axis] = "0", self.block
 
     @contextmanager
@@ -80,20 +79,8 @@ class Held:
                     w.line(f"{a}mask = {a}index < {a}numel")
             if masked:
                 w.masked = everywhere | {self.axis}
-            self.at = k * self.block
             yield
-            self.at, w.masked = None, everywhere
-
-    def address(self, buffer: str, index: Expr) -> str:
-        """Where a tile is: as far from the first as is part of an access, where each would have an
-        address to compute. Nothing where this is no row."""
-        rest = ix.without(index, [self.axis.var])
-        steps = ix.coefficient(index, self.axis.var) is ix.ONE and self.w.support(rest)
-        if self.at is None or not steps or not self.kernel.shape.tiled:
-            return ""
-        lean, a = self.kernel.lean, self.axis.name
-        first = f"{self.w.index(rest)} + {a}base" if lean is None else lean.first(index)
-        return f"{self.kernel.pointer(buffer)} + ({first}) + {self.at}"
+            w.masked = everywhere
 
     def begin(self) -> None:
         """All that is loaded of a row is under way."""

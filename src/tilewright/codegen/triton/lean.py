@@ -100,19 +100,10 @@ class Lean:
         """An index as text that shows what it is a multiple of; nothing where it is none."""
         if self.whole or self.at_ends or not self.steps(index):
             return ""
-        return f"{self._beginning(index)} + {self.axis.name}lane"
-
-    def _beginning(self, index: Expr) -> str:
-        """Where the lanes of an access begin that steps with the axis."""
+        a = self.axis.name
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
         more = "" if apart is ix.ZERO else f" + {self.w.index(apart)}"
-        return f"{self.axis.name}start{more}"
-
-    def first(self, index: Expr) -> str:
-        """The place of the first tile of a row."""
-        a, rest = self.axis.name, ix.sub(index, self.axis.var)
-        start = self._beginning(index) if self.steps(index) else f"{self.w.index(rest)} - {a}slide"
-        return f"{start} + {a}head + {a}base"
+        return f"{a}start + {a}lane{more}"
 
     def slides(self, node: Expr) -> bool:
         """Whether a load walks rows that begin elsewhere, of which whole pieces are loaded (H200:
@@ -143,10 +134,7 @@ class Lean:
         start = f"-{a}slide" if rest is ix.ZERO else f"{w.index(rest)} - {a}slide"
         shape = w.shape(w.covered(w.support(node.src[0]))).strip("[]")
         how = "slid_words" if node.dtype.itemsize == 1 else "slid"
-        lane, held = f"{a}lane", self.kernel.held
-        if held is not None and held.at is not None and self.kernel.shape.tiled:
-            pointer, lane = f"{pointer} + {held.at}", f"{a}head + {a}base"
-        return f"tri_rows.{how}({pointer}, {start}, {lane}, {mask or None}, {shape})"
+        return f"tri_rows.{how}({pointer}, {start}, {a}lane, {mask or None}, {shape})"
 
     def alike(self, node: Expr) -> str:
         """The load of a row that is the same for all programs; nothing where it is as any other."""

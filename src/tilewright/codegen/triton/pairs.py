@@ -52,10 +52,13 @@ class Pairs(Lean):
             self.w.line(f"{a}mask = {mask}")
         self.w.know(self.axis.var, f"{a}index")
 
-    def first(self, index: Expr) -> str:
-        a, rest = self.axis.name, ix.sub(index, self.axis.var)
-        start = self._beginning(index) if self.steps(index) else f"{self.w.index(rest)} + {a}odd"
-        return f"{start} + {a}base"
+    def place(self, index: Expr) -> str:
+        if self.at_ends or not self.steps(index):
+            return ""
+        a = self.axis.name
+        apart = ix.sub(ix.sub(index, self.axis.var), self.start)
+        more = "" if apart is ix.ZERO else f" + {self.w.index(apart)}"
+        return f"{a}start + {a}lane{more}"
 
     @contextmanager
     def ends(self) -> Generator[None]:
