@@ -23,7 +23,6 @@ from tilewright.codegen.triton.shape import (
     accumulates,
     is_looked_up,
     is_one_walk,
-    uses,
 )
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
@@ -132,8 +131,7 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
             found = (_tiled(program, shape, target) if shape.rank > 1
                      else [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
     elif shape.held:
-        found = (_held_as_they_are(shape, target) if shape.across
-                 else _held_rows(program, shape))  # fmt: skip
+        found = _held_rows(program, shape)
     elif shape.slid:
         found = _slid_columns(shape)
     elif shape.alone:
@@ -570,25 +568,6 @@ def _held_columns(shape: Shape, longest: int, folded: bool, vector: int, target:
     else:
         warps, most = 4 * warps, max(8, 16 * line // block)
     return block, min(max(least, min(warps, most, 16)), MOST_WARPS)
-
-
-def _held_as_they_are(shape: Shape, target: Target) -> Iterable[Config]:
-    """Columns of sixteen bits: 128 bytes of a row, 64 of long or few columns, by few threads with
-    128 elements each; with 64 where exponentials are computed and two programs fit a processor then
-    (H200: softmax over 1 of 16x1024x4096 bfloat16 78 us by sixteen warps, 90 us by eight)."""
-    x, (axis,), size = shape.parallel[0], shape.inner, shape.held
-    many = x.likely >= 4 * 64 * target.sms and not folds(shape, "welford")
-    block = 64 if size <= 512 and many else 32
-    share = 64 if size <= 1024 and uses(shape.members, "exp") else 128
-    warps = clamp(1, size * block // (32 * share), MOST_WARPS)
-    for registers in (share, None):
-        yield Config(((x.block, block), (axis.block, size)), warps, registers=registers)
-
-
-def divides_tiles(shape: Shape) -> bool:
-    """Whether what is stored of columns or rows is divided."""
-    inner = {v for a in shape.inner for v in a.loops}
-    return uses([m for m in shape.members if not m.reduce and inner & set(m.loops)], "div")
 
 
 def _beside(shape: Shape, most: int) -> int:

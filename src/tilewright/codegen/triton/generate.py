@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright import config
-from tilewright.codegen.triton.columns import holding_columns
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.fetch import fetching
@@ -54,7 +53,6 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     for form in (turned, laid, moved):
         if (made := form(program, group, shape, target, name, wide)) is not None:
             return made
-    shape = holding_columns(program, group, shape, target)
     if (held := holding(program, group, shape, target)).held:
         return Kernel(program, group, held, target, wide).generate(name)
     if (tiled := in_tiles(program, group, shape)).tiled:
