@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright import config
+from tilewright.codegen.triton.columns import configs_of_columns, holding_columns
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.fetch import fetching
@@ -53,6 +54,9 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     for form in (turned, laid, moved):
         if (made := form(program, group, shape, target, name, wide)) is not None:
             return made
+    if (held := holding_columns(program, group, shape, target)).held:
+        among = configs_of_columns(held, target)
+        return Kernel(program, group, held, target, wide, among).generate(name)
     if (held := holding(program, group, shape, target)).held:
         return Kernel(program, group, held, target, wide).generate(name)
     if (tiled := in_tiles(program, group, shape)).tiled:

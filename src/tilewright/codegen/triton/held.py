@@ -87,7 +87,7 @@ class Held:
         members = self.kernel.shape.members
         made = frozenset[str]().union(*(m.writes for m in members))
         rows = [n for n in loads(*(e for m in members for e in m.exprs))
-                if _is_row(self.kernel.shape, n) and n.arg not in made]  # fmt: skip
+                if is_own(self.kernel.shape, n) and n.arg not in made]  # fmt: skip
         for k in range(self.count):
             with self._piece(k):
                 for node in rows:
@@ -118,7 +118,7 @@ class Held:
     def _stays(self, node: Expr) -> bool:
         """Whether a row is held: all that are read or stored, and those of sixteen bits."""
         wide = node.dtype.itemsize > 2 and node.arg in self.kernel.local
-        return not wide and _is_row(self.kernel.shape, node)
+        return not wide and is_own(self.kernel.shape, node)
 
     def segment(self, segment: Segment) -> None:
         """Folds one after the other, and what is stored of rows piece by piece."""
@@ -181,7 +181,7 @@ def holding(program: Program, group: Group, shape: Shape, target: Target) -> Sha
     size = shape.inner[0].size or 0
     if size <= LONGEST_PASS or shape.parallel[0].likely < FEWEST * target.sms:
         return shape
-    if any(scatters(m) for m in shape.members) or folds(shape, *PLACES) or _is_dear(shape):
+    if any(scatters(m) for m in shape.members) or folds(shape, *PLACES) or is_dear(shape):
         return shape
     rows = _rows(group, shape.flat())
     count = sum(n.dtype.itemsize for n in rows) // 2
@@ -211,7 +211,7 @@ def _rows(group: Group, flat: Shape) -> set[Expr]:
         return set()
     found: set[Expr] = set()
     for node in (n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local):
-        if not _is_row(flat, node):
+        if not is_own(flat, node):
             steps = ix.coefficient(node.src[0], axis.var) is not None
             if steps and {axis.var, x.var} <= free_vars(node):
                 return set()
@@ -229,7 +229,7 @@ def _joins_rows(program: Program, shape: Shape) -> bool:
                for m in first.members if not m.reduce for s in m.stores)  # fmt: skip
 
 
-def _is_dear(shape: Shape) -> bool:
+def is_dear(shape: Shape) -> bool:
     """Whether something takes long that would be computed again after each fold, or a fold is not
     of floats."""
     *before, _ = [s for s, axis in shape.segments if axis is not None]
@@ -242,7 +242,9 @@ def _is_dear(shape: Shape) -> bool:
         folded_type(n.src[0].dtype) != torch.float32 for n in folds)  # fmt: skip
 
 
-def _is_row(shape: Shape, node: Expr) -> bool:
-    """Whether a load is of a row of its own for every program."""
+def is_own(shape: Shape, node: Expr) -> bool:
+    """Whether a load is of a row of its own for every program, or of columns."""
     (axis,), index = shape.inner, node.src[0]
+    if shape.across:
+        return {axis.var, shape.parallel[0].var} <= free_vars(index)
     return ix.coefficient(index, axis.var) is ix.ONE and shape.parallel[0].var in free_vars(index)

@@ -1,0 +1,97 @@
+"""Columns of sixteen bits that a program holds as they are, in the interpreter and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.cubin import build, kernels_of
+from tests.compile.interp import check
+from tilewright.codegen.triton import columns
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def _normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _centred(x: Tensor, weight: Tensor) -> Tensor:
+    mean = x.mean(1, keepdim=True)
+    spread = (x - mean).square().mean(1, keepdim=True)
+    return (x - mean) / torch.sqrt(spread + 1e-6) * weight[:, None]
+
+
+def _scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return (F.normalize(x.float(), dim=1) * weight[:, None]).to(x.dtype)
+
+
+def _moments(x: Tensor, weight: Tensor) -> Tensor:
+    var, mean = torch.var_mean(x.float(), 1, keepdim=True, correction=0)
+    return ((x.float() - mean) * torch.rsqrt(var + 1e-6)).to(x.dtype) * weight[:, None]
+
+
+def _softmax(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.softmax(x * weight[:, None], 1)
+
+
+CASES: list[tuple[Callable[..., Any], tuple[int, ...], torch.dtype]] = [
+    (_centred, (3, 97, 72), BF16),
+    (_scaled, (2, 300, 40), F16),
+    (_moments, (2, 300, 88), F16),
+    (_softmax, (2, 613, 64), BF16),
+]
+
+
+@pytest.mark.parametrize(("fn", "shape", "dtype"), CASES)
+def test_columns_are_made_anew_of_what_was_loaded(
+    fn: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(columns, "FEWEST", 0)
+    x, weight = _normal(*shape, dtype=dtype), _normal(shape[1], dtype=dtype)
+    (kernel,) = check(fn, x, weight, rtol=3e-2, atol=3e-2)
+    assert "tri_rows.anew(" in kernel.text
+    assert sum("tl.load(p0" in line for line in kernel.text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("rows", "warps"), [(96, 2), (768, 8)])
+def test_few_threads_hold_columns(rows: int, warps: int) -> None:
+    x, weight = torch.empty(40, rows, 9216, dtype=BF16), torch.empty(rows, dtype=BF16)
+    (kernel,) = kernels_of(_centred, x, weight)
+    made = build(kernel)
+    assert (kernel.config.num_warps, kernel.config.registers) == (warps, 128) and not made.spills
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+
+
+def test_which_columns_are_held_as_floats() -> None:
+    """Few, wide, short or odd ones, two of them at once, and what takes many registers anyway."""
+
+    def quantized(x: Tensor) -> Tensor:
+        return (x.float() / x.float().abs().amax(1, keepdim=True) * 127).round().to(torch.int8)
+
+    def both(x: Tensor) -> Tensor:
+        return x[0] - (x[0] * x[1]).sum(1, keepdim=True)
+
+    def shape(*size: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(*size, dtype=dtype)
+
+    weight = shape(192)
+    cases: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
+        (_centred, (shape(1, 192, 1024), weight)),
+        (_centred, (shape(40, 192, 9216, dtype=torch.float32), weight)),
+        (_centred, (shape(40, 64, 9216), shape(64))),
+        (_centred, (shape(40, 192, 9215), weight)),
+        (_softmax, (shape(40, 192, 9216), weight)),
+        (_moments, (shape(40, 192, 9216), weight)),
+        (_scaled, (shape(40, 192, 9216), weight)),
+        (both, (shape(2, 40, 192, 9216),)),
+        (quantized, (shape(40, 192, 9216),)),
+    ]  # fmt: skip
+    for fn, args in cases:
+        assert not any("tri_rows.anew(" in kernel.text for kernel in kernels_of(fn, *args))
