@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
-from tilewright.codegen.triton import walk
+from tilewright.codegen.triton import stacked, walk
 from tilewright.ir.expr import walk as nodes_of
 from tilewright.ir.program import Nest
 from tilewright.lower.graph import lower
@@ -137,23 +137,42 @@ def test_a_thread_walks_a_column(name: str) -> None:
     assert ("tl.load(" in kernel.text.split("for roffset in")[0]) == bool(odd)
 
 
-@pytest.mark.parametrize(("width", "bytes_"), [(72, 16), (71, 2)])
-def test_threads_share_nothing_of_columns_they_scan(width: int, bytes_: int) -> None:
-    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(34538, 64, width, dtype=BF16))
+def test_threads_share_nothing_of_columns_they_scan() -> None:
+    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(34538, 64, 72, dtype=BF16))
     made = build(kernel, config=1)  # the first may not fit, with some compilers
-    assert made.widest("ld.global") == made.widest("st.global") == bytes_
-    assert made.spills == 0
-    if width % 2 == 0:
-        assert made.shared == 0
-        assert "shfl" not in made.ptx
-        assert kernel.config.kwargs["RBLOCK"] == 32
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert made.spills == 0 and made.shared == 0 and "shfl" not in made.ptx
+    assert kernel.config.kwargs["RBLOCK"] == 32
+
+
+STACKED: dict[str, Case] = {
+    "sum": (lambda x: x.cumsum(1), (3, 72, 99), BF16),
+    "exponentials": (lambda x: x.logcumsumexp(1), (3, 64, 515), torch.float16),
+    "of what was computed": (lambda x: (x * 0.25).exp().cumprod(1), (5, 64, 51), BF16),
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_odd_rows_are_moved_as_one_and_scanned_in_between(name: str) -> None:
+    fn, size, dtype = STACKED[name]
+    with mock.patch.object(stacked, "TOGETHER", 0):
+        (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=2e-2, atol=1e-1)
+    assert "tri_rows.in_a_row(" in kernel.text
+
+
+@pytest.mark.parametrize("size", [(317, 352, 391), (34538, 64, 71)])
+def test_odd_rows_as_one_are_moved_sixteen_bytes_at_once(size: tuple[int, ...]) -> None:
+    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(size, dtype=BF16))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert made.spills == 0 and "shfl" not in made.ptx  # a thread has whole columns
 
 
 def test_columns_that_all_run_at_once_have_rows_under_way() -> None:
     """Rows are added to addresses last: 64 registers let all programs run, 115 do not."""
-    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(317, 351, 391, dtype=BF16))
+    (kernel,) = kernels_of(lambda x: x.cumsum(1), torch.empty(60, 351, 2063, dtype=BF16))
     before, within = kernel.text.split("for roffset in")
-    assert "rbase*391" in before and within.count("rbase*391") == 2
+    assert "rbase*2063" in before and within.count("rbase*2063") == 2
     assert "next" in before and kernel.config.kwargs["RBLOCK"] == 32
 
 

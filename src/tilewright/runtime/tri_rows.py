@@ -142,6 +142,22 @@ def slid_back(tile, slide):
     return tl.reshape(found, tile.shape)
 
 
+@jit
+def stacked(piece, length: tl.constexpr, block: tl.constexpr, count: tl.constexpr):
+    """So many rows of a piece of memory as rows of a tile: a thread has all of its columns."""
+    row, column = tl.arange(0, count)[:, None], tl.arange(0, block)[None, :]
+    place = tl.minimum(row * length + tl.minimum(column, length - 1), piece.numel - 1)
+    found = tl.gather(piece, tl.reshape(place, [block * count]), 0)
+    return tl.reshape(found, [count, block])
+
+
+@jit
+def in_a_row(tile, flat, length: tl.constexpr):
+    """Rows of a tile as a piece of memory again."""
+    place = tl.minimum(flat // length * tile.shape[1] + flat % length, tile.numel - 1)
+    return tl.gather(tl.reshape(tile, [tile.numel]), place, 0)
+
+
 # ---- rows loaded in whole pieces, and moved into place in registers
 
 PIECE = 8  # elements of a piece

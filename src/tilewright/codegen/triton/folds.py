@@ -475,7 +475,7 @@ class Scanning:
     def _along(self, tiles: Sequence[str], how: str, combine: str) -> list[str]:
         names = [self.w.fresh() for _ in tiles]
         source = f"({', '.join(tiles)})" if len(tiles) > 1 else tiles[0]
-        self.w.line(f"{', '.join(names)} = tl.{how}({source}, 1, {combine})")
+        self.w.line(f"{', '.join(names)} = tl.{how}({source}, {self.axis.dim}, {combine})")
         return names
 
     @property

@@ -38,6 +38,7 @@ from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
 from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.sliding import Sliding
+from tilewright.codegen.triton.stacked import Stacked
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
 from tilewright.codegen.triton.walk import Walk
 from tilewright.ir import index as ix
@@ -131,7 +132,8 @@ class Kernel:
         self.lean = self.walk or lean_of(self)
         self.packed = Packed.of(self)
         self.held = Held(self, shape.inner[0]) if shape.held else None
-        self.sliding = Sliding(self) if shape.slid else None
+        scans = any(segment.scans for segment, _ in shape.segments)
+        self.sliding = (Stacked if scans else Sliding)(self) if shape.slid else None
         self.fetch = Fetch(self, shape.inner[0]) if shape.fetched else None
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
@@ -786,6 +788,8 @@ class Kernel:
         for node in known:
             w.know(node, read)
         if store.buffer in self.local or self.doubles.store(store, value):
+            return
+        if self.sliding is not None and self.sliding.stores(store, value):
             return
         self.w.barriers.before_store(store.buffer, store.index)
         place, support = self.place(store)

@@ -17,7 +17,7 @@ from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.shape import Axis, Shape, uses
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
-from tilewright.ir.program import Nest
+from tilewright.ir.program import Nest, Store
 from tilewright.schedule.dealt import may_slide
 from tilewright.target import Target
 
@@ -38,7 +38,7 @@ def sliding(shape: Shape, target: Target) -> Shape:
         return shape
     index, size = nodes[0].src[0], nodes[0].dtype.itemsize
     kinds = {n.arg.kind for m in walks[0].members for n in walk(*m.exprs) if n.op == "reduce"}
-    length, rows = _length(index, x), r.size or 0
+    length, rows = length_of(index, x), r.size or 0
     if not length or is_even(index, x, 4):
         return shape
     if not may_slide(kinds, x.likely, length, rows, size, target):
@@ -61,7 +61,7 @@ def _tiles(members: Sequence[Nest], x: Axis, r: Axis) -> list[Expr]:
     return found if even and x.var not in seen and all(m.reduce for m in members) else []
 
 
-def _length(index: Expr, x: Axis) -> int:
+def length_of(index: Expr, x: Axis) -> int:
     """How many columns are side by side in memory; none: that is not known."""
     if ix.coefficient(index, x.var) is ix.ONE:
         return x.size or 0
@@ -141,3 +141,7 @@ class Sliding:
     def end(self, folds: Sequence[Fold]) -> None:
         for fold in folds:
             self.w.line(f"{fold.name} = tri_rows.slid_back({fold.name}, xslide)")
+
+    def stores(self, store: Store, value: str) -> bool:
+        """Whether a store is not as others are."""
+        return False

@@ -17,6 +17,7 @@ from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.leaning import begins_anywhere, most_moved
 from tilewright.codegen.triton.shape import LONGEST_PASS, MOST_KEPT, Axis, Shape, sorts, uses
+from tilewright.codegen.triton.stacked import stacking
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program
@@ -41,7 +42,8 @@ def walking(program: Program, group: Group, shape: Shape, target: Target) -> Sha
     if axis is None or not segment.scans or sorts(shape.members):
         return shape
     if shape.across:
-        return _columns(program, shape, target)
+        stacked = stacking(program, shape, target)
+        return stacked if stacked.slid else _columns(program, shape, target)
     if 2 * axis.likely <= MOST_KEPT and (axis.lean is None or axis.likely <= LONGEST_PASS):
         return shape
     start, piece = most_moved(program, group, shape.flat(), axis)
