@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
         (torch.randn(40, 33), _bfloat16(33, 40))),
     "an odd count": (lambda x, y: torch.stack((x, -y), -1), (_bfloat16(257, 257),) * 2),
     "turned around": (turned_around, (_bfloat16(14, 24, 9, 11),)),
+    "turned short rows": (turned_around, (_bfloat16(300, 131),)),
     "turned into every second": (
         lambda x, y: y[:, ::2].copy_(x.t()), (torch.randn(40, 33), torch.randn(33, 80))),
     "in the place of one": (
@@ -233,6 +234,12 @@ def test_odd_rows_are_turned_sixteen_bytes_at_once(
     (kernel,) = kernels_of(turned_around, torch.empty(size, dtype=dtype))
     made = build(kernel)
     assert made.widest("ld.global") == made.widest("st.global") == 16 and not made.spills
+
+
+def test_tiles_of_short_rows_are_beside_each_other() -> None:
+    (kernel,) = kernels_of(turned_around, torch.empty(683464, 173, dtype=torch.bfloat16))
+    assert kernel.config.kwargs == {"YBLOCK": 64, "XBLOCK": 256}
+    assert "ybase = (pid % yblocks) * YBLOCK" in kernel.text
 
 
 def test_short_rows_are_read_one_after_the_other() -> None:

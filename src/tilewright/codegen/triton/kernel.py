@@ -14,7 +14,7 @@ import torch
 from tilewright import config
 from tilewright.codegen.triton import facts, joint
 from tilewright.codegen.triton.address import address, may_repeat
-from tilewright.codegen.triton.configs import Config, configs
+from tilewright.codegen.triton.configs import Config, configs, is_narrow
 from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.fetch import Fetch
@@ -319,7 +319,8 @@ class Kernel:
         return tuple(found)
 
     def _programs(self) -> None:
-        """Which block of each axis is this program's: the last parallel axis runs fastest."""
+        """Which block of each axis is this program's: the last parallel axis runs fastest, or the
+        first if it is short."""
         w = self.w
         first = self.first
         if self._takes_turns:
@@ -333,7 +334,7 @@ class Kernel:
         if self.sliding is not None:
             self.sliding.columns()
         axes = () if self.sliding is not None else self.shape.parallel
-        for k, axis in reversed(list(enumerate(axes))):
+        for k, axis in reversed(list(enumerate(axes[:: -1 if is_narrow(self.shape) else 1]))):
             rows = "" if self.packed is None else self.packed.rounded
             w.line(f"{axis.name}numel = {w.index(axis.extent)}{rows}")
             at = "pid"
