@@ -55,6 +55,8 @@ CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
     "average of odd planes": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 5, 11, 13),)),
     "average of odd rows": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 2, 11, 12),)),
     "largest": (lambda x: F.max_pool2d(x, 3, 2, 1), (torch.randn(2, 3, 10, 14),)),
+    "between pairs": (
+        lambda x: x[:, 2::2] * x[:, 3::2] - x[:, 1:-1:2], (torch.randn(7, 38),)),
     "differences": (lambda x: x[:, ::2] - x[:, 1::2], (torch.randn(7, 38),)),
     "beside a constant": (
         lambda x: torch.stack((x, torch.ones_like(x)), -1) * 2, (torch.randn(7, 33),)),
@@ -87,6 +89,11 @@ def test_values_of_sizes_that_are_not_known(name: str) -> None:
 def test_a_window_is_loaded_sixteen_bytes_at_once() -> None:
     (kernel,) = kernels_of(lambda x: F.avg_pool2d(x, 2), _bfloat16(64, 64, 32, 32))
     assert build(kernel).widest("ld.global") == 16
+
+
+def test_what_is_between_pairs_is_loaded_in_pairs() -> None:
+    (kernel,) = kernels_of(CASES["between pairs"][0], torch.empty(4096, 512))
+    assert kernel.text.count("tl.load") == kernel.text.count("tl.split") == 2
 
 
 def test_a_rotation_of_pairs_moves_sixteen_bytes_at_once() -> None:
@@ -122,23 +129,28 @@ def test_pieces_of_a_concatenation_are_one_loop(
     assert len(lower(gm, CARD).nodes) == loops
 
 
-@pytest.mark.parametrize("window", [(3, 2, 1), (2, 2, 1, 1, True), (3, 1, 1, 2)])
+@pytest.mark.parametrize(("window", "columns"), [
+    ((3, 2, 1), 7), ((2, 2, 1, 1, True), 7), ((3, 1, 1, 2), 7), ((3, 2, 1), 18), ((5, 2, 2), 18),
+])  # fmt: skip
 @pretended
-def test_values_next_to_padding(window: tuple[Any, ...]) -> None:
-    x = _bfloat16(2, 3, 9, 7).masked_fill_(torch.rand(2, 3, 9, 7) < 0.3, float("-inf"))
+def test_values_next_to_padding(window: tuple[Any, ...], columns: int) -> None:
+    x = _bfloat16(2, 3, 9, columns)
+    x.masked_fill_(torch.rand(x.shape) < 0.3, float("-inf"))
     x[1, :, 4, 0] = float("nan")
 
     def fn(x: Tensor) -> Any:
         return F.max_pool2d(x, *window, return_indices=True)
 
-    for actual, expected in zip(results(fn, x), fn(x), strict=True):
+    found = [*results(fn, x), *results(lambda x: fn(x)[0], x)]
+    for actual, expected in zip(found, (*fn(x), fn(x)[0]), strict=True):
         torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("side", [15, 64])
 @pretended
-def test_padding_of_windows_has_no_mask() -> None:
+def test_padding_of_windows_has_no_mask(side: int) -> None:
     with FakeTensorMode():
-        x = torch.empty(2, 3, 15, 15, dtype=torch.bfloat16, device="cuda")
+        x = torch.empty(2, 3, side, side, dtype=torch.bfloat16, device="cuda")
         gm = make_fx(lambda x: [F.max_pool2d(x, 3, 2, 1)])(x)
     simplify(gm)
     (nest,) = lower(gm, CARD).nodes

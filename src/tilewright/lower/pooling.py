@@ -9,6 +9,7 @@ Backward passes gather from the windows that cover an element, so they need no a
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,17 @@ class Strided:
         """Outputs that may see an input."""
         return ceildiv(self._span, self.stride)
 
+    @property
+    def steps_evenly(self) -> bool:
+        """Whether windows are two inputs apart, of an even number, and reach beyond the first only,
+        where they have one at least of either parity."""
+        given = (self.into, self.out, self.kernel, self.pad)
+        if any(ix.value_of(e) is None for e in given) or ix.value_of(self.stride) != 2:
+            return False
+        into, out, kernel, pad = (e.arg for e in given)
+        last = kernel - 1 - pad  # input of the first window
+        return into % 2 == 0 and 0 < last < into - 2 * (out - 1)
+
     def _start(self, o: Expr) -> Expr:
         return ix.sub(ix.mul(o, self.stride), self.pad)
 
@@ -79,6 +91,13 @@ class Strided:
         """The same, or the input of the window that is nearest where there is none."""
         i, _ = self.input(o, w)
         return ix.minimum(ix.maximum(i, 0), ix.sub(self.into, 1)), build.TRUE
+
+    def alike(self, o: Expr, w: Expr) -> Step:
+        """The same, or the first input of its parity, if windows step evenly."""
+        if not self.steps_evenly:
+            return self.nearest(o, w)
+        i, _ = self.input(o, w)
+        return ix.add(ix.mul(ix.maximum(ix.floordiv(i, 2), 0), 2), ix.mod(i, 2)), build.TRUE
 
     def output(self, i: Expr, j: Expr) -> Step:
         """The `j`-th output that may see input `i`, in rising order."""
@@ -263,7 +282,7 @@ def _maxima(ctx: Lowering, t: Tensor, out: Size,
     strides = ix.contiguous_strides([axis.into for axis in axes])
 
     window = _unrolled([axis.extent for axis in axes])
-    step = _nearest if window is not None and _may_repeat(t, axes) else _input
+    step = _input if window is None else _repeating(ctx, t, axes)
 
     def element(at: Point, w: Point) -> tuple[Expr, Expr, Expr]:
         where, mask = _steps(axes, step, at[lead:], w)
@@ -277,25 +296,34 @@ def _maxima(ctx: Lowering, t: Tensor, out: Size,
     return values.to(t.dtype), positions
 
 
+Input = Callable[[Axis, Expr, Expr], Step]
+
+
 def _input(axis: Axis, o: Expr, w: Expr) -> Step:
     return axis.input(o, w)
 
 
-def _nearest(axis: Axis, o: Expr, w: Expr) -> Step:
-    assert isinstance(axis, Strided)
-    return axis.nearest(o, w)
+def _repeating(ctx: Lowering, t: Tensor, axes: Sequence[Axis]) -> Input:
+    """The inputs of a window, of which one stands for the padding next to it where that is worth
+    it: it changes no maximum, and without masks neighbouring windows have loads in common, those of
+    an even number of columns in pairs. Then of equal maxima another may come first. (H200, three by
+    two, bfloat16: 281408 planes of 15x15 75 us, 81 us with masks; 57600 of 31x31 50 us, 56 us;
+    12800 of 54x54 27 us, 45 us; 12288 of 64x64 32 us, 39 us; 4096 of 112x112 41 us, 42 us; 16384 of
+    56x56 45 us, 44 us; but 149504 of 16x16 35 us, 33 us; 9600 of 55x55 float32 43 us, 39 us.)"""
+    plain = [axis for axis in axes if isinstance(axis, Strided) and axis.dilation is ix.ONE]
+    if t.device.type != "cuda" or t.dtype.itemsize != 2 or len(plain) < len(axes):
+        return _input
+    if ix.mod(plain[-1].into, 2) is ix.ONE:
+        return lambda axis, o, w: plain[axes.index(axis)].nearest(o, w)
+    if plain[-1].steps_evenly and not _has_positions(ctx) and ix.known_lt(16, plain[-1].into):
+        return lambda axis, o, w: plain[axes.index(axis)].alike(o, w)
+    return _input
 
 
-def _may_repeat(t: Tensor, axes: Sequence[Axis]) -> bool:
-    """Whether an input may stand for the padding next to it: it changes no maximum, and without
-    masks neighbouring windows have loads in common. Of planes of even sides they have them in pairs
-    anyhow, and numbers of four bytes fill lines (H200: three by two of 281408 planes of 15x15
-    bfloat16 75 us, 81 us with masks; 57600 of 31x31 50 us, 56 us; but 16384 of 56x56 60 us, 44 us;
-    9600 of 55x55 float32 43 us, 39 us)."""
-    return t.device.type == "cuda" and t.dtype.itemsize == 2 and all(
-        isinstance(axis, Strided) and axis.dilation is ix.ONE and ix.mod(axis.into, 2) is ix.ONE
-        for axis in axes
-    )  # fmt: skip
+def _has_positions(ctx: Lowering) -> bool:
+    """Whether more than values are asked for."""
+    assert ctx.node is not None
+    return any(user.target is not operator.getitem or user.args[1] != 0 for user in ctx.node.users)
 
 
 Element = Callable[[Point, Point], tuple[Expr, Expr, Expr]]

@@ -185,6 +185,8 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
     written = {b for m in flat.members for b in m.writes}
     if len({*read, *written}) >= 5 and all(size >= 4 for size in sizes(program, flat)):
         return vector // 2
+    if any(first not in known for first in known.values()):  # those between pairs
+        return 4  # largest of 12288 planes of 64x64 bfloat16 32 us, 34 us by two
     halved = not known or _divides(flat)
     return vector // 2 if halved and _is_mixed(program, flat, vector) else vector
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.facts import span
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, substitute, var
+from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, var
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.kernel import Kernel
@@ -53,16 +53,14 @@ class Doubles:
             return ""
         w = self.w
         with self._both():
-            index = doubled(first.src[0], self.axis)
-            assert index is not None
+            index = doubled(first.src[0], self.axis) or behind(first.src[0], self.axis)
             support = w.covered(w.support(index))
             mask = w.mask(support)
             masked = f", {mask}, other=0" if mask else ""
             both = w.let(f"tl.load({self.kernel.pointer(node.arg)} + ({w.index(index)}){masked})")
         names = [w.fresh(), w.fresh()]
         w.line(f"{', '.join(names)} = tl.split(tl.reshape({both}, {self._apart(support)}))")
-        known = [n for n, f in self.read.items() if f is first]
-        found = dict(zip(known, names, strict=False))  # the second may not be needed
+        found = {n: names[n.src[0] is not f.src[0]] for n, f in self.read.items() if f is first}
         for n, name in found.items():
             w.know(n, name)
         return found[node]
@@ -126,6 +124,11 @@ def pairs(shape: Shape, buffers: Mapping[str, Buffer], local: frozenset[str]
         read |= {first: first, alone[buffer, other]: first}
     read |= {n: n for (b, i), n in alone.items() if n not in read and _is_even(i, axis)
              and ix.mod(span(buffers[b].size, buffers[b].stride), 2) is ix.ZERO}  # fmt: skip
+    paired = {n.arg for n in read}  # of which also what is between, as the column before a window
+    read |= {n: load(b, n.dtype, first) for (b, i), n in alone.items()
+             if b in paired and n not in read and step(i, axis) != 1
+             and ix.mod(first := ix.sub(i, 1), 2) is ix.ZERO and ix.known_nonneg(first)
+             and ix.mod(span(buffers[b].size, buffers[b].stride), 2) is ix.ZERO}  # fmt: skip
     plain = [(s.buffer, s.index) for s in stores if s.buffer not in used | local
              and s.mode == "set" and s.mask is None]  # fmt: skip
     written: dict[Place, Expr] = {}
@@ -164,6 +167,12 @@ def doubled(index: Expr, axis: Axis) -> Expr | None:
         return None
     along = two if atom is x else ix.mod(two, ix.mul(atom.src[1], 2))
     return ix.add(along, substitute(ix.sub(index, ix.mul(atom, 2)), {x: ix.floordiv(two, 2)}))
+
+
+def behind(index: Expr, axis: Axis) -> Expr:
+    """The same where it is any two neighbours for each point."""
+    two = _lanes(axis)
+    return ix.add(substitute(index, {axis.var: ix.floordiv(two, 2)}), ix.mod(two, 2))
 
 
 def step(index: Expr, axis: Axis) -> int:
