@@ -22,6 +22,7 @@ from tilewright.codegen.triton.shape import (
     Shape,
     accumulates,
     is_looked_up,
+    is_narrow,
     is_one_walk,
 )
 from tilewright.ir import index as ix
@@ -271,19 +272,6 @@ def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         bx = min(along * (across // by), power(x.likely))
         by = min(by * clamp(1, along // bx, 2), power(y.likely))
         yield Config((*fixed, (y.block, by), (x.block, bx)), clamp(1, by * bx // 256, warps))
-
-
-def is_narrow(shape: Shape) -> bool:
-    """Whether tiles across a turned matrix are few, and the last one of the largest would be partly
-    empty: smaller ones then, each beside those of the same rows, which are read as a whole so
-    (H200: 683464x173 float16 146 us, 162 us; 790500x207 bfloat16 208 us, 217 us; 400000x136 60 us,
-    69 us; 300001x192 78 us, 94 us; but 500001x173, of which no row begins evenly, 176 us,
-    147 us)."""
-    if shape.family != "poi" or shape.looked_up or len(shape.parallel) != 2:
-        return False
-    y, x = shape.parallel
-    wide = any(n.dtype.itemsize > 2 for m in shape.members for n in loads(*m.exprs))
-    return 128 < y.likely < 256 and (y.likely % 8 == 0 or x.likely % 4 == 0) and not wide
 
 
 def _is_stored_apart(shape: Shape) -> bool:

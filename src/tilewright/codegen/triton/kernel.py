@@ -14,7 +14,7 @@ import torch
 from tilewright import config
 from tilewright.codegen.triton import facts, joint
 from tilewright.codegen.triton.address import address, may_repeat
-from tilewright.codegen.triton.configs import Config, configs, is_narrow
+from tilewright.codegen.triton.configs import Config, configs
 from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.fetch import Fetch
@@ -36,7 +36,7 @@ from tilewright.codegen.triton.pieces import common, load_pieces
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
-from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
+from tilewright.codegen.triton.shape import Axis, Shape, accumulates, is_narrow, scatters
 from tilewright.codegen.triton.sliding import Sliding
 from tilewright.codegen.triton.stacked import Stacked
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
