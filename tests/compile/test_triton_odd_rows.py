@@ -364,6 +364,21 @@ def test_odd_rows_of_floats_that_are_folded_both_ways_stay_in_registers(
     assert kernel.config.num_warps == warps
 
 
+def test_all_of_a_row_is_under_way_before_its_first_fold() -> None:
+    """And of its elements none has an address of its own."""
+
+    def gradients(x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        total, slope = given.sum(-1, keepdim=True), (given * x).sum(-1, keepdim=True)
+        return given - total - x * slope, (given * x).sum(0)
+
+    kernel, *_ = for_card(gradients, torch.empty(24660, 2049), torch.empty(24660, 2049))
+    _, loop = kernel.text.split("for s0offset")
+    before = loop[: loop.index("= tl.reduce(")]
+    assert before.count("tl.load(") == loop.count("tl.load(") == 2
+    ptx = build(kernel).ptx
+    assert 4 * ptx.count("mul.wide") < ptx.count("ld.global")
+
+
 @pytest.mark.parametrize(("rows", "length", "ahead"), [(960, 36864, 0), (542, 1 << 18, 5)])
 def test_long_rows_that_are_walked_once(rows: int, length: int, ahead: int) -> None:
     (kernel,) = kernels_of(

@@ -22,11 +22,13 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     75 us, 97 us so)."""
     w, plain = k.w, f"{k.pointer(buffer)} + ({place})"
     rows = [a for a in k.shape.inner if a in w.support(index)]
-    if not k.shape.across or k.shape.serial or len(rows) != 1:
-        return plain
-    if w.index_type != "tl.int32":
+    if len(rows) != 1 or w.index_type != "tl.int32":
         return plain
     (axis,) = rows
+    if k.shape.serial:
+        return _of_a_round(k, buffer, index, axis, place)
+    if not k.shape.across:
+        return plain
     step, rest = ix.coefficient(index, axis.var), ix.without(index, [axis.var])
     if step is None or ix.value_of(step) is None or axis is k.repeated:
         return plain
@@ -37,6 +39,15 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     by = f"*{w.index(step)}"
     first = "" if k.shape.persistent else f"{w.rounds[axis][0]}{by} + "
     return f"{k.pointer(buffer)} + {first}{w.index(rest)} + {axis.name}base{by}"
+
+
+def _of_a_round(k: Kernel, buffer: str, index: Expr, axis: Axis, place: str) -> str:
+    """Of rows one after the other: where one begins is added first, for the same reason."""
+    rest = ix.without(index, [axis.var])
+    along = ix.coefficient(index, axis.var) is ix.ONE and not k.shape.across
+    if not along or not k.w.support(rest) or place != k.w.index(index):
+        return f"{k.pointer(buffer)} + ({place})"
+    return f"{k.pointer(buffer)} + {k.w.index(rest)} + {axis.name}base"
 
 
 def may_repeat(shape: Shape, segment: Segment, axis: Axis) -> bool:

@@ -135,7 +135,11 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
     waits = len(results) > 1 and len(found) <= FEW and not shape.looked_up
     if shape.serial or not (shape.inner or waits):
         return []
-    found += [e for e in _folded(shape) if e not in found]
+    return first(shape, [*found, *(e for e in _folded(shape) if e not in found)])
+
+
+def first(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
+    """Those loads that neither a fold nor a store has to come before."""
     made = frozenset[str]().union(*(m.writes for m in shape.members))
     return [e for e in found
             if not any(n.op in ("reduce", "scan") or n.arg in made for n in walk(e))]  # fmt: skip

@@ -448,6 +448,7 @@ class Kernel:
                     f"range(0, {self._rounds(v)})")  # fmt: skip
                 loops.enter_context(w.block(f"for s{k}offset in {rounds}"))
                 w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
+            self._begin_round()
             self._segments()
         for m in waiting:
             w.folds_keep_rows(m.name not in self.shape.total)
@@ -458,12 +459,17 @@ class Kernel:
     def _before(self) -> None:
         """Rows that are the same in all rounds of the serial loops, as a layer's weights, are
         loaded before them."""
-        made = frozenset[str]().union(*(m.writes for m in self.shape.members))
-        for node in loads(*(e for m in self.shape.members for e in m.exprs)):
-            moves = any(n.op in ("reduce", "scan") or n.arg in made or n in self.shape.serial
-                        for n in walk(node))  # fmt: skip
-            if not moves:
+        for node in self._first_loads():
+            if not any(n in self.shape.serial for n in walk(node)):
                 self.w.operand(node)
+
+    def _begin_round(self) -> None:
+        """All of a row is under way before its first fold, what it has one number of first."""
+        for node in sorted(self._first_loads(), key=lambda e: len(self.w.support(e.src[0]))):
+            self.w.operand(node)
+
+    def _first_loads(self) -> list[Expr]:
+        return facts.first(self.shape, loads(*(e for m in self.shape.members for e in m.exprs)))
 
     def _rounds(self, v: Expr) -> str:
         """How often a serial loop runs: a scalar, also where it depends on the program."""
