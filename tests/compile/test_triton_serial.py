@@ -59,7 +59,7 @@ def test_rows_and_columns_of_one_pass(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "length", "programs"),
-                         [(16384, 4096, 256), (222534, 389, 2048), (4096, 389, 97),
+                         [(16384, 4096, 256), (222534, 389, 3072), (4096, 389, 97),
                           (40000, 2700, 512), (40000, 2696, 256), (24660, 2049, 512),
                           (761461, 161, 4096), (600000, 128, 4096)])  # fmt: skip
 def test_more_programs_walk_short_rows(rows: int, length: int, programs: int) -> None:

@@ -27,6 +27,7 @@ CPU_CHUNKS = 32  # a fixed number: results do not depend on how many threads the
 SHORTEST_CHUNK = 16  # rows, where each chunk leaves a row of results
 LONG_CHUNK = 64  # rows, whose traffic is far more than that of a row of results
 SHORT_ROW = 4096  # elements of a row of which two programs keep a processor of a card busy
+SHORT_ODD_ROW = 5120  # the same of rows that are not fetched ahead
 LARGE = 1 << 17  # iterations that should keep more than a few processors busy
 ALONE = 3 << 14  # iterations that one program of a card should not be at alone (H200: cross entropy
 # of 67041 rows of 1001 bfloat16 54 us, 63 us with one program for the sum of its losses)
@@ -172,22 +173,23 @@ def _wanted(target: Target) -> int:
 
 def _of_short_rows(fit: Fit, target: Target) -> int:
     """Programs of a card with short rows one after the other: one has few bytes of them under way,
-    so more have to (H200: the backward pass of layer norm, 222534 rows of 389 bfloat16: 852 us by
-    256 programs, 245 us by 1024, 175 us by 2048, 184 us by 4096; 100000 of 768: 224 us by 256,
-    118 us by 1024; 40000 of 2048: 156 us by 256, 125 us by 512; 500000 of 128: 137 us by 2048,
+    so more have to (H200: the backward pass of layer norm, 100000 rows of 768 bfloat16: 224 us by
+    256, 118 us by 1024; 40000 of 2048: 156 us by 256, 125 us by 512; 500000 of 128: 137 us by 2048,
     108 us by 4096). Of odd rows nothing is under way before its round (31082 of 2699: 222 us by
-    256, 161 us by 512; RMS norm of 761461 of 161 floats 462 us by 2048, 395 us by 4096). Each has
-    rows enough for what it leaves not to matter."""
+    256, 161 us by 512; 222534 of 389 205 us by 2048, 179 us by 3072; RMS norm of 761461 of 161
+    floats 462 us by 2048, 395 us by 4096). Each has rows enough for what it leaves not to matter.
+    """
     if not target.is_gpu or len(segments_of(fit.members, fit.outer)) < 2:
         return 0
     rows = hint_product(v.src[0] for v in fit.serial)
     row = max(work(m) for m in fit.members) // max(rows * _programs(fit, target), 1)
     if row < NARROWEST:
         return 0
-    odd = row % 8 > 0
-    times = min(SHORT_ROW // row, 16 if row <= 256 else 8)
-    if odd and times == 1:
-        times = 2
+    odd = row % 4 > 0
+    most = 16 if row <= 256 else 12 if odd else 8
+    times = min((SHORT_ODD_ROW if odd else SHORT_ROW) // row, most)
+    if row % 8 and row <= SHORT_ROW:
+        times = max(times, 2)
     return min(_wanted(target) * times, rows // (LONG_CHUNK // 2 if odd else LONG_CHUNK))
 
 

@@ -477,36 +477,35 @@ def folds_one(shape: Shape) -> bool:
 
 def _rows_in_order(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     """Rows one after the other, the loads of the next ones under way (H200: the backward pass of
-    layer norm, 16384x4096 bfloat16: 105 us with three, 169 us without; of rows of 1501, which are
-    not loaded ahead, 212 us with four warps, 237 us with two; of 2699 161 us with four, 169 us with
-    eight; of 777 171 us with one, 202 us with two)."""
+    layer norm, 16384x4096 bfloat16: 105 us with three, 169 us without)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     choices = ((32, 3), (16, 3), (32, 2), (16, 1)) if shape.ahead else ((16, 0), (32, 0), (8, 0))
-    if shape.odd and shape.ahead and min(_floats(program, shape), default=4) > 2:
-        if longest <= 4096:
-            yield from _odd_floats_in_order(shape, rows, target)
-        choices = ((8, 1), (16, 1))
-    elif shape.odd and shape.ahead and longest > 1024:  # single elements are not fetched ahead
-        choices = ((16, 1), (32, 1)) if longest < 4096 else ((32, 1), (16, 1))
+    if shape.odd and shape.ahead:
+        wide = min(_floats(program, shape), default=4) > 2
+        if (0 if wide else LONGEST_OF_WARP) < longest <= 4096:
+            yield from _odd_rows_in_order(shape, rows, target)
+        # of 777 bfloat16 171 us with one warp, 202 us with two
+        choices = ((8, 1), (16, 1)) if wide else ((32, 1), (16, 1))
     for share, ahead in choices:
         warps = clamp(1, power(longest / (32 * share)), MOST_WARPS)
-        most = 128 if ahead == 1 and share == 32 else None  # four programs of four warps
+        most = 128 if ahead == 1 and share == 32 and warps > 1 else None  # four of four warps
         yield Config(((x.block, 1), *rows), warps, ahead=ahead, registers=most)
 
 
-def _odd_floats_in_order(shape: Shape, rows: list[tuple[str, int]], target: Target
-                         ) -> Iterable[Config]:  # fmt: skip
-    """Single floats that are fetched ahead go through shared memory one by one (H200: backward pass
-    of RMS norm, 761461 rows of 161: 395 us, 482 us so; 300000 of 401 370 us, 421 us). So few warps
-    that a thread's part of all that it has of a row fits its registers, with room for as many
-    programs as there are (of layer norm, 24660 rows of 2049: 176 us by four with 128 registers,
-    201 us by eight, 313 us by sixteen); of few programs each has more (RMS norm of 1999, 250
-    programs: 75 us by eight, 79 us by four)."""
+def _odd_rows_in_order(shape: Shape, rows: list[tuple[str, int]], target: Target
+                       ) -> Iterable[Config]:  # fmt: skip
+    """Single elements are not fetched ahead: floats would go through shared memory one by one
+    (H200: backward pass of RMS norm, 761461 rows of 161 floats: 395 us, 482 us so; 300000 of 401
+    370 us, 421 us). So few warps that a thread's part of all that it has of a row fits its
+    registers, with room for as many programs as there are (of layer norm, 24660 rows of 2049
+    floats: 176 us by four with 128 registers, 201 us by eight, 313 us by sixteen; 33000 of 1501
+    bfloat16 102 us by two, 110 us by four); of few programs each has more (RMS norm of 1999
+    floats, 250 programs: 75 us by eight, 79 us by four)."""
     x, size = shape.parallel[0], max((a.size or 1 for a in shape.inner), default=1)
     kept = len(_walked(shape)) + sum(accumulates(m, shape.serial) for m in shape.members)
-    warps = clamp(1, power(size * kept / (32 * 90)), MOST_WARPS)
+    warps = clamp(1, power(size * kept / (32 * 120)), MOST_WARPS)
     if x.likely * warps < 12 * target.sms:
         warps = clamp(1, 2 * warps, size // 32)
     most = 128 if size * kept > 64 * 32 * warps else None
