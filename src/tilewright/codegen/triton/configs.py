@@ -436,7 +436,7 @@ def _held_rows(program: Program, shape: Shape) -> Iterable[Config]:
     weights = any(free_vars(n.src[0]) == frozenset((axis.var,)) for m in shape.flat().members
                   for n in loads(*m.exprs))  # fmt: skip
     room = (5 if weights and axis.lean is not None else 10) * each  # elements of a thread
-    if axis.likely <= room * 32 * warps:
+    if (shape.each or axis.likely) <= room * 32 * warps and shape.several == 1:
         yield Config(blocks, warps, registers=64)
     yield Config(blocks, warps)
 

@@ -112,10 +112,15 @@ class Fold:
         self.w.know(self.node, folded if result == folded else self.w.let(result))
 
     def whole(self) -> None:
-        """The row is one block; 32 bits do to count how often something holds in it."""
+        """The row is one block, or in pieces; 32 bits do to count how often something holds in
+        it."""
         if self.kind == "sum" and _is_truth(self.value):
             self.value, self.dtype = self.value.src[0], torch.int32
-        self._finish(self._reduced(self._tile, self.combine))
+        self.taken(self.of_row())
+
+    def of_row(self) -> list[str]:
+        """What is left of such a row."""
+        return [self._reduced(self._tile, self.combine)]
 
     def _reduced(self, tile: Callable[[], str], combine: str) -> str:
         """A tile of the row as one number, and with it a tile of its ends if there is one."""
@@ -127,8 +132,12 @@ class Fold:
             return w.let(f"tl.reduce({w.let(tile())}, {dim}, {combine}, keep_dims=True)")
         made = w.let(f"tri.one(tl.reduce({tile()}, 1, {combine}))")
         if self.ends is not None:
-            with self.ends():
-                more = w.let(f"tri.one(tl.reduce({own()}, 1, {combine}))")
+            edge = ""
+            for ends in [self.ends] if self.pieces is None else self.pieces.ends():
+                with ends():
+                    one = w.let(own())
+                    edge = w.let(f"{combine}({edge}, {one})") if edge else one
+            more = w.let(f"tri.one(tl.reduce({edge}, 1, {combine}))")
             made = w.let(f"{combine}({made}, {more})")
         if self.pieces is not None:
             self.pieces.renew(made)
@@ -182,7 +191,7 @@ class Fold:
         return [(TYPE[self.dtype], self.start)]
 
     def left_of_row(self) -> Sequence[str]:
-        return self._with_ends(self.left())
+        return self._with_ends(self.left()) if self.pieces is None else self.of_row()
 
     def left(self) -> list[str]:
         """All lanes as one."""
@@ -199,6 +208,8 @@ class Fold:
         """What all programs left, one in each lane, as one. Numbers are spread from scalars: a tile
         of one is laid out for another tile than it will meet, and brought there by the thousand."""
         found = self.again(tiles, 0, "")
+        if self.pieces is not None:
+            return found
         return [self.w.let(f"tl.broadcast_to({name}, [1, 1])") for name in found]
 
     def taken(self, names: Sequence[str]) -> None:
@@ -252,10 +263,10 @@ class ArgFold(Fold):
     def taken(self, names: Sequence[str]) -> None:
         self.w.know(self.node, self.w.let(f"{names[1]}.to(tl.int64)"))
 
-    def whole(self) -> None:
+    def of_row(self) -> list[str]:
         top = self._reduced(self._tile, self._extreme)
-        self.taken([top, self._reduced(
-            lambda: self._having(top, self._tile(), self._places()), "tri.minimum")])  # fmt: skip
+        return [top, self._reduced(
+            lambda: self._having(top, self._tile(), self._places()), "tri.minimum")]  # fmt: skip
 
     def _in_order(self) -> bool:
         """Whether later rounds of the loop have later places: the first of equals is kept then."""
@@ -296,9 +307,9 @@ class WelfordFold(Fold):
         self.w.know(part(self.node, 0), mean)
         self.w.know(part(self.node, 1), m2)
 
-    def whole(self) -> None:
-        w = self.w
-        mean = w.let(f"{self._reduced(self._tile, 'tri.add')} / {self._count()}")
+    def of_row(self) -> list[str]:
+        w, count = self.w, self._count()
+        mean = w.let(f"{self._reduced(self._tile, 'tri.add')} / {count}")
 
         def squares() -> str:
             away = w.let(f"{self._tile()} - {mean}")
@@ -306,7 +317,7 @@ class WelfordFold(Fold):
                 away = w.let(f"tl.where({self._inside}, {away}, 0.0)")
             return f"{away} * {away}"
 
-        self._give(mean, self._reduced(squares, "tri.add"))
+        return [mean, self._reduced(squares, "tri.add"), count]
 
     def _tiles(self) -> list[str]:
         kind = TYPE[self.dtype]
@@ -317,10 +328,14 @@ class WelfordFold(Fold):
         """How many values a row has."""
         w = self.w
         assert self.axis is not None
+        if self.pieces is not None and self.pieces.own:
+            return f"({self.pieces.own}).to({TYPE[self.dtype]})"
         if self.axis in w.ends and self.axis.lean is None:
             tile = f"tl.broadcast_to({self._inside}, {w.shape(self.support)})"
             return f"tl.reduce({tile}.to({TYPE[self.dtype]}), 1, tri.add, keep_dims=True)"
         count = w.spread(w.index(self.axis.extent), NOWHERE, NOWHERE)
+        if self.pieces is not None and self.pieces.several > 1:
+            count = f"({count}) * {self.pieces.several}"
         return f"({count}).to({TYPE[self.dtype]})"
 
     def begin(self) -> None:

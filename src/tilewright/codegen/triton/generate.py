@@ -19,6 +19,7 @@ from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.parts import in_parts
 from tilewright.codegen.triton.rest import resting
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
+from tilewright.codegen.triton.siblings import together
 from tilewright.codegen.triton.sliding import sliding
 from tilewright.codegen.triton.tiles import in_tiles
 from tilewright.codegen.triton.turned import turned
@@ -57,7 +58,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if (held := holding_columns(program, group, shape, target)).held:
         among = configs_of_columns(held, target)
         return Kernel(program, group, held, target, wide, among).generate(name)
-    if (held := holding(program, group, shape, target)).held:
+    if (held := together(program, group, shape, target)).held or (
+        held := holding(program, group, shape, target)).held:  # fmt: skip
         return Kernel(program, group, held, target, wide).generate(name)
     if (tiled := in_tiles(program, group, shape)).tiled:
         return Kernel(program, group, tiled, target, wide).generate(name)

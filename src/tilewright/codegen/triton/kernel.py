@@ -31,7 +31,7 @@ from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.packed import Packed
 from tilewright.codegen.triton.pairs import lean_of
-from tilewright.codegen.triton.parts import COUNTERS, WORKSPACE, leave, meet
+from tilewright.codegen.triton.parts import COUNTERS, WORKSPACE, end, meet
 from tilewright.codegen.triton.pieces import common, load_pieces
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
@@ -168,6 +168,7 @@ class Kernel:
         self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
         self.cells = 0  # of each program of a shared row
         self.meetings = 0  # of the programs that share a row
+        self.left = False  # whether it has told those it shares a row with
         self.waiting: list[str] = []  # stores that are the last one's of these
         self.repeated: Axis | None = None  # the last row of which stands for those beyond it
         self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
@@ -275,7 +276,7 @@ class Kernel:
         else:
             self._segments()
         if self.meetings:
-            leave(self)
+            end(self)
 
     def whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
@@ -331,6 +332,8 @@ class Kernel:
             w.line(f"part = pid % {self.shape.shared}")
             w.line(f"pid = pid // {self.shape.shared}")
             w.line("spot = pid")
+            if self.held is not None:
+                self.held.place()
         if self.sliding is not None:
             self.sliding.columns()
         axes = () if self.sliding is not None else self.shape.parallel
@@ -417,7 +420,7 @@ class Kernel:
             lean.tile()
         for k, (segment, axis) in enumerate(self.shape.segments):
             if axis is not None and self.held is not None:
-                self.held.segment(segment)
+                self.held.segment(k, segment)
             elif axis is None or self.shape.persistent:
                 self._straight(segment, axis)
             elif k in online:

@@ -16,7 +16,7 @@ for every element. Its whole pieces have one for each piece, and its end is a ti
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.shape import Axis, is_looked_up
@@ -46,7 +46,7 @@ class Lean:
         )
         self.most_left = (3 if self.slid_rows else 2) * axis.piece  # of a row beside whole pieces
         self.at_ends = False
-        self._kept: dict[Expr, str] = {}  # what is known at the ends of rows
+        self.kept: dict[Expr, str] = {}  # what is known at the ends of rows
         self.w.ends[axis] = self.w.support(axis.lean)
 
     def begin(self) -> None:
@@ -58,18 +58,15 @@ class Lean:
             w.line(f"{a}mask = {a}base < {a}tail")
             w.know(self.axis.var, f"{a}base")
             return
-        w.line(f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}")
-        w.line(f"{a}start = {a}place // {n} * {n}")
-        w.line(f"{a}slide = {a}place - {a}start")
-        w.line(f"{a}head = ({a}slide + {n - 1}) // {n} * {n}")
-        last = f" - {n}" if self.slid_rows else ""
-        w.line(f"{a}tail = ({a}slide + {a}numel) // {n} * {n}{last}")
+        if self.kernel.shape.several > 1:
+            return
+        self.place_row()
         if self.axis in self.kernel.shape.parallel:
             w.line(f"{a}lane = {a}base")
             self._enter(f"({a}lane >= {a}head) & ({a}lane < {a}tail)")
             return
-        self._edges()
-        self._fetch()
+        self.edges()
+        self.fetch(self.ends)
         if self.kernel.shape.held:
             return
         if self.kernel.shape.persistent:
@@ -79,6 +76,15 @@ class Lean:
             less = 2 * n - 1 if self.slid_rows else n - 1
             w.line(f"{a}full = tl.maximum({a}numel - {less}, 0) // {n} * {n} // {block}")
             w.line(f"{a}all = ({a}numel // {n} * {n} + {block} - 1) // {block}")
+
+    def place_row(self) -> None:
+        w, a, n = self.w, self.axis.name, self.axis.piece
+        w.line(f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}")
+        w.line(f"{a}start = {a}place // {n} * {n}")
+        w.line(f"{a}slide = {a}place - {a}start")
+        w.line(f"{a}head = ({a}slide + {n - 1}) // {n} * {n}")
+        last = f" - {n}" if self.slid_rows else ""
+        w.line(f"{a}tail = ({a}slide + {a}numel) // {n} * {n}{last}")
 
     def _enter(self, mask: str) -> None:
         a = self.axis.name
@@ -181,7 +187,7 @@ class Lean:
 
     # ---- the ends of rows
 
-    def _edges(self) -> None:
+    def edges(self) -> None:
         """Places in the row of what is not in whole pieces, before them and after them."""
         w, a, n = self.w, self.axis.name, self.axis.piece
         if self.whole:
@@ -191,14 +197,17 @@ class Lean:
         where = ", ".join(":" if d == self.axis.dim else "None" for d in range(w.rank))
         w.line(f"{a}two = tl.arange(0, {self._lanes_of_ends})[{where}]")
         w.line(f"{a}at = tl.where({a}two < {n}, {a}two, {a}tail - {a}slide + {a}two - {n})")
-        end = f"tl.where(part == 0, {a}numel, 0)" if self.kernel.shape.shared else f"{a}numel"
+        shape, end = self.kernel.shape, f"{a}numel"
+        if shape.shared and not (shape.held and shape.parts == 1):
+            part = f"part % {shape.parts}" if shape.held else "part"
+            end = f"tl.where({part} == 0, {a}numel, 0)"
         w.line(f"{a}edge = (({a}two < {n}) == ({a}at < {a}head - {a}slide)) & ({a}at < {end})")
 
     @contextmanager
     def ends(self) -> Generator[None]:
         """In the tile of the ends of rows."""
         w, a = self.w, self.axis.name
-        with w.elsewhere(frozenset((self.axis,)), self._kept):
+        with w.elsewhere(frozenset((self.axis,)), self.kept):
             w.know(self.axis.var, f"{a}at")
             w.ends_of_rows[self.axis] = str(self._lanes_of_ends), f"{a}edge"
             starts, w.starts = w.starts, {}  # random numbers are drawn one by one
@@ -208,26 +217,27 @@ class Lean:
             w.starts = starts
             del w.ends_of_rows[self.axis]
 
-    def _fetch(self) -> None:
+    def fetch(self, ends: Callable[[], AbstractContextManager[None]]) -> None:
         """What is loaded of the ends is under way before the rows are."""
         members = self.kernel.shape.members
         made = frozenset[str]().union(*(m.writes for m in members))
-        with self.ends():
+        with ends():
             for node in loads(*(e for m in members for e in m.exprs)):
                 waits = any(n.op in ("reduce", "scan") or n.arg in made for n in walk(node))
                 if self.axis.var in free_vars(node.src[0]) and not waits:
                     self.w.operand(node)
 
     def store_ends(self, members: Sequence[Nest]) -> None:
+        """Of what is stored along rows."""
         with self.ends():
             self.kernel.stores([m for m in members if not m.reduce])
 
     def tile(self) -> None:
         """What the program with a row's first block stores at both its ends."""
         with self.w.block(f"if {self.axis.name}block == 0"):
-            self._edges()
+            self.edges()
             self.store_ends([m for s, _ in self.kernel.shape.segments for m in s.members])
-        self._kept.clear()
+        self.kept.clear()
 
 
 __all__ = ["Lean"]

@@ -109,7 +109,8 @@ def _turned(shape: Shape) -> Shape:
 def _may_lean(shape: Shape) -> bool:
     if shape.rank != 2 or shape.across or shape.serial or shape.ragged or sorts(shape.members):
         return False
-    if shape.shared and (shape.again or not shape.in_turn or folds(shape, "welford")):
+    apart = shape.shared and not shape.held
+    if apart and (shape.again or not shape.in_turn or folds(shape, "welford")):
         return False
     return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
 

@@ -117,6 +117,12 @@ class OnlineFold(Fold):
         tile = self.w.let(f"tl.reshape({self._tile()}, [{x}, {', '.join(lengths)}])")
         self.w.line(f"{names} = tri.online({names}, {tile}, {1 if self.apart else 2})")
 
+    def of_row(self) -> list[str]:
+        """Of pieces that are held: the largest of them all first."""
+        top = self._reduced(self._tile, "tri.maximum")
+        base = self.w.let(f"tl.where(tl.abs({top}) == float('inf'), 0.0, {top})")
+        return [top, self._reduced(lambda: f"tri.fast_exp({self._tile()} - {base})", "tri.add")]
+
     @property
     def cells(self) -> list[tuple[str, str]]:
         return [("tl.float32", self.start), ("tl.float32", "0.0")]

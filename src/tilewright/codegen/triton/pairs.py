@@ -35,7 +35,7 @@ class Pairs(Lean):
         w.line(f"{a}start = ({a}place + {a}odd) // 2 * 2")
         w.line(f"{a}at = tl.where({a}odd == 0, {a}numel - 1, 0)")
         w.line(f"{a}tail = {a}numel - 1")
-        self._fetch()
+        self.fetch(self.ends)
         if not self.kernel.shape.held:
             w.line(f"{a}lane = {a}base")
             self._enter(f"{a}lane < {a}tail")

@@ -8,6 +8,7 @@ what is computed of the row as a whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -71,21 +72,29 @@ def meet(kernel: Kernel, found: Sequence[Fold]) -> None:
     for fold, made in cells:
         tiles = [w.let(f"tri.gather({WORKSPACE}, {cell}, {kind}, {count}, {power(count)})")
                  for cell, kind in made]  # fmt: skip
-        fold.taken(fold.gathered(tiles))
+        fold.taken(names := fold.gathered(tiles))
+        if fold.pieces is not None and fold is found[-1]:
+            fold.pieces.renew(names[0])
 
 
 def leave(kernel: Kernel) -> None:
-    """The last program of a row does what none may do while others read what was there."""
-    w = kernel.w
-    if kernel.alone:
-        for line in kernel.waiting:
-            w.line(line)
+    """Once a program has read what it needs. The last one of a row does what none may do while
+    others read what was there."""
+    if kernel.left or kernel.alone:
         return
-    count = kernel.shape.shared * (kernel.meetings + 1)
-    if not kernel.waiting:
-        w.line(f"tri.gone({COUNTERS} + spot, {count})")
-        return
-    w.line("tl.debug_barrier()")
-    with w.block(f"if tri.part({COUNTERS} + spot, {count})"):
+    w, until = kernel.w, kernel.shape.shared * (kernel.meetings + 1)
+    kernel.left = True
+    made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
+    if made & kernel.rewritten:
+        w.line("tl.debug_barrier()")
+        w.line(f"last = tri.part({COUNTERS} + spot, {until})")
+    else:
+        w.line(f"tri.gone({COUNTERS} + spot, {until})")
+
+
+def end(kernel: Kernel) -> None:
+    """What was left for the last program of a row."""
+    leave(kernel)
+    with nullcontext() if kernel.alone or not kernel.waiting else kernel.w.block("if last"):
         for line in kernel.waiting:
-            w.line(line)
+            kernel.w.line(line)

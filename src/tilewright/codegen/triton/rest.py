@@ -54,7 +54,7 @@ class Rest(Lean):
         w.line(f"{a}edge = {a}at < {a}numel")
         w.masked.discard(self.axis)
         w.know(self.axis.var, f"{a}base")
-        self._fetch()
+        self.fetch(self.ends)
 
     @contextmanager
     def ends(self) -> Generator[None]:

@@ -114,6 +114,9 @@ class Shape:
     slid: int = 0  # columns beside each other, which are loaded in whole pieces of their rows
     held: int = 0  # elements of the pieces that a program holds a row in
     tiled: bool = False  # these are narrow, and a warp has several rows
+    each: int = 0  # elements of a row, or of a plane of it, that one of several programs holds
+    planes: tuple[Expr, ...] = ()  # loops of which each of the programs of a row has some points
+    several: int = 1  # neighbouring points of the last of these
     ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
     members: list[Nest] = field(default_factory=list[Nest])
 
@@ -154,6 +157,11 @@ class Shape:
     @property
     def inner(self) -> list[Axis]:
         return list(dict.fromkeys(axis for _, axis in self.segments if axis is not None))
+
+    @property
+    def parts(self) -> int:
+        """Of a row that is held, or of a plane of it."""
+        return -(-(self.inner[0].size or 0) // self.each) if self.each else 1
 
     @property
     def axes(self) -> list[Axis]:
