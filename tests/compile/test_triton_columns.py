@@ -18,7 +18,7 @@ from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter, check
 from tests.compile.test_triton_in_turn import for_card
-from tilewright.codegen.triton.configs import Config
+from tilewright.codegen.triton.blocks import Config
 from tilewright.schedule import dealt, mixed, split
 from tilewright.testing import run_and_get_code
 

@@ -19,7 +19,7 @@ from tests.compile.cubin import build
 from tilewright import config
 from tilewright.codegen.triton import parts
 from tilewright.codegen.triton import shape as shapes
-from tilewright.codegen.triton.kernel import TritonKernel
+from tilewright.codegen.triton.made import TritonKernel
 from tilewright.schedule import mixed
 from tilewright.target import Target
 from tilewright.testing import run_and_get_code

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tilewright import config
-from tilewright.codegen.triton.configs import clamp, power
+from tilewright.codegen.triton.blocks import clamp, power
 from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
 from tilewright.ir import index as ix
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tilewright.codegen.cpp.kernel import CppKernel
-from tilewright.codegen.triton.kernel import Param, TritonKernel
+from tilewright.codegen.triton.made import Param, TritonKernel
 from tilewright.gemm.choose import Implementation
 from tilewright.gemm.provider import Source
 from tilewright.host.program import KernelCall

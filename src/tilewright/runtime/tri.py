@@ -20,18 +20,10 @@ import triton.language as tl
 INTERPRETED = __name__.endswith("interpreted")
 
 if INTERPRETED:
-    from tilewright.runtime.interpret import (
-        in_order,
-        libdevice,
-        meet,
-        nearest,
-        nothing,
-        product,
-        rounded,
-    )
+    from tilewright.runtime.interpret import in_order, libdevice, meet, nearest, product, rounded
+    from tilewright.runtime.interpret import nothing as gdc_launch_dependents
+    from tilewright.runtime.interpret import nothing as gdc_wait
     from tilewright.runtime.interpret import plain as jit
-
-    gdc_wait = gdc_launch_dependents = nothing
 else:
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from tilewright.codegen.triton.configs import MOST_WARPS, Config, clamp, folds, power
+from tilewright.codegen.triton.blocks import MOST_WARPS, Config, clamp, folds, power
 from tilewright.codegen.triton.doubles import is_even
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.held import PLACES, is_dear, is_own

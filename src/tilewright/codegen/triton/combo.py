@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tilewright.codegen.triton.configs import Config
+from tilewright.codegen.triton.blocks import Config
 from tilewright.codegen.triton.facts import imports
-from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+from tilewright.codegen.triton.kernel import Kernel
+from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.shape import Shape
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Program

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.configs import folds
+from tilewright.codegen.triton.blocks import folds
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
 from tilewright.ir import index as ix

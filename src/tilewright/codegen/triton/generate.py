@@ -10,9 +10,10 @@ from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.fetch import fetching
 from tilewright.codegen.triton.held import holding
-from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+from tilewright.codegen.triton.kernel import Kernel
 from tilewright.codegen.triton.laid import laid
 from tilewright.codegen.triton.leaning import is_better_walked, leaning
+from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.moved import moved
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest

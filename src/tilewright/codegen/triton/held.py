@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewright.codegen.triton.configs import folds, held_at_once, held_warps, power
+from tilewright.codegen.triton.blocks import folds, power
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import Fold, folded_type, folds_of
 from tilewright.codegen.triton.leaning import leaning
 from tilewright.codegen.triton.online import SIDE, OnlineFold, joined
 from tilewright.codegen.triton.parts import leave, meet
+from tilewright.codegen.triton.row_configs import held_at_once, held_warps
 from tilewright.codegen.triton.shape import (
     LONGEST_PASS,
     Axis,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 
 from tilewright import config
 from tilewright.codegen.triton import facts, joint
 from tilewright.codegen.triton.address import address, may_repeat
-from tilewright.codegen.triton.configs import Config, configs
+from tilewright.codegen.triton.blocks import Config
+from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.doubles import Doubles
 from tilewright.codegen.triton.emit import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.fetch import Fetch
@@ -28,6 +27,7 @@ from tilewright.codegen.triton.folds import (
 )
 from tilewright.codegen.triton.held import Held
 from tilewright.codegen.triton.leaning import moved_singly
+from tilewright.codegen.triton.made import Param, TritonKernel
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.packed import Packed
 from tilewright.codegen.triton.pairs import lean_of
@@ -52,60 +52,6 @@ BAD_INDEX = 1
 IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
 PIECE = 64  # elements of a row that no two programs share
 LANES = 16  # rows of a block across which each has its own mean and deviations
-
-
-@dataclass(frozen=True)
-class Param:
-    """One argument of a kernel, in order. `type` is what Triton calls it in a signature."""
-
-    kind: Literal["ptr", "int", "float"]
-    name: str  # a buffer, or a symbol
-    type: str
-    argument: str  # its name in the text
-    multiple: int = 1  # expected of a buffer's address: to be checked at the call
-    hint: int | None = None  # a likely value of a number
-    high: int = 0  # of a buffer of positions: likely how many places there are
-    meets: str = ""  # how stores to a buffer combine that may meet, where their order matters
-
-
-@dataclass(frozen=True)
-class TritonKernel:
-    """A kernel's text and all a launcher needs to know.
-
-    It takes `params`, then the address of an int64 error flag if `checked`, then the block sizes
-    of a configuration as constexpr arguments. It runs on a one-dimensional grid: the product, over
-    `grid`, of each extent divided by its block, rounded up, and as many programs more as the grids
-    `beside` say. `assume` are numbers that must be below 2**31 at the call, or the kernel made with
-    `wide=True` has to be used.
-    """
-
-    text: str
-    name: str
-    params: tuple[Param, ...]
-    grid: tuple[tuple[Expr, str], ...]
-    config: Config
-    configs: tuple[Config, ...]
-    checked: bool
-    assume: tuple[Expr, ...] = ()
-    early: bool = False  # may be started before the kernel before it has ended
-    joins: bool = False  # products and sums may be rounded as one
-    workspace: int = 0  # float32 elements
-    counters: int = 0  # int32 elements, zero before and after; its programs wait for each other
-    in_turn: bool = False  # in the order they begin; else all of them have to run at once
-    beside: tuple[tuple[tuple[Expr, str], ...], ...] = ()
-
-    def programs(self, sizes: dict[str, int], config: Config | None = None) -> int:
-        """How many programs run, with these values of the symbols."""
-        blocks = (config or self.config).kwargs
-        grids = (self.grid, *self.beside)
-        return sum(math.prod(-(-ix.evaluate(extent, sizes) // int(blocks.get(b, b)))
-                             for extent, b in grid) for grid in grids)  # fmt: skip
-
-    @property
-    def arguments(self) -> tuple[tuple[str, str], ...]:
-        """Names in the text and types of what it is launched with, the error flag included."""
-        flag = (("err", "*i64"),) if self.checked else ()
-        return (*((p.argument, p.type) for p in self.params), *flag)
 
 
 class Kernel:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.triton.configs import Config
-from tilewright.codegen.triton.kernel import TritonKernel
+from tilewright.codegen.triton.blocks import Config
+from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.codegen.triton.turned import Moving, matrices, moves
 from tilewright.ir import index as ix

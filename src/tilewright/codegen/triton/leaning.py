@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.triton.configs import folds, is_heavy, power, reads_rows
+from tilewright.codegen.triton.blocks import folds, is_heavy, power, reads_rows
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.packed import is_packed
 from tilewright.codegen.triton.pairs import PAIR

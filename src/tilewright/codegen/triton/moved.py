@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from tilewright.codegen.triton.kernel import TritonKernel
 from tilewright.codegen.triton.leaning import leaning
+from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.shape import Axis, Shape, scatters
 from tilewright.codegen.triton.turned import FEWEST, Moving
 from tilewright.ir import index as ix

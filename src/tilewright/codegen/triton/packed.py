@@ -27,7 +27,8 @@ from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint_product
 
 if TYPE_CHECKING:
-    from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+    from tilewright.codegen.triton.kernel import Kernel
+from tilewright.codegen.triton.made import TritonKernel
 
 PIECE = 8  # elements that a thread moves at once; of two rows at most
 LONGEST = 128  # elements of a row that few threads have

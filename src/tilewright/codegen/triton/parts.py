@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.configs import folds, power
+from tilewright.codegen.triton.blocks import folds, power
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import Fold
 from tilewright.codegen.triton.shape import Shape, cannot_share, scatters, uses

@@ -11,8 +11,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tilewright.codegen.triton.configs import below, folds_one, power
+from tilewright.codegen.triton.blocks import below, power
 from tilewright.codegen.triton.lean import Lean
+from tilewright.codegen.triton.row_configs import folds_one
 from tilewright.codegen.triton.shape import Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.triton.configs import folds, held_at_once
+from tilewright.codegen.triton.blocks import folds
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.held import PLACES, is_dear, rows_read
 from tilewright.codegen.triton.leaning import leaning
+from tilewright.codegen.triton.row_configs import held_at_once
 from tilewright.codegen.triton.shape import (
     Axis,
     Shape,

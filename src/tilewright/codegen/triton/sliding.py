@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.configs import STEP, pieces_of
+from tilewright.codegen.triton.column_configs import STEP, pieces_of
 from tilewright.codegen.triton.doubles import is_even
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.shape import Axis, Shape, uses

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.configs import at_once, sizes
+from tilewright.codegen.triton.blocks import sizes
+from tilewright.codegen.triton.column_configs import at_once
 from tilewright.codegen.triton.shape import Shape
 from tilewright.codegen.triton.sliding import length_of
 from tilewright.ir import index as ix

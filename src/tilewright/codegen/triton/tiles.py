@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tilewright.codegen.triton.configs import below, folds, is_heavy, power
+from tilewright.codegen.triton.blocks import below, folds, is_heavy, power
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import folded_type
 from tilewright.codegen.triton.held import PLACES

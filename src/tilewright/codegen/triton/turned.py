@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from tilewright.codegen.triton.configs import Config
-from tilewright.codegen.triton.kernel import Kernel, TritonKernel
+from tilewright.codegen.triton.blocks import Config
+from tilewright.codegen.triton.kernel import Kernel
+from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars

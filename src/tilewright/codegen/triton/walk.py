@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.configs import at_once, carried, rows_of_thread, sizes
+from tilewright.codegen.triton.blocks import sizes
+from tilewright.codegen.triton.column_configs import at_once, carried, rows_of_thread
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.leaning import begins_anywhere, most_moved
