@@ -515,3 +515,11 @@ def test_a_channel_s_scale_is_loaded_once_for_neighbours(
     text = "\n".join(k.text for k in kernels)
     assert 0 < text.count("tri.each(") == len(re.findall(rf"tri\.each\(\w+, {side}\)", text))
     assert "tri.fast_sigmoid(" in text or dtype == torch.float32
+
+
+def test_programs_of_rows_that_are_only_folded_are_not_too_short() -> None:
+    """Of rows that leave much of a block empty too: few programs start in a microsecond."""
+    x = torch.empty(193778, 360, dtype=torch.float16)
+    (folded,) = kernels_of(lambda x: x.float().sum(-1), x)
+    (stored,) = kernels_of(lambda x: torch.softmax(x, -1), x)
+    assert [k.configs[0].kwargs["XBLOCK"] for k in (folded, stored)] == [4, 2]
