@@ -77,12 +77,13 @@ def _planes(shape: Shape) -> Shape | None:
 
 def _held(program: Program, group: Group, shape: Shape, target: Target) -> Shape | None:
     shape = replace(shape, persistent=True, ahead=False, shared=1, in_turn=True)
-    count = sum(n.dtype.itemsize for n in rows_read(group.local, shape.flat())) // 2
+    rows = rows_read(group.local, shape.flat())
+    count = sum(n.dtype.itemsize for n in rows) // 2  # of sixteen bits
     if not count:
         return None
     planes = hint_product(v.src[0] for v in shape.planes)
     size = shape.inner[0].size or 0
-    if size * count * planes < (SHORTEST_IN_PLANES if planes > 1 else SHORTEST):
+    if size * len(rows) * planes < (SHORTEST_IN_PLANES if planes > 1 else SHORTEST):
         return None
     several = _several(shape, size * count)
     warps = WARPS if size * several * count > FEW else WARPS // 2
