@@ -14,9 +14,9 @@ import torch
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const
-from tilewright.ir.program import Store
+from tilewright.ir.program import Buffer, Store
 from tilewright.lower.context import Fill, Lowering
-from tilewright.lower.fold import axis_of, fake_of, stride_of
+from tilewright.lower.fold import axis_of, stride_of
 from tilewright.lower.indexing import sure, table
 from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Tensor, from_indices, placeholders, pointwise
@@ -113,6 +113,13 @@ def _tensor(keys: Keys, t: Tensor, dim: int) -> Tensor:
     return pointwise(keys.of, t, place)
 
 
+def _results(ctx: Lowering, t: Tensor, dim: int, count: Expr) -> tuple[Buffer, Buffer]:
+    """Of so many elements of each row, and of their places."""
+    size = tuple(count if d == dim else n for d, n in enumerate(t.size))
+    return (ctx.buffer(size, t.dtype, t.device, stride_of(ctx, 0)),
+            ctx.buffer(size, torch.int64, t.device, stride_of(ctx, 1)))  # fmt: skip
+
+
 def _in_order(ctx: Lowering, t: Tensor, dim: int, descending: bool, count: Expr
               ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The first elements of each row in order, and their places."""
@@ -122,9 +129,7 @@ def _in_order(ctx: Lowering, t: Tensor, dim: int, descending: bool, count: Expr
     key = build.scan("sort", loops[dim], _tensor(keys, t, dim).body)
     place = keys.place(key)
     value = t.at([sure(place, t.size[dim]) if d == dim else v for d, v in enumerate(loops)])
-    size = tuple(count if d == dim else n for d, n in enumerate(t.size))
-    made = [ctx.buffer(size, e.dtype, t.device, stride_of(ctx, k))
-            for k, e in enumerate((value, place))]  # fmt: skip
+    made = _results(ctx, t, dim, count)
     inside = None if count is t.size[dim] else build.op("lt", loops[dim], count)
     ctx.nest(loops, (), [Store(b.name, ix.linearize(loops, b.stride), e, "set", inside)
                          for b, e in zip(made, (value, place), strict=True)])  # fmt: skip
@@ -151,9 +156,7 @@ def _topk(ctx: Lowering, t: Tensor, k: int | Expr, dim: int = -1, largest: bool 
         return _in_order(ctx, t, dim, largest, ix.as_index(k))
     keys = _keys(t, dim, largest, sorts=False)
     all_keys = _tensor(keys, t, dim)
-    size = tuple(ix.as_index(n) for n in ctx.sizes.tuple(fake_of(ctx, 0).size()))
-    values = ctx.buffer(size, t.dtype, t.device, stride_of(ctx, 0))
-    places = ctx.buffer(size, torch.int64, t.device, stride_of(ctx, 1))
+    values, places = _results(ctx, t, dim, ix.as_index(k))
     left = all_keys
     for j in range(k):
         (first,) = ctx.reduce("min", left, [dim], True, Fill(keys.type))

@@ -7,13 +7,14 @@ these lanes of rows have folded in the end is moved into place, once for all row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.column_configs import STEP, pieces_of
 from tilewright.codegen.triton.doubles import is_even
-from tilewright.codegen.triton.emit import RANDOM
+from tilewright.codegen.triton.emit import RANDOM, Writer
 from tilewright.codegen.triton.shape import Axis, Shape, uses
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
@@ -72,6 +73,23 @@ def length_of(index: Expr, x: Axis) -> int:
     return length or 0 if whole else 0
 
 
+def walk_ahead(w: Writer, r: Axis, taken: Mapping[Expr, str], fetch: Callable[[str], None],
+               round_: Callable[[], None]) -> None:  # fmt: skip
+    """All blocks of an axis, the next of which is fetched before a round; `taken` says what the
+    text of the one at hand is."""
+    a = r.name
+    fetch("0")
+    with w.block(f"for {a}offset in range(0, {a}numel, {r.block})"):
+        for node, text in taken.items():
+            w.know(node, made := w.let(text))
+            w.blank.add(made)
+        fetch(f"({a}offset + {r.block})")
+        w.line(f"{a}index = {a}offset + {a}base")
+        w.line(f"{a}mask = {a}index < {a}numel")
+        w.know(r.var, f"{a}index")
+        round_()
+
+
 class Sliding:
     """The text of one kernel's columns that are loaded so."""
 
@@ -114,20 +132,10 @@ class Sliding:
     def walk(self, round_: Callable[[], None]) -> None:
         """All rows, with those of the next round under way: else the compiler has few loads wait
         for each other, for their registers."""
-        w, a, block = self.w, self.r.name, self.r.block
-        ahead = {node: w.fresh("next") for node in self.nodes}
-        self._fetch("0", ahead)
-        with w.block(f"for {a}offset in range(0, {a}numel, {block})"):
-            for node, name in ahead.items():
-                w.know(node, made := w.let(name))
-                w.blank.add(made)
-            self._fetch(f"({a}offset + {block})", ahead)
-            w.line(f"{a}index = {a}offset + {a}base")
-            w.line(f"{a}mask = {a}index < {a}numel")
-            w.know(self.r.var, f"{a}index")
-            round_()
+        ahead = {node: self.w.fresh("next") for node in self.nodes}
+        walk_ahead(self.w, self.r, ahead, partial(self._fetch, ahead), round_)
 
-    def _fetch(self, first: str, ahead: dict[Expr, str]) -> None:
+    def _fetch(self, ahead: dict[Expr, str], first: str) -> None:
         """Of the last row too whole pieces: some bytes behind it, that nobody looks at."""
         w, a = self.w, self.r.name
         wide = first if w.index_type == "tl.int32" else f"(tl.zeros([1, 1], tl.int64) + {first})"

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.blocks import sizes
 from tilewright.codegen.triton.column_configs import at_once
 from tilewright.codegen.triton.shape import Shape
-from tilewright.codegen.triton.sliding import length_of
+from tilewright.codegen.triton.sliding import length_of, walk_ahead
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Program, Store
@@ -89,20 +90,11 @@ class Stacked:
         w.line(f"fpiece = flat // {PIECE} * {PIECE}")
 
     def walk(self, round_: Callable[[], None]) -> None:
-        w, a, block, n = self.w, self.r.name, self.r.block, self.length
-        ahead = w.fresh("next")
-        self._fetch("0", ahead)
-        with w.block(f"for {a}offset in range(0, {a}numel, {block})"):
-            turned = f"tri_rows.stacked({ahead}, {n}, {self.x.block}, {block})"
-            w.know(self.node, made := w.let(turned))
-            w.blank.add(made)
-            self._fetch(f"({a}offset + {block})", ahead)
-            w.line(f"{a}index = {a}offset + {a}base")
-            w.line(f"{a}mask = {a}index < {a}numel")
-            w.know(self.r.var, f"{a}index")
-            round_()
+        ahead = self.w.fresh("next")
+        turned = f"tri_rows.stacked({ahead}, {self.length}, {self.x.block}, {self.r.block})"
+        walk_ahead(self.w, self.r, {self.node: turned}, partial(self._fetch, ahead), round_)
 
-    def _fetch(self, first: str, name: str) -> None:
+    def _fetch(self, name: str, first: str) -> None:
         place, mask = self._part(first)
         pointer = self.kernel.pointer(self.node.arg)
         self.w.line(f"{name} = tl.load({pointer} + {place}, {mask}, other=0)")
