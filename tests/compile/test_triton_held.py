@@ -17,15 +17,15 @@ from tilewright.codegen.triton import held
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def _normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _softmax(x: Tensor) -> Tensor:
+def softmax(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
 
-def _residual(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def residual(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, F.layer_norm(total, total.shape[-1:], weight)
 
@@ -44,15 +44,15 @@ def _groups(x: Tensor, weight: Tensor) -> Tensor:
 
 
 CASES: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
-    (_softmax, (_normal(17, 10001),)),
-    (_softmax, (_normal(17, 16408, dtype=F16),)),
-    (_residual, (_normal(17, 9003, dtype=F16), _normal(17, 9003, dtype=F16) * 2,
-                 _normal(9003, dtype=F16))),
-    (_residual, (_normal(17, 17008), _normal(17, 17008) * 2, _normal(17008))),
-    (_quantized, (_normal(17, 12345),)),
-    (_groups, (_normal(9, 4, 6100), _normal(4))),
-    (_softmax, (_normal(17, 16908, dtype=F32),)),
-    (_normed, (_normal(17, 9004, dtype=F32), _normal(9004, dtype=F32))),
+    (softmax, (normal(17, 10001),)),
+    (softmax, (normal(17, 16408, dtype=F16),)),
+    (residual, (normal(17, 9003, dtype=F16), normal(17, 9003, dtype=F16) * 2,
+                 normal(9003, dtype=F16))),
+    (residual, (normal(17, 17008), normal(17, 17008) * 2, normal(17008))),
+    (_quantized, (normal(17, 12345),)),
+    (_groups, (normal(9, 4, 6100), normal(4))),
+    (softmax, (normal(17, 16908, dtype=F32),)),
+    (_normed, (normal(17, 9004, dtype=F32), normal(9004, dtype=F32))),
 ]  # fmt: skip
 
 
@@ -94,6 +94,6 @@ def test_which_rows_are_not_held_in_pieces() -> None:
     few, wide, long = (torch.empty(n, size, dtype=kind) for n, size, kind in (
         (264, 20000, BF16), (4000, 20000, torch.float32), (4000, 50000, BF16)))  # fmt: skip
     short = torch.empty(4000, 12000, dtype=BF16)
-    kernels = [k for x in (few, wide, long, short) for k in kernels_of(_softmax, x)]
-    kernels += kernels_of(lambda x: _softmax(torch.erf(x)), torch.empty(4000, 20000, dtype=BF16))
+    kernels = [k for x in (few, wide, long, short) for k in kernels_of(softmax, x)]
+    kernels += kernels_of(lambda x: softmax(torch.erf(x)), torch.empty(4000, 20000, dtype=BF16))
     assert not any("tri_rows.anew(" in k.text for k in kernels)

@@ -13,25 +13,13 @@ from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
+from tests.compile.test_triton_held import normal, residual, softmax
 from tilewright.codegen.triton import shape as shapes
 from tilewright.codegen.triton import siblings
 from tilewright.testing import run_and_get_code
 
 BF16, F16 = torch.bfloat16, torch.float16
 ROWS = 17
-
-
-def _normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def _softmax(x: Tensor) -> Tensor:
-    return torch.softmax(x, -1)
-
-
-def _residual(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + y
-    return total, F.layer_norm(total, total.shape[-1:], weight)
 
 
 def _batch_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -48,16 +36,16 @@ def _masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
-    "rows": (_softmax, (_normal(ROWS, 1400),)),
-    "odd rows": (_softmax, (_normal(ROWS, 1411, dtype=F16),)),
-    "some of -inf": (_softmax, (_normal(ROWS, 1401).masked_fill(
+    "rows": (softmax, (normal(ROWS, 1400),)),
+    "odd rows": (softmax, (normal(ROWS, 1411, dtype=F16),)),
+    "some of -inf": (softmax, (normal(ROWS, 1401).masked_fill(
         torch.arange(1401) > 400, -torch.inf),)),
-    "odd rows and weights": (_residual, (_normal(ROWS, 811), _normal(ROWS, 811) * 2, _normal(811))),
-    "planes": (_batch_norm, (_normal(3, ROWS, 24, 24), _normal(ROWS))),
-    "two odd planes": (_batch_norm, (_normal(4, ROWS, 29, 29), _normal(ROWS))),
-    "parts of odd planes": (_batch_norm, (_normal(2, ROWS, 37, 37), _normal(ROWS))),
-    "odd channels of a group": (_group_norm, (_normal(ROWS, 2, 29, 29), _normal(2))),
-    "a mask": (_masked, (_normal(ROWS, 1400), _normal(ROWS, 1400) > 0)),
+    "odd rows and weights": (residual, (normal(ROWS, 811), normal(ROWS, 811) * 2, normal(811))),
+    "planes": (_batch_norm, (normal(3, ROWS, 24, 24), normal(ROWS))),
+    "two odd planes": (_batch_norm, (normal(4, ROWS, 29, 29), normal(ROWS))),
+    "parts of odd planes": (_batch_norm, (normal(2, ROWS, 37, 37), normal(ROWS))),
+    "odd channels of a group": (_group_norm, (normal(ROWS, 2, 29, 29), normal(2))),
+    "a mask": (_masked, (normal(ROWS, 1400), normal(ROWS, 1400) > 0)),
 }  # fmt: skip
 
 
