@@ -249,7 +249,8 @@ def test_masked_put() -> None:
 @pytest.mark.parametrize(
     "fn", [lambda x, y: x.t() * y, lambda x, y: torch.softmax(x, -1), lambda x, y: x.sum(0),
            lambda x, y: F.layer_norm(x, x.shape[-1:]), lambda x, y: torch.cat((x, y.t()), 1),
-           lambda x, y: x.cumsum(1), lambda x, y: x.reshape(-1).mean()]
+           lambda x, y: x.cumsum(1), lambda x, y: x.reshape(-1).mean(),
+           lambda x, y: F.local_response_norm(x[None], 2)]
 )  # fmt: skip
 def test_dynamic_sizes(fn: Callable[..., Any]) -> None:
     made = check(fn, _normal(19, 70), _normal(70, 19), dynamic=True)

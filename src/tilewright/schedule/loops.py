@@ -150,9 +150,11 @@ def _undivided(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
     if len(terms) != 1:
         return None
     ((quotient, *others), factor), *_ = terms.items()
-    if others or factor != 1 or quotient.op != "ifloordiv" or (quotient.src[1].arg or 0) <= 0:
+    if others or factor != 1 or quotient.op != "ifloordiv":
         return None
     x, n = quotient.src
+    if not n.is_const or n.arg <= 0:
+        return None
     return build.op(node.op, x, ix.mul(n, src[1].arg - more))
 
 
