@@ -7,8 +7,8 @@ are those of the inputs and outputs, each once; "of copy" is the time these woul
 bandwidth measured in the same run, over the time it took. Kernels are compiled by several processes
 first: compile time is not measured here.
 
-`--usual` measures programs of more kinds, `--random N --seed S` programs that are drawn, of the
-kinds that models have.
+`--usual` measures programs of more kinds, `--written` pieces of programs as users write them,
+`--random N --seed S` programs that are drawn, of the kinds that models have.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.gpu_programs import PROGRAMS, GpuProgram
 from bench.kernels import copy_bandwidth
 from bench.measure import clone, compile_with, difference, geomean, leaves, run_all
 from bench.usual_programs import USUAL
+from bench.written_programs import WRITTEN
 from tilewright.tune.clock import between
 
 BACKENDS = ("eager", "inductor", "tilewright")
@@ -225,11 +226,12 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, help="so many programs that are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of those")
     parser.add_argument("--usual", action="store_true", help="programs of more kinds")
+    parser.add_argument("--written", action="store_true", help="programs as users write them")
     parser.add_argument("--out", type=Path, help="a JSON file of all times")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     backends = options.backends.split(",")
-    programs = USUAL if options.usual else PROGRAMS
+    programs = USUAL if options.usual else WRITTEN if options.written else PROGRAMS
     if options.random:
         programs = drawn(options.random, options.seed)
     chosen = [p for p in programs
