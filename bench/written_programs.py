@@ -369,7 +369,7 @@ def masked_l1(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
 
 def f32(*shape: int, grad: bool = False) -> Tensor:
-    return randn(*shape, dtype=F32, grad=Truerad)
+    return randn(*shape, dtype=F32, grad=grad)
 
 
 def uniform(*shape: int) -> Tensor:
