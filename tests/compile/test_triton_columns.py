@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.compile.as_cuda import as_cuda
+from tests.compile.as_cuda import as_cuda, as_fake_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter, check
 from tests.compile.test_triton_in_turn import for_card
@@ -52,6 +52,18 @@ def test_the_first_of_all_that_are_smallest() -> None:
     x = _whole(301, 40)
     x[:, 9] = float("-inf")
     _check(lambda x: x.argmax(0), x)
+
+
+def test_columns_of_numbers_that_are_nowhere() -> None:
+    """A card has room for several programs of these on a processor, and none of them loads."""
+
+    def places(x: Tensor) -> Tensor:
+        at = torch.arange(300 * x.shape[0], device=x.device).view(300, x.shape[0])
+        return (at % 7).sum(0)
+
+    with as_fake_cuda() as made:
+        torch.compile(places, backend="tilewright", dynamic=False)(torch.zeros(40000))
+        assert len(made.launches) == 1
 
 
 def _unusual() -> Tensor:

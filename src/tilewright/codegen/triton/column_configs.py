@@ -184,6 +184,7 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     # a running softmax wants rows of one thread, arithmetic of much else wants threads
     exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
     loaded = walked_by(shape)
+    count = max(len(loaded), 1)  # what is computed of its place alone loads nothing
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
     choices = [(bx, 256, share, 3), (bx, 128, share, 3), (bx, 64, 8, 3), (bx, 256, share, 1),
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
@@ -196,7 +197,7 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     stored = len(shape.segments) == 1 and any(not m.reduce for m in shape.members)
     if together > 1 and (stored or not exponentials) and choices[0][0] == bx:
         most, each = (128, 32) if places else (256, share)
-        br = clamp(most // 4, below(most // (below(together) * len(loaded))), most)
+        br = clamp(most // 4, below(most // (below(together) * count)), most)
         if all(a.likely > 2 * br for a in shape.inner):
             choices.insert(0, (bx, br, each, 3))
     if folds(shape, "welford"):
@@ -207,7 +208,7 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     short = 512 if folds(shape, "welford") else 256
     if together >= 8 and all(a.likely <= short for a in shape.inner) and not (
         places or exponentials or stored):  # fmt: skip
-        choices.insert(0, (bx, 64, below(8 * vector // len(loaded)), 1))
+        choices.insert(0, (bx, 64, below(8 * vector // count), 1))
     elif together < 1 and not exponentials and _steps_oddly(shape):
         choices = [(bx, 512, 16, 1), (bx, 256, 16, 1), (bx, 128, 8, 1)]
     for columns, br, each, ahead in choices:
