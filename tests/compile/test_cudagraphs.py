@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -336,14 +338,59 @@ def test_a_capture_that_fails_leaves_nothing_behind(fails: str, monkeypatch: pyt
     assert _Graph.ended >= 1 and generator.state == "clean"
 
 
-def test_a_pool_is_held_by_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(cudagraphs, "_pools", {})
-    monkeypatch.setattr(torch, "zeros", lambda *size, **where: None)
-    first = cudagraphs._pool(0, 1)
-    assert cudagraphs._pool(0, 1) is first and cudagraphs._pool(0, 2) is not first
-    assert isinstance(cudagraphs._pools[0, 1][1], _Graph)
+def test_threads_do_not_take_each_other_s_results(card: FakeCard):
+    def slow(args: list[Any]) -> Any:
+        results = linear(args)
+        time.sleep(0.01)  # others may go on
+        return results
+
+    program, weight = replayed(card, slow), torch.randn(4, 4)
+    for _ in range(3):
+        check(program, weight, torch.randn(3, 4))
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(check, program, weight, torch.randn(3, 4)) for _ in range(12)]
+        for call in calls:
+            call.result()
+
+
+def test_recordings_work_in_the_same_memory_which_outlives_them(card: FakeCard):
+    worked_in: list[int] = []
+
+    def working(count: int) -> Call:
+        def call(args: list[Any]) -> Any:
+            (x,) = args
+            args.clear()
+            memory = support.scratch_cuda((count,), (1,), torch.uint8)
+            worked_in.append(memory.data_ptr())
+            memory.fill_(7)
+            return (x + 1,)
+
+        return call
+
+    with mock.patch.object(support, "empty_cuda", support.empty_cpu):
+        programs = [replayed(card, working(n)) for n in (3000, 2000, 9000)]
+        for program in programs:
+            for _ in range(3):
+                x = torch.randn(10)
+                torch.testing.assert_close(program([x]), (x + 1,))
+    first, second, third = (p.sizes[1].recordings[0].scratch for p in programs)
+    assert first is not None and third is not None
+    assert first is second is not third
+    assert {first.data_ptr(), third.data_ptr()} < {*worked_in}
+
+
+def test_what_kernels_count_with_is_of_one_stream(monkeypatch: pytest.MonkeyPatch):
+    counters = support.Counters(0)
+    monkeypatch.setattr(counters, "_device", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    plain = [counters.get(stream, 9).data_ptr() for stream in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    recorded: list[int] = []
+    for stream in (1, 2, 1):
+        with support.turn.recorded(stream, None):
+            recorded.append(counters.get(33, 8).data_ptr())
+    others = counters.get(33, 8)
+    assert len({*plain, *recorded, others.data_ptr()}) == 5 and recorded[0] == recorded[2]
 
 
 def test_bad_data_of_a_replay_is_an_error_of_the_next(card: FakeCard):

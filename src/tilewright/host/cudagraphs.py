@@ -4,8 +4,10 @@ The first call with given sizes runs plainly, the second is recorded. What arriv
 address in both (parameters, what another recording saved) is read in place; everything else is
 copied into memory of the recording. A recording's results live in its own memory: while a caller
 still holds some of them, another recording takes its turn, and past a few of those (or of sizes)
-the program runs plainly. All recordings of a device and stream share one pool of memory for what
-lives only while they run. `why_not` says which programs cannot be recorded.
+the program runs plainly. What lives only while a program runs is memory that all recordings of a
+device and stream have in common (`support.Turn`); torch's pools are a recording's own, for a result
+that somebody holds must not lie where another recording works. `why_not` says which programs cannot
+be recorded.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import contextlib
 import functools
 import logging
 import operator
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -158,6 +162,7 @@ class Recording:
     back: tuple[tuple[int, torch.Tensor, int], ...]  # copies to return: the program writes to them
     copied_out: frozenset[int] = frozenset()
     watched: tuple[_Watched, ...] = ()
+    scratch: torch.Tensor | None = None  # kept for as long as this is
     quick: Quick | None = None  # all of a replay in one call
 
     def fits(self, addresses: Sequence[int]) -> bool:
@@ -189,26 +194,34 @@ class Replayed:
         self.stopped = ""
         self.flags: tuple[support.DeviceFlag, ...] = getattr(call, "flags", ())
         self.quick: Quick | None = None  # of the recording that was replayed last
+        self.scratch = 0  # bytes that a plain call worked in
         self.pure: bool = getattr(call, "pure", False)
         self._boxed_call = True
 
     def __call__(self, args: list[Any]) -> Any:
-        if self.quick is not None:
-            results = self.quick(args)
-            if results is not None:
-                return results
-        return self._take_turn(args)
+        with _turns:
+            results = None if self.quick is None else self.quick(args)
+            if results is None:
+                results = self._take_turn(args)
+        return self._plainly(args) if results is None else results
+
+    def _plainly(self, args: list[Any]) -> Any:
+        before = support.turn.used
+        results = self.call(args)
+        self.scratch = max(self.scratch, support.turn.used - before)
+        return results
 
     def _take_turn(self, args: list[Any]) -> Any:
+        """The results of a recording; None if the program has to run plainly."""
         card = self.card
         if self.stopped or card.recording():
-            return self.call(args)
+            return None
         stream = card.stream()
         key = self._key(stream, args)
         addresses = card.pointers(args)
         size = self.sizes.get(key)
         if size is None:
-            return self._first(key, addresses, args)
+            return self._first(key, addresses)
         for recording in size.recordings:
             if recording.fits(addresses) and not recording.held():
                 return self._replay(recording, args, addresses, stream)
@@ -220,12 +233,11 @@ class Replayed:
             return (stream, *(_shape(a) for a in args))
         return (stream, *(args[k] for k in found.numbers)) if found.numbers else stream
 
-    def _first(self, key: Any, addresses: tuple[int, ...], args: list[Any]) -> Any:
+    def _first(self, key: Any, addresses: tuple[int, ...]) -> None:
         if len(self.sizes) < MOST_SIZES:
             self.sizes[key] = _Size(addresses)
         else:
             _count("more sizes than are recorded")
-        return self.call(args)
 
     # ---- replay
 
@@ -257,13 +269,13 @@ class Replayed:
             stale = [r for r in size.recordings if any(k in size.moving for k in r.fixed)]
             if not stale:
                 _count("results of all recordings are held")
-                return self.call(args)
+                return None
             size.recordings.remove(stale[0])  # its fixed arguments move after all
         try:
             recording = self._recorded(args, addresses, size, stream)
         except RuntimeError as error:  # an operation the driver does not let us record
             self.stop(f"recording failed: {str(error).splitlines()[0]}")
-            return self.call(args)
+            return None
         size.recordings.append(recording)
         return self._replay(recording, args, addresses, stream)
 
@@ -293,13 +305,15 @@ class Replayed:
             copies.append((k, memory, span * arg.element_size()))
         for k, memory, count in copies:
             self.card.copy(memory.data_ptr(), addresses[k], count, stream)
-        graph, results = self.card.record(self.call, given)
+        scratch = _scratch(self.facts.device, stream, self.scratch, given)
+        with support.turn.recorded(stream, scratch):
+            graph, results = self.card.record(self.call, given)
         own = {m.untyped_storage().data_ptr(): k for k, m, _ in copies}
         kept = [_of_argument(r, own) for r in results]
         back = tuple(c for c in copies if c[0] in self.facts.mutated)
         where = operator.itemgetter(*fixed) if fixed else _nowhere
         recording = Recording(graph, tuple(fixed), where(addresses), where, tuple(copies), kept,
-                              back)  # fmt: skip
+                              back, scratch=scratch)  # fmt: skip
         mine = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
         recording.copied_out = frozenset(size.copied_out)
         recording.watched = tuple(_Watched(k, r) for k, r in enumerate(kept)
@@ -441,11 +455,11 @@ class Cuda:
 
     def record(self, call: Call, args: list[Any]) -> tuple[Graph, Any]:
         main = torch.cuda.current_stream(self.device)
-        side = _side_stream(self.device)
+        side = _side_stream(self.device, main.cuda_stream)
         side.wait_stream(main)
         torch.cuda.synchronize(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(side):
-            pool = _pool(self.device, main.cuda_stream)
+            pool = torch.cuda.graph_pool_handle()
             graph, results = _captured(lambda: call(args), pool, self.device)
         main.wait_stream(side)
         return self._graph(graph), results
@@ -488,25 +502,32 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:
         generator.graphsafe_set_state(generator.clone_state())  # a copy is not capturing
 
 
-_pools: dict[tuple[int, int], tuple[Any, torch.cuda.CUDAGraph]] = {}
-_streams: dict[int, torch.cuda.Stream] = {}
+_turns = threading.RLock()  # one thread at a time records, or replays and takes the results
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+_scratches: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = (
+    weakref.WeakValueDictionary())  # fmt: skip
 
 
-def _pool(device: int, stream: int) -> Any:
-    """Memory shared by all recordings that run one after the other. It lasts as long as some graph
-    uses it, so one that does nothing else is kept for ever."""
-    if (device, stream) not in _pools:
-        pool = torch.cuda.graph_pool_handle()
-        graph, _ = _captured(lambda: torch.zeros(1, device=torch.device("cuda", device)), pool,
-                             device)  # fmt: skip
-        _pools[device, stream] = pool, graph
-    return _pools[device, stream][0]
+def _side_stream(device: int, stream: int) -> torch.cuda.Stream:
+    """The stream on which all recordings for a stream are made: libraries have a workspace for each
+    stream, so recordings that run at the same time must not come from one."""
+    if (device, stream) not in _streams:
+        _streams[device, stream] = torch.cuda.Stream(device)
+    return _streams[device, stream]
 
 
-def _side_stream(device: int) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _scratch(device: int, stream: int, count: int, args: Sequence[Any]) -> torch.Tensor | None:
+    """So many bytes that recordings for a stream work in, one after the other."""
+    if not count:
+        return None
+    found = _scratches.get((device, stream))
+    if found is None or found.numel() < count:
+        more = 0 if found is None else found.numel() * 3 // 2  # so that few are outgrown
+        place = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+        found = torch.empty(max(count, more), dtype=torch.uint8,
+                            device=place or torch.device("cuda", device))  # fmt: skip
+        _scratches[device, stream] = found
+    return found
 
 
 def replayed(call: Call, found: Facts | None) -> Call:

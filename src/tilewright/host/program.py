@@ -212,17 +212,18 @@ class _Assembly:
             b = self.buffers[name]
             self._empty(name, f"{numbers(b.size)}, {numbers(b.stride)}, {b.dtype}", b.device)
         for pool in step.pools:
-            self._empty(pool.name, f"({number(pool.size)},), (1,), torch.uint8", pool.device)
+            self._empty(pool.name, f"({number(pool.size)},), (1,), torch.uint8", pool.device,
+                        "scratch")  # fmt: skip
         for slot in step.carve:
             self.lines.append(f"{slot.buffer} = {self._again(slot.buffer, slot.pool, slot.start)}")
         for new, old in step.reuse:
             self.lines.append(f"{new} = {self._again(new, old)}  # memory used again")
 
-    def _empty(self, name: str, layout: str, device: torch.device) -> None:
+    def _empty(self, name: str, layout: str, device: torch.device, kind: str = "empty") -> None:
         if device.type == "cpu":
             self.lines.append(f"{name} = empty_cpu({layout})")
         elif device.type == "cuda" and (device.index or 0) == self._device:
-            self.lines.append(f"{name} = empty_cuda({layout})")
+            self.lines.append(f"{name} = {kind}_cuda({layout})")
         else:
             self.lines.append(f"{name} = empty({layout}, {str(device)!r})")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import logging
 import math
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -46,26 +48,56 @@ def exchange_device(device: int) -> int:
     return torch.cuda._exchange_device(device)
 
 
+class Turn(threading.local):
+    """What programs of this thread work in, which no result is part of. Recordings for one stream
+    run one after the other, and have it in common."""
+
+    stream: int | None = None  # that something is recorded for
+    scratch: torch.Tensor | None = None
+    used = 0  # bytes that programs have asked for
+
+    @contextlib.contextmanager
+    def recorded(self, stream: int, scratch: torch.Tensor | None) -> Generator[None]:
+        self.stream, self.scratch, self.used = stream, scratch, 0
+        try:
+            yield
+        finally:
+            self.stream = self.scratch = None
+
+
+turn = Turn()
+APART = 512  # bytes from which to which memory is handed out
+
+
+def scratch_cuda(size: tuple[int], stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes that a program has while it runs."""
+    start = turn.used
+    turn.used += -(-size[0] // APART) * APART
+    if turn.scratch is None or turn.used > turn.scratch.numel():
+        return empty_cuda(size, stride, dtype)
+    return turn.scratch[start : start + size[0]]
+
+
 class Counters:
     """Integers of one program that are zero, and that its kernels leave zero."""
 
-    RECORDED = -1
-
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
-        self._kept: dict[int, torch.Tensor] = {}  # by stream
+        self._kept: dict[tuple[int, bool], torch.Tensor] = {}  # by stream, and of its recordings
 
     def get(self, stream: int, count: int) -> torch.Tensor:
         """Those of a stream. While a graph is recorded nothing can be kept that is made: what an
-        earlier call has made for recordings is taken, so that no replay has to clear it."""
+        earlier call has made for recordings of the stream is taken, so that no replay has to clear
+        it. Of graphs that others record nobody knows where they will run: each has its own."""
         recording = torch.cuda.is_current_stream_capturing()
-        found = self._kept.get(self.RECORDED if recording else stream)
+        mine = turn.stream if recording else stream
+        found = None if mine is None else self._kept.get((mine, recording))
         if found is not None and found.numel() >= count:
             return found
         found = torch.zeros(count, dtype=torch.int32, device=self._device)
         if not recording:
-            self._kept[stream] = found
-            self._kept[self.RECORDED] = torch.zeros_like(found)
+            self._kept[stream, False] = found
+            self._kept[stream, True] = torch.zeros_like(found)
         return found
 
 
@@ -224,6 +256,7 @@ __all__ = [
     "raw_stream",
     "recast",
     "resolve",
+    "scratch_cuda",
     "torch",
     "window",
 ]

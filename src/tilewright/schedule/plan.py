@@ -68,7 +68,7 @@ def planned(grouping: Grouping) -> Schedule:
     plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
     bytes_ = _count(program, groups)
-    if config.memory_planning:
+    if config.memory_planning or config.triton.cudagraphs:  # recordings have pools in common
         pooled(program, steps)
     return Schedule(program, steps, bytes_, grouping.complete)
 
