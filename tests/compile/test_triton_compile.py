@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.compile.as_cuda import as_fake_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.cpu import test_ir_ops as rows
 from tests.fuzz.build import Build
@@ -21,6 +22,7 @@ from tilewright.ir.program import Store
 from tilewright.runtime.triton_build import SPILLED
 from tilewright.schedule.plan import schedule
 from tilewright.target import Target
+from tilewright.testing import run_and_get_code
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -119,6 +121,16 @@ def test_wide_indices_when_sizes_need_them() -> None:
     assert ".to(tl.int64)" not in small.text
     assert "tl.program_id(0).to(tl.int64)" in large.text
     assert not small.assume and not large.assume
+
+
+def test_places_found_in_parts_are_wide_when_sizes_need_it() -> None:
+    for size, wide in ((1 << 30, False), ((1 << 31) + 77, True)):
+        with as_fake_cuda():
+            x = torch.zeros(size, dtype=torch.int8)  # of which nothing is touched
+            compiled = torch.compile(lambda x: x.argmax(), backend="tilewright", dynamic=False)
+            _, code = run_and_get_code(compiled, x)
+        last = code[-1].split("def triton_")[-1]
+        assert ("having(" in last, "2147483647)" not in last) == (True, wide)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

@@ -17,7 +17,8 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, load, loads, rewrite, substitute, var, walk
+from tilewright.ir.expr import INDEX, Expr, const, load, loads, rewrite, substitute, var, walk
+from tilewright.ir.ops import SURE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.dealt import around_rows, dealt, in_pieces
 from tilewright.schedule.group import Group
@@ -529,7 +530,9 @@ class _Partial:
         if kind in ("argmin", "argmax"):
             value, place = old.src
             best = self._keep(build.reduce(kind.removeprefix("arg"), node.src[0]), value)
-            return {old: build.reduce(kind, best, self._keep(node, place), dtype=node.dtype)}
+            count = ix.product(v.src[0] for v in self.whole.reduce)
+            first = build.op("index", build.cast(self._keep(node, place), INDEX), count, arg=SURE)
+            return {old: build.reduce(kind, best, first, dtype=node.dtype)}
         if kind == "welford":
             return self._moments(old, node)
         one = self._keep(node, build.cast(old.src[0], node.dtype))

@@ -30,8 +30,12 @@ FEW = 8  # loads whose values a thread has room for
 def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buffer],
            largest: int) -> list[Expr] | None:  # fmt: skip
     """Numbers that must be below 2**31 at a call for 32-bit indices to do; None where they cannot.
-    Lanes outside an axis go `largest` beyond its end."""
-    for e in [*extents, *(n for n in walk(*exprs) if n.op in INDEX_OPS)]:
+    Lanes outside an axis go `largest` beyond its end. Places that were found before are folded as
+    indices too, however few of them there are."""
+    nodes = list(walk(*exprs))
+    folded = [n.src[1] for n in nodes if n.op == "reduce" and n.arg.kind in ("argmin", "argmax")]
+    extents = [*extents, *(n.src[1] for n in walk(*folded) if n.op == "index")]
+    for e in [*extents, *(n for n in nodes if n.op in INDEX_OPS)]:
         low, high = ix.bounds(e)
         if (math.isfinite(high) and high + largest > LARGEST) or (
             math.isfinite(low) and low < -LARGEST
