@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.against_eager import check, compiled
+from tilewright import config
 from tilewright.testing import run_and_get_code
 
 # ---- what eager refuses is refused
@@ -75,6 +76,17 @@ def test_sizes_read_from_tensors(dynamic: bool) -> None:
               fallbacks=True)  # fmt: skip
         check(lambda flag: flag.item(), torch.tensor(True), dynamic=dynamic, fallbacks=True)
         check(lambda v, x: x * v.item(), torch.tensor(2.5), x, dynamic=dynamic, fallbacks=True)
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_a_size_computed_of_a_number_is_not_needed_before_it_is_known(pools: bool) -> None:
+    def part(x: torch.Tensor) -> Any:
+        rows = x[: int(x.abs().sum().item()) % 5 + 1] + 1
+        return rows, (rows * 2).sort(0)[0]
+
+    planned = config.patch({"memory_planning": pools})
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), planned:
+        check(part, torch.randn(9, 4), fallbacks=True)
 
 
 def test_checkpoint_replays_eager_random_numbers() -> None:

@@ -166,8 +166,7 @@ class _Assembly:
     def _derive(self) -> None:
         """Compute the sizes that have become computable."""
         for name, text in self.program.derived.items():
-            names = set(re.findall(r"\b[a-z]+\d+\b", text))
-            if name not in self._bound and names <= self._bound:
+            if name not in self._bound and self.program.behind(name) <= self._bound:
                 self._bind(name, text)
 
     def _solve(self, e: Expr, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -248,6 +249,11 @@ class Program:
     def visible(self) -> set[str]:
         """The buffers that results are in."""
         return {o.buffer for o in self.outputs if isinstance(o, View)}
+
+    def behind(self, symbol: str) -> set[str]:
+        """The symbols that have to be known for one to be: itself, or those it is computed of."""
+        text = self.derived.get(symbol)
+        return {symbol} if text is None else set(re.findall(r"\b[a-z]+\d+\b", text))
 
 
 def rewritten(members: Sequence[Nest]) -> set[str]:

@@ -9,13 +9,13 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright.graph.user_kernels import Launch
-from tilewright.ir.program import Handle, Node, Opaque, leaves
+from tilewright.ir.program import Handle, Node, Opaque, Program, leaves
 from tilewright.schedule.access import disjoint, signature, touched
 
 MOST_PARTS = 64  # writers of one buffer that are told apart
 
 
-def dependences(nodes: Sequence[Node]) -> list[set[int]]:
+def dependences(program: Program, nodes: Sequence[Node]) -> list[set[int]]:
     """For each node the earlier ones it waits for; those that these wait for may be missing."""
     found: list[set[int]] = []
     memory: dict[str, _Users] = {}
@@ -26,7 +26,7 @@ def dependences(nodes: Sequence[Node]) -> list[set[int]]:
         writes = node.writes
         for b in sorted(node.reads | writes):
             waits |= memory.setdefault(b, _Users()).add(nodes, k, b, b in writes)
-        names = [s.arg.name for s in node.symbols]
+        names = [name for s in node.symbols for name in program.behind(s.arg.name)]
         if isinstance(node, Opaque):
             names += [h.name for h in leaves((node.args, node.kwargs)) if isinstance(h, Handle)]
             if has_effects(node):

@@ -104,7 +104,7 @@ class Search:
                  total: Counter[str] | None = None) -> None:  # fmt: skip
         self.nodes = nodes
         self.position = {node.name: k for k, node in enumerate(nodes)}
-        self.order = Order(dependences(nodes))
+        self.order = Order(dependences(program, nodes))
         self.shape: dict[int, Fit] = {k: Fit((n,), n.loops) for k, n in enumerate(nodes)
                                       if isinstance(n, Nest) and not is_alone(n)}  # fmt: skip
         self.touch: list[Footprint] = [footprint(n, k, program.buffers)

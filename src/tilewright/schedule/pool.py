@@ -59,7 +59,8 @@ def pooled(program: Program, steps: Sequence[Step]) -> None:
             buffer = program.buffers[b]
             if b not in ends or not buffer.is_dense:
                 continue
-            when = max((known.get(s.arg.name, -1) for s in syms(buffer.numel)), default=-1)
+            names = [name for s in syms(buffer.numel) for name in program.behind(s.arg.name)]
+            when = max((known.get(name, -1) for name in names), default=-1)
             key = (buffer.device, when)
             row = rows.setdefault(key, _Row(f"pool{len(rows)}", buffer.device, k))
             row.take(b, _aligned(buffer), k, ends[b])

@@ -49,7 +49,7 @@ class Facts:
     """Which group needs which, and what each makes and uses, in bytes."""
 
     def __init__(self, program: Program, groups: Sequence[Group]) -> None:
-        self.needs = _group_dependences(groups)
+        self.needs = _group_dependences(program, groups)
         self.is_loops = [g.call is None for g in groups]
         self.in_place = False  # whether results are taken to lie where operands die
         self.feeds: list[list[int]] = [[] for _ in groups]
@@ -104,10 +104,11 @@ class Facts:
         return sum(size * count for size, count in both.items())
 
 
-def _group_dependences(groups: Sequence[Group]) -> list[set[int]]:
+def _group_dependences(program: Program, groups: Sequence[Group]) -> list[set[int]]:
     nodes = [(node, k) for k, group in enumerate(groups) for node in group.nodes]
     found: list[set[int]] = [set() for _ in groups]
-    for (_, k), before in zip(nodes, dependences([n for n, _ in nodes]), strict=True):
+    waits = dependences(program, [n for n, _ in nodes])
+    for (_, k), before in zip(nodes, waits, strict=True):
         found[k] |= {nodes[b][1] for b in before} - {k}
     return found
 
