@@ -54,6 +54,8 @@ CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
     "average": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 5, 10, 12),)),
     "average of odd planes": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 5, 11, 13),)),
     "average of odd rows": (lambda x: F.avg_pool2d(x, 2), (_bfloat16(3, 2, 11, 12),)),
+    "average of some planes": (
+        lambda x: F.avg_pool2d(x[:, :4], 2), (_bfloat16(2, 6, 16, 32),)),
     "largest": (lambda x: F.max_pool2d(x, 3, 2, 1), (torch.randn(2, 3, 10, 14),)),
     "between pairs": (
         lambda x: x[:, 2::2] * x[:, 3::2] - x[:, 1:-1:2], (torch.randn(7, 38),)),

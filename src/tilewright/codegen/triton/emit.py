@@ -441,7 +441,7 @@ class Writer:
         blocks = self.rounds | self.programs if node.op == "ifloordiv" else self.rounds
         if axis not in blocks or length is None or length % blocks[axis][1]:
             return None
-        return axis
+        return axis if node.src[0] is axis.var else None  # not lanes that are two for each point
 
     def _index_op(self, node: Expr) -> str:
         a, b = (f"({self.index(s)})" for s in node.src)
