@@ -410,6 +410,14 @@ def more_than_two_billion_elements() -> None:
 
 
 @case
+def places_beyond_32_bits() -> None:
+    x = torch.zeros(2**31 + 77, dtype=torch.int8, device="cuda")
+    x[-5:] = 3
+    compiled = torch.compile(lambda x: x.argmax(), backend="tilewright")
+    assert int(compiled(x)) == 2**31 + 72
+
+
+@case
 def streams() -> None:
     def f(x: Tensor) -> Tensor:
         return (x.exp() + 1).sum(-1)
@@ -545,6 +553,48 @@ def replayed_dynamic_sizes() -> None:
             x = cuda(rows, 100)
             same(compiled(x), f(x))
     assert metrics.counters["cudagraphs"]["recorded"] == 3, metrics.counters["cudagraphs"]
+
+
+@case
+def replayed_results_are_not_worked_in() -> None:
+    w = cuda(1024, 1024) / 32
+
+    def steps(x: Tensor) -> Tensor:
+        return ((x @ w).sin() @ w).sum(-1)
+
+    def result(x: Tensor) -> Tensor:
+        return x * 2 + 1
+
+    works, gives = (torch.compile(f, backend="tilewright", mode="reduce-overhead")
+                    for f in (steps, result))  # fmt: skip
+    x = cuda(1024, 1024)
+    for f in (works, gives):
+        for _ in range(3):
+            f(x)
+    held = gives(x)
+    works(x)
+    same(held, result(x))
+
+
+@case
+def replayed_in_streams_at_once() -> None:
+    w = cuda(512, 512) / 22
+
+    def f(x: Tensor) -> Tensor:
+        return (F.gelu(x @ w) @ w).softmax(-1)
+
+    compiled = torch.compile(f, backend="tilewright", mode="reduce-overhead")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    given = [cuda(512, 512) for _ in streams]
+    want = [f(x) for x in given]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        got: list[Tensor] = []
+        for stream, x in zip(streams, given, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(compiled(x))
+        torch.cuda.synchronize()
+        same(got, want, {"rtol": 1e-3, "atol": 1e-3})
 
 
 @case
