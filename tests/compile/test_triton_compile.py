@@ -123,6 +123,15 @@ def test_wide_indices_when_sizes_need_them() -> None:
     assert not small.assume and not large.assume
 
 
+def test_rows_that_are_far_apart_are_wide_where_they_are_walked() -> None:
+    with as_fake_cuda():
+        x = torch.zeros((1 << 21) + 3, 1025, dtype=torch.bfloat16)  # of which nothing is touched
+        compiled = torch.compile(lambda x: x.sum(0), backend="tilewright", dynamic=False)
+        _, code = run_and_get_code(compiled, x)
+    (place,) = re.findall(r"load\(p0 \+ (.*rindex.*)\*65600", code[-1])
+    assert place.endswith("(rindex).to(tl.int64)")
+
+
 def test_places_found_in_parts_are_wide_when_sizes_need_it() -> None:
     for size, wide in ((1 << 30, False), ((1 << 31) + 77, True)):
         with as_fake_cuda():

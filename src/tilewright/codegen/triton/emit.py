@@ -250,13 +250,24 @@ class Writer:
             case "const":
                 return _whole(e.arg)
             case "iadd":
-                return "(" + " + ".join(self.index(s) for s in e.src) + ")"
+                return "(" + " + ".join(self._parts(e)) + ")"
             case "imul":
-                return "*".join(self.index(s) for s in e.src)
+                return "*".join(self._parts(e))
             case _ if is_index(e):
                 return self.value(e)
             case _:
                 return f"{self.value(e)}.to({self.index_type})"
+
+    def _parts(self, e: Expr) -> list[str]:
+        """Of a sum or product. Lanes of a loop count in 32 bits, also where these are too few for
+        what is made of them."""
+        parts = [self.index(s) for s in e.src]
+        low, high = ix.bounds(e)
+        if self.index_type == "tl.int64" and (low < -(2**31) or high >= 2**31):
+            first = next((k for k, s in enumerate(e.src) if not s.is_const), None)
+            if first is not None and not parts[first].isdigit():
+                parts[first] = f"({parts[first]}).to(tl.int64)"
+        return parts
 
     def _needs(self, node: Expr) -> tuple[Expr, ...]:
         if node.op in ("var", "const", "sym"):
