@@ -410,6 +410,13 @@ def more_than_two_billion_elements() -> None:
 
 
 @case
+def columns_beyond_32_bits() -> None:
+    x = torch.empty(2**21 + 3, 1025, dtype=torch.bfloat16, device="cuda").uniform_(-1, 1)
+    compiled = torch.compile(lambda x: x.sum(0), backend="tilewright")
+    same(compiled(x), x.sum(0), {"rtol": 2e-2, "atol": 4.0})
+
+
+@case
 def places_beyond_32_bits() -> None:
     x = torch.zeros(2**31 + 77, dtype=torch.int8, device="cuda")
     x[-5:] = 3
