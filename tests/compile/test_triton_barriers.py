@@ -76,3 +76,17 @@ def test_parts_that_lie_apart_do_not_wait() -> None:
     text = code(fn, torch.empty(64, 1024))
     assert text.count("tl.store(") == 2
     assert BARRIER not in text
+
+
+def test_places_that_are_stored_are_looked_up_after_it() -> None:
+    """One for each row is stored by one thread; a mask of columns spreads the load over all."""
+
+    def fn(x: Tensor, i: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        j = ((i * 5 // 3) % 97 * 4 // 7) % 50
+        return j, torch.cat((x[j] * 2, z), -1).softmax(-1)
+
+    i = torch.zeros(4096, dtype=torch.int64)
+    kernel = kernel_with(code(fn, torch.empty(100, 64), i, torch.empty(4096, 64)), "tl.reduce")
+    (store,) = re.finditer(r"tl\.store\((p\d) \+ \(xbase\)", kernel)
+    load = kernel.index(f"tl.load({store[1]} ", store.end())
+    assert store.end() < kernel.index(BARRIER, store.end()) < load

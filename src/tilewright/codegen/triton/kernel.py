@@ -642,8 +642,9 @@ class Kernel:
         axis = common(self, node, support)
         one = len(node.src) == 1 and node.src[0].is_const
         covered = all(c.covers(a.block for a in support) for c in self.configs)
+        spread = w.covered(w.support(node.src[0])) != support  # by its mask, over what has one
         # not as tiles are stored
-        alone = one or axis is not None or self._one_per_row(support) or not covered
+        alone = one or axis is not None or self._one_per_row(support) or not covered or spread
         self.w.barriers.before_load(node.arg, None if alone else node.src[0])
         if axis is not None:
             return load_pieces(self, node, axis)
