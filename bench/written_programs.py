@@ -372,6 +372,10 @@ def f32(*shape: int, grad: bool = False) -> Tensor:
     return randn(*shape, dtype=F32, grad=grad)
 
 
+def learned(*shapes: tuple[int, ...], dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
+    return tuple(randn(*shape, dtype=dtype, grad=True) for shape in shapes)
+
+
 def uniform(*shape: int) -> Tensor:
     return torch.rand(*shape, device="cuda")
 
@@ -408,7 +412,7 @@ WRITTEN = (
         bce_dice,
         lambda: (f32(32, 4, 512, 512, grad=True), uniform(32, 4, 512, 512).round()),
     ),
-    training("triplet", triplet, lambda: tuple(randn(65536, 256, grad=True) for _ in range(3))),
+    training("triplet", triplet, lambda: learned(*3 * [(65536, 256)])),
     training("contrast", contrast, lambda: (randn(65536, 512, grad=True), randn(65536, 512))),
     training("both ways", both_ways, lambda: (randn(8192, 8192, grad=True),)),
     training("barlow", barlow, lambda: (randn(8192, 8192, grad=True),)),
@@ -504,25 +508,17 @@ WRITTEN = (
     training(
         "lstm gates",
         gates,
-        lambda: (
-            randn(16384, 4096, grad=True),
-            randn(16384, 4096, grad=True),
-            randn(16384, 1024, grad=True),
-        ),
+        lambda: learned((16384, 4096), (16384, 4096), (16384, 1024)),
     ),
     training(
         "gru",
         gru,
-        lambda: (
-            randn(16384, 3072, grad=True),
-            randn(16384, 3072, grad=True),
-            randn(16384, 1024, grad=True),
-        ),
+        lambda: learned((16384, 3072), (16384, 3072), (16384, 1024)),
     ),
     training(
         "shifted tokens",
         shifted,
-        lambda: (randn(16, 2048, 2048, grad=True), randn(2048, grad=True), randn(2048, grad=True)),
+        lambda: learned((16, 2048, 2048), (2048,), (2048,)),
     ),
     GpuProgram(
         "selective",
@@ -548,16 +544,12 @@ WRITTEN = (
     training(
         "film",
         film,
-        lambda: (
-            randn(16, 320, 64, 64, grad=True),
-            randn(16, 320, grad=True),
-            randn(16, 320, grad=True),
-        ),
+        lambda: learned((16, 320, 64, 64), (16, 320), (16, 320)),
     ),
     training(
         "response norm",
         response,
-        lambda: (randn(64, 28, 28, 512, grad=True), randn(512, grad=True), randn(512, grad=True)),
+        lambda: learned((64, 28, 28, 512), (512,), (512,)),
     ),
     training(
         "attention pool",
@@ -578,9 +570,7 @@ WRITTEN = (
     GpuProgram("accuracy", accuracy, lambda: (randn(65536, 1000), integers(1000, 65536))),
     GpuProgram("spectrum", spectrum, lambda: (f32(64, 16000 * 30),)),
     GpuProgram("power", power, lambda: (f32(64, 201, 3000), f32(64, 201, 3000))),
-    training(
-        "weight norm", weight_norm, lambda: (f32(8192, 4096, grad=True), f32(8192, 1, grad=True))
-    ),
+    training("weight norm", weight_norm, lambda: learned((8192, 4096), (8192, 1), dtype=F32)),
     GpuProgram("factored", factored, lambda: (f32(8192, 8192), uniform(8192), uniform(8192))),
     GpuProgram("trusted", trusted, lambda: (f32(8192, 4096), f32(8192, 4096), uniform(8192, 4096))),
     GpuProgram(
@@ -589,15 +579,13 @@ WRITTEN = (
         lambda: (f32(256, 4, 128, 128), f32(256, 4, 128, 128), uniform(1000), integers(1000, 256)),
     ),
     GpuProgram("guided", guided, lambda: (randn(128, 4, 128, 128), randn(256, 4, 128, 128))),
-    training(
-        "distances", distances, lambda: (f32(8, 2048, 3, grad=True), f32(8, 2048, 3, grad=True))
-    ),
+    training("distances", distances, lambda: learned((8, 2048, 3), (8, 2048, 3), dtype=F32)),
     training(
         "skipped",
         skipped,
-        lambda: (randn(16, 128, 64, 64, grad=True), randn(16, 64, 128, 128, grad=True)),
+        lambda: learned((16, 128, 64, 64), (16, 64, 128, 128)),
     ),
-    training("quats", quats, lambda: (f32(1 << 20, 4, grad=True), f32(1 << 20, 3, grad=True))),
+    training("quats", quats, lambda: learned((1 << 20, 4), (1 << 20, 3), dtype=F32)),
     training("hinge", hinge, lambda: (f32(1 << 17, 100, grad=True), integers(100, 1 << 17))),
     training(
         "masked l1",
