@@ -328,6 +328,9 @@ def test_long_rows_are_held_where_that_is_faster() -> None:
     assert family(norm, rows[16384]) == "red"
     other = torch.empty_like(rows[10000])
     assert family(lambda x, y: norm(x + y), rows[10000], other) == "per"
+    # what is read once either way is walked
+    assert all(family(lambda x: torch.logsumexp(x.float(), -1), x) == "red"
+               for n, x in rows.items() if n > 8192)  # fmt: skip
 
 
 def test_masks_beside_rows_are_loaded_in_words() -> None:

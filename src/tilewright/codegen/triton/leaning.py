@@ -61,13 +61,17 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
 
 
 def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
-    """Whether long rows that could be held should not be: odd ones beside weights, which lean only
-    if they are walked (H200: RMS norm of 11003 bfloat16 67 us, 85 us held), and of one buffer those
-    that leave much of a block empty (softmax of 10001 63 us, 82 us) or are folded for their mean
-    and deviations (layer norm of 16384 67 us, 74 us)."""
+    """Whether long rows that could be held should not be: those that are read once either way, for
+    exponentials and their largest at once (H200: losses of 12048 rows of 13328 bfloat16 84 us,
+    129 us held, of 13329 94 us, 159 us); odd ones beside weights, which lean only if they are
+    walked (RMS norm of 11003 bfloat16 67 us, 85 us held), and of one buffer those that leave much
+    of a block empty (softmax of 10001 63 us, 82 us) or are folded for their mean and deviations
+    (layer norm of 16384 67 us, 74 us)."""
     size = held.inner[0].size or 0
     if not held.persistent or size <= LONGEST_PASS:
         return False
+    if not held.again:
+        return True
     flat, leans = held.flat(), any(a.lean is not None for a in walked.inner)
     axes = {a.var for a in flat.axes}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
