@@ -79,6 +79,12 @@ def test_as_many_programs_as_registers_allow() -> None:
     assert made.widest("ld.global") == made.widest("st.global") == 16
 
 
+def test_long_rows_of_floats_are_held_by_all_threads_of_a_processor() -> None:
+    (kernel,) = kernels_of(softmax, torch.empty(1711, 32768))
+    assert (kernel.config.num_warps, kernel.config.registers) == (32, 64)
+    assert kernel.text.count("tl.load(") == 8 and not build(kernel).spills
+
+
 def test_weights_of_the_next_piece_are_loaded_before_one_is_stored() -> None:
     x, w = torch.empty(4000, 17000, dtype=BF16), torch.empty(17000, dtype=BF16)
     (kernel,) = kernels_of(_normed, x, w)
