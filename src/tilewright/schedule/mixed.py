@@ -8,6 +8,7 @@ the rows run one after the other through the members that go along them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tilewright import config
 from tilewright.ir import index as ix
@@ -31,6 +32,7 @@ SHORT_ODD_ROW = 5120  # the same of rows that are not fetched ahead
 LARGE = 1 << 17  # iterations that should keep more than a few processors busy
 ALONE = 3 << 14  # iterations that one program of a card should not be at alone (H200: cross entropy
 # of 67041 rows of 1001 bfloat16 54 us, 63 us with one program for the sum of its losses)
+LITTLE = 64  # times as much to fold as to do with what that gives: no data is read again for it
 LONGEST_KEPT = 1 << 14  # elements of a row that a program of a card keeps
 TILE = 64  # neighbouring columns that one program of a card takes
 CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
@@ -153,7 +155,7 @@ def chunks(fit: Fit, target: Target) -> int:
     wanted = -(-max(_wanted(target), _of_short_rows(fit, target)) // _programs(fit, target))
     if all(ix.value_of(v.src[0]) is not None for v in fit.serial):
         shortest = SHORTEST_CHUNK if partial_results(fit) > SHORTEST_CHUNK else 1
-        least = CHUNK_WORK // 8 if shortest == 1 and target.is_gpu and total < LARGE else CHUNK_WORK
+        least = CHUNK_WORK // 8 if shortest == 1 and target.is_gpu else CHUNK_WORK
         wanted = min(wanted, total // least, -(-rows // shortest))
     else:  # more than one: the size of another call may be worth it
         wanted = max(2, min(wanted, -(-rows // shortest_chunk(fit))))
@@ -202,25 +204,40 @@ def _programs(fit: Fit, target: Target, columns: int = TILE) -> int:
     return max(lanes, 1)
 
 
-def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
-    """Loops to cut because the group would leave most of a card idle; none: it would not."""
+def idles(fit: Fit, target: Target) -> bool:
+    """Whether a group that folds would leave most of a card idle."""
     if not target.is_gpu or not any(m.reduce for m in fit.members):
-        return ()
+        return False
     most = max(work(m) for m in fit.members)
     if any(is_alone(m) for m in fit.members) or most < min(LARGE, ALONE * _programs(fit, target)):
-        return ()
+        return False
     if 2 * _programs(fit, target) > _wanted(target):
-        return ()
+        return False
     if _contiguous(fit.members) in fit.outer and 4 * _programs(fit, target) >= 3 * target.sms:
-        return ()  # columns in one loop that runs ahead (H200: 128 programs 62 us, 256 70 us)
+        return False  # columns in one loop that runs ahead (H200: 128 programs 62 us, 256 70 us)
+    again = max((work(m) for m in dependents(fit.members)), default=0)
+    # reading the data again for what follows would cost more
+    return LITTLE * again < most or 8 * _programs(fit, target, 16) <= target.sms
+
+
+def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
+    """Loops to cut because the group would leave most of a card idle; none: it would not."""
+    if not idles(fit, target):
+        return ()
     later = dependents(fit.members)
-    if later and 8 * _programs(fit, target, 16) > target.sms:
-        return ()  # reading the data again for what follows would cost more
     left = tuple(m for m in fit.members if m not in later)
     for _, serial in _orders(left):
         if all(v not in fit.outer for v in serial) and not _problem(left, fit.outer, serial):
             return serial
     return ()
+
+
+def is_coarse(fit: Fit, target: Target) -> bool:
+    """Whether a card has most of its processors idle however the serial loops are cut."""
+    if not target.is_gpu or max(work(m) for m in fit.members) < LARGE:
+        return False
+    beside = _programs(replace(fit, outer=(*fit.outer, *fit.serial)), target)
+    return 2 * min(beside, chunks(fit, target) * _programs(fit, target)) <= target.sms
 
 
 def shared(fit: Fit, target: Target) -> int:
@@ -322,6 +339,8 @@ def wasteful(fit: Fit, saved: int, target: Target) -> str:
     """Why the target should not run these in order, or an empty string. `saved` are bytes."""
     parts = chunks(fit, target)
     rows = hint_product(v.src[0] for v in fit.serial)
+    if is_coarse(fit, target):
+        return "so few rows would leave most of the card idle"
     left = sum(_results(m, fit) * _width(m) * (rows if stays_apart(m, fit, target) else parts)
                for m in fit.members if folds_over(m, fit.serial))  # fmt: skip
     if parts > 1 and 2 * left > saved:

@@ -20,16 +20,19 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, const, load, loads, rewrite, substitute, var, walk
 from tilewright.ir.ops import SURE
 from tilewright.ir.program import Buffer, Nest, Program, Store
+from tilewright.schedule.access import all_loops
 from tilewright.schedule.dealt import around_rows, dealt, in_pieces
 from tilewright.schedule.group import Group
-from tilewright.schedule.legality import Fit, align, conflict, is_alone
+from tilewright.schedule.legality import Fit, align, conflict, first_conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
 from tilewright.schedule.mixed import (
     LARGE,
     chunks,
     dependents,
     folds_over,
+    idles,
     in_turn,
+    is_coarse,
     shared,
     shortest_chunk,
     starved,
@@ -122,6 +125,9 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     reordered = None if loops else _reordered(group, target, private)
     if reordered is not None:
         return [reordered]
+    coarse = is_coarse(replace(fit, serial=loops), target) if loops else idles(fit, target)
+    if coarse and (apart := _apart(group)):
+        return [*_fed(program, apart[0], target, private), *apart[1:]]
     if not loops:
         count = in_turn(fit, target)
         return [replace(group, shared=count, in_turn=True) if count > 1 else group]
@@ -135,6 +141,30 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     later = tuple(m for m in later if m.name not in names)
     rest = [_widened(replace(group, members=later))] if later else []
     return [replace(group, members=(*first, *folded), serial=loops), *rest]
+
+
+def _apart(group: Group) -> list[Group]:
+    """A group of folds that have no loop in common, as those of two means that are added, or fewer
+    than without what needs their results, in groups that have; the latter comes after them. None,
+    if there is only one."""
+    later = dependents(group.members)
+    pieces: list[list[Nest]] = []
+    for m in (m for m in group.members if m not in later):
+        alike = [k for k, p in enumerate(pieces) if set(all_loops(p[0])) == set(all_loops(m))]
+        needed = [k for k, p in enumerate(pieces) for n in p
+                  if n.writes & (m.reads | m.writes) or m.writes & n.reads]  # fmt: skip
+        if alike and alike[-1] >= max(needed, default=0):
+            pieces[alike[-1]].append(m)
+        else:
+            pieces.append([m])
+    if len(pieces) + bool(later) < 2:
+        return []
+    found: list[Group] = []
+    for first, *others in pieces:
+        outer = tuple(v for v in first.loops if all(v in m.loops for m in others))
+        outer = group.outer if first_conflict((first, *others), outer) else outer
+        found.append(replace(group, members=(first, *others), outer=outer))
+    return [*found, _widened(replace(group, members=later))] if later else found
 
 
 def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:

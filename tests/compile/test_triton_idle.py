@@ -1,0 +1,68 @@
+"""Folds of much data have programs enough, whatever is done with their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.compile.as_cuda import as_cuda
+from tests.compile.test_triton_in_turn import for_card
+from tilewright.schedule import mixed
+
+
+def two_means(x: Tensor, y: Tensor) -> Tensor:
+    return F.relu(1 - x).mean() + F.relu(1 + y).mean()
+
+
+def quantiles(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    q = torch.linspace(0.1, 0.9, 9)
+    e = y - p
+    return torch.maximum(q * e, (q - 1) * e).mean(), e > 0
+
+
+def ratio_of_columns(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    both, one = (x * y).sum(0), x.sum(0)
+    return 1 - (both / (one + 1e-6)).mean(), x > y
+
+
+def noise(x: Tensor, y: Tensor) -> Tensor:
+    return (10 * torch.log10(1 / (x - y).square().mean((1, 2)))).mean()
+
+
+def steps(x: Tensor, _: Tensor) -> Tensor:
+    return (x[:, 1:] - x[:, :-1]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
+    "folds of different data": (two_means, (1 << 22,), (1 << 22,)),
+    "few columns": (quantiles, (1 << 20, 9), (1 << 20, 1)),
+    "columns, and then their mean": (ratio_of_columns, (1 << 16, 80), (1 << 16, 80)),
+    "pieces of images": (steps, (16, 1024, 1024), (1,)),
+    "few rows, and then their mean": (noise, (32, 3, 1 << 18), (32, 3, 1 << 18)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_fold_leaves_the_card_idle(name: str) -> None:
+    fn, *sizes = CASES[name]
+    args = [torch.empty(size) for size in sizes]
+    first = next(k for k in for_card(fn, *args) if "_poi_" not in k.name)
+    assert first.programs({}) > 66
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_taken_apart_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, size in (("LARGE", 1 << 10), ("ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):
+        monkeypatch.setattr(mixed, what, size)
+    fn, *sizes = CASES[name]
+    args = [torch.randn([min(n, 1 << 11 // len(size)) for n in size],
+                        generator=torch.Generator().manual_seed(5)) for size in sizes]  # fmt: skip
+    with as_cuda():
+        found = torch.compile(fn, backend="tilewright")(*args)
+    assert_close(found, fn(*args), rtol=1e-4, atol=1e-4)
