@@ -11,6 +11,7 @@ from tilewright.schedule.delay import delayed
 from tilewright.schedule.differences import summed_apart
 from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
+from tilewright.schedule.last import with_last
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, peak, plan
 from tilewright.schedule.pool import pooled
@@ -64,7 +65,7 @@ def planned(grouping: Grouping) -> Schedule:
     """Memory for groups that are final, in the order that needs least of it, and the bytes they
     move."""
     program = grouping.program
-    ready = delayed(program, grouping.groups)
+    ready = with_last(program, delayed(program, grouping.groups))
     plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
     bytes_ = _count(program, groups)
