@@ -148,7 +148,7 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
         groups = Grouping(groups.program, chosen.groups, chosen.complete)
 
     with stage("schedule"):
-        plan: Schedule = planned(groups)
+        plan: Schedule = planned(groups, after=boundary.role == "backward")
     dump.stage("scheduled", plan)
     return plan
 

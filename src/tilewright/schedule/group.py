@@ -50,7 +50,8 @@ class Group:
     `serial` are loops all members share too, run one after the other inside `outer`: a member
     that folds over a serial loop stores after its last iteration. `shared` is the number of
     programs that walk each row together, on a card, and wait for each other's folds; if
-    `in_turn`, they are more than run at once and begin one row after the other.
+    `in_turn`, they are more than run at once and begin one row after the other. On a card one that
+    runs `back` begins with its last block.
     """
 
     members: tuple[Nest, ...] = ()
@@ -61,6 +62,7 @@ class Group:
     last: bool = False
     shared: int = 0
     in_turn: bool = False
+    back: bool = False
     local: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tilewright import config, metrics
 from tilewright.ir.program import Nest, Program
+from tilewright.schedule.back import alternate
 from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.delay import delayed
 from tilewright.schedule.differences import summed_apart
@@ -61,13 +62,14 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     return Grouping(program, groups)
 
 
-def planned(grouping: Grouping) -> Schedule:
+def planned(grouping: Grouping, after: bool = False) -> Schedule:
     """Memory for groups that are final, in the order that needs least of it, and the bytes they
-    move."""
+    move. `after` says that arguments are likely in cache, as after a forward pass."""
     program = grouping.program
     ready = with_last(program, delayed(program, grouping.groups))
     plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
+    alternate(program, groups, after)
     bytes_ = _count(program, groups)
     if config.memory_planning or config.triton.cudagraphs:  # recordings have pools in common
         pooled(program, steps)

@@ -118,7 +118,8 @@ class Kernel:
         self.waiting: list[str] = []  # stores that are the last one's of these
         self.repeated: Axis | None = None  # the last row of which stands for those beyond it
         self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
-        self.first = "tl.program_id(0)"  # the number of this program
+        self.back = group.back
+        self.first = self._way("tl.program_id(0)", "tl.num_programs(0)")  # which program this is
 
     # ---- facts
 
@@ -272,7 +273,8 @@ class Kernel:
         first = self.first
         if self._takes_turns:
             rows = self.shape.parallel[0].size or 0
-            first = f"tri.ticket({COUNTERS} + {rows}, {rows * self.shape.shared})"
+            total = rows * self.shape.shared
+            first = self._way(f"tri.ticket({COUNTERS} + {rows}, {total})", str(total))
         w.begin(first, self.early)
         if self.shape.shared:
             w.line(f"part = pid % {self.shape.shared}")
@@ -320,6 +322,9 @@ class Kernel:
         for form in (self.lean, self.packed, self.held, self.sliding):
             if form is not None:
                 form.begin()
+
+    def _way(self, number: str, count: str) -> str:
+        return f"({count} - 1 - {number})" if self.back else number
 
     def _span(self, axis: Axis) -> None:
         """From where to where this program walks a row: all of it, or whole blocks; in turn, as

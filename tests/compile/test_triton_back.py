@@ -1,0 +1,38 @@
+"""Kernels that begin where the one before ended, for that is what is in cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.compile.as_cuda import as_cuda
+from tests.compile.test_triton_in_turn import for_card
+from tests.compile.test_triton_last import clipped, normal
+from tilewright.schedule import back
+from tilewright.testing import run_and_get_code
+
+BACK = "(tl.num_programs(0) - 1 - tl.program_id(0))"
+
+
+def test_a_backward_pass_begins_where_the_forward_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(back, "LARGE", 1 << 10)
+    x = normal(33, 101).requires_grad_()
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.compile(F.silu, backend="tilewright")(x)
+        return y, torch.autograd.grad(y, x, torch.ones_like(y))[0]
+
+    with as_cuda():
+        (_, gradient), code = run_and_get_code(run, x)
+    assert [BACK in text for text in code] == [False, True]
+    assert_close(gradient, torch.autograd.grad(F.silu(x).sum(), x)[0])
+
+
+def test_a_kernel_reads_back_what_the_one_before_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(301, 777)
+    assert not any(BACK in k.text for k in for_card(clipped, x))
+    monkeypatch.setattr(back, "LARGE", 1 << 10)
+    assert [BACK in k.text for k in for_card(clipped, x)] == [False, True]
