@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tilewright import config, metrics
 from tilewright.ir.program import Nest, Program
+from tilewright.schedule.after import stored_by_scans
 from tilewright.schedule.back import alternate
 from tilewright.schedule.carve import Limits, carved
 from tilewright.schedule.delay import delayed
@@ -48,7 +49,7 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     program = replace(program, buffers=dict(program.buffers))
     nodes = written_out(program, [split_divisions(node) if isinstance(node, Nest) else node
                                   for node in program.nodes if node.name in live])  # fmt: skip
-    nodes = improved(program, summed_apart(program, nodes))
+    nodes = improved(program, summed_apart(program, stored_by_scans(program, nodes)))
     search = searched(program, nodes)
     again = recomputed(program, search)
     if again is not None:

@@ -433,10 +433,11 @@ class WelfordFold(Fold):
 
 
 class Scanning:
-    """One `scan` node; the carry is what all blocks before this one gave."""
+    """One `scan` node; the carry is what all blocks before this one gave, or, if it runs back, all
+    behind it."""
 
-    def __init__(self, node: Expr, axis: Axis, w: Writer) -> None:
-        self.node, self.axis, self.w = node, axis, w
+    def __init__(self, node: Expr, axis: Axis, w: Writer, back: bool = False) -> None:
+        self.node, self.axis, self.w, self.back = node, axis, w, back
         self.kind: str = node.arg.kind
         self.places = self.kind in ("min", "max")
         self.logs = self.kind == "logsumexp"  # of sums beside the largest of what they are of
@@ -477,7 +478,8 @@ class Scanning:
         self._give(names)
 
     def _scanned(self, tiles: Sequence[str]) -> list[str]:
-        return self._along(tiles, "associative_scan", self.combine)
+        order = ", reverse=True" if self.back else ""
+        return self._along(tiles, "associative_scan", self.combine + order)
 
     @property
     def _fold(self) -> str:
@@ -580,7 +582,7 @@ def folds_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr
     return {node: _fold(node, axis, w) for node in dict.fromkeys(found)}
 
 
-def scans_of(members: Sequence[Nest], axis: Axis, w: Writer) -> list[Scanning]:
+def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool) -> list[Scanning]:
     found = [n for m in members for n in walk(*m.exprs) if n.op == "scan"]
-    return [(Sorting if node.arg.kind == "sort" else Scanning)(node, axis, w)
+    return [(Sorting if node.arg.kind == "sort" else Scanning)(node, axis, w, back)
             for node in dict.fromkeys(found)]  # fmt: skip

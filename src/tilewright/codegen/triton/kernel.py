@@ -440,7 +440,7 @@ class Kernel:
         reducing = [m for m in segment.members if m.reduce]
         folds = {} if axis is None else folds_of(reducing, axis, w)
         self._have_ends(axis, folds)
-        scans = [] if axis is None else scans_of(segment.members, axis, w)
+        scans = [] if axis is None else scans_of(segment.members, axis, w, self.shape.back)
         for m in segment.members:
             if m.name in self.accumulated:
                 for fold in self.accumulated[m.name]:
@@ -484,7 +484,7 @@ class Kernel:
             if pairs and type(fold) is Fold and not self.shape.across:
                 fold.beside = self._together(node, axis)
         self._have_ends(axis, folds)
-        scans = scans_of(segment.members, axis, w)
+        scans = scans_of(segment.members, axis, w, self.shape.back)
         for item in (*folds.values(), *scans):
             item.begin()
         self._hoist(segment, axis)
@@ -611,6 +611,8 @@ class Kernel:
 
     def _is_back(self, segment: Segment, axis: Axis) -> bool:
         """Whether the next loop over an axis runs back."""
+        if self.shape.back:
+            return True
         forwards = self._forwards.get(axis, False)
         ordered = any(n.op == "scan" or (n.op == "reduce" and n.arg.kind in IN_ORDER)
                       for m in segment.members for n in walk(*m.exprs))  # fmt: skip

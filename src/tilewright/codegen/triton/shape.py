@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, takewhile
 
+from tilewright.codegen.triton.backwards import turned_around
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.program import Nest, Program
@@ -106,6 +107,7 @@ class Shape:
     in_turn: bool = False  # these are more than run at once
     walked: bool = False  # rows are scanned block by block, with the next one under way
     alone: bool = False  # a thread scans a column, or several
+    back: bool = False  # scans run from the last point to the first
     fetched: bool = False  # rows are folded block by block, with the next one under way
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
@@ -178,6 +180,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     """The shape of a group's kernel, or why Triton cannot express it."""
     if all(v in group.outer or v in group.serial for m in group.members for v in all_loops(m)):
         group = replace(group, serial=())  # nothing is inside: the serial loops are the rows
+    group, back = turned_around(group)
     group, ragged = _regular(group)
     if ragged is None:
         return "the length of a loop depends on another in an unknown way"
@@ -208,7 +211,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
                       and any(v not in group.serial for v in m.reduce))  # fmt: skip
     shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
-                  ragged=ragged, members=members)  # fmt: skip
+                  back=back, ragged=ragged, members=members)  # fmt: skip
     shape.across = _runs_across(program, shape)
     shape.shared, shape.in_turn = group.shared, group.in_turn
     shape.persistent = not group.shared and (_fits(shape) or sorts(members))

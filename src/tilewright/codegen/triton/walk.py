@@ -42,6 +42,8 @@ def walking(program: Program, group: Group, shape: Shape, target: Target) -> Sha
     ((segment, axis),) = shape.segments
     if axis is None or not segment.scans or sorts(shape.members):
         return shape
+    if shape.back:
+        return _columns(program, shape, target) if shape.across else shape
     if shape.across:
         stacked = stacking(program, shape, target)
         return stacked if stacked.slid else _columns(program, shape, target)
@@ -67,7 +69,7 @@ def _columns(program: Program, shape: Shape, target: Target) -> Shape:
     moved = columns * rows_of_thread(shape, neighbours) * max(sizes(program, shape))
     if moved < UNDER_WAY * target.sms:
         return shape
-    walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms
+    walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms and not shape.back
     if walked:
         axis = replace(axis, lean=ix.ZERO, piece=1)
     return replace(shape, alone=True, walked=walked, persistent=False, ahead=False,
