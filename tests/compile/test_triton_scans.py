@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
-from tilewright.codegen.triton import stacked, walk
+from tilewright.codegen.triton import stacked, under_way, walk
 from tilewright.ir.expr import walk as nodes_of
 from tilewright.ir.program import Nest
 from tilewright.lower.graph import lower
@@ -114,6 +114,33 @@ def test_a_thread_has_32_of_a_long_row_that_is_held() -> None:
     x = torch.empty(8192, 8192, dtype=BF16)
     (kernel,) = kernels_of(lambda x: x.cumsum(-1, dtype=torch.float32), x)
     assert kernel.config.num_warps == 8
+
+
+# ---- rows that are under way at once
+
+UNDER_WAY: dict[str, Case] = {
+    "sum": (lambda x: x.cumsum(-1), (5, 1003), BF16),
+    "sum of an even row": (lambda x: (x * 2).cumsum(-1), (3, 1000), BF16),
+    "exponentials of two warps": (lambda x: x.logcumsumexp(-1), (3, 515), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_WAY)
+def test_all_of_a_row_is_under_way_before_it_is_scanned(name: str) -> None:
+    fn, size, dtype = UNDER_WAY[name]
+    most = 2 if "two" in name else 4
+    with mock.patch.multiple(under_way, SHORTEST=0, FEWEST=0, MOST=most):
+        (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=2e-2, atol=2e-1)
+    before, within = kernel.text.split("tl.associative_scan(", 1)
+    assert before.count("tl.load(") == -(-(size[1] + 7) // kernel.config.kwargs["RBLOCK"])
+    assert "tl.load(" not in within and kernel.config.num_warps == 1 + ("two" in name)
+
+
+def test_one_warp_scans_a_row_sixteen_bytes_at_once() -> None:
+    (kernel,) = kernels_of(lambda x: x.cumsum(-1), torch.empty(7205, 4959, dtype=BF16))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+    assert made.spills == made.shared == 0
 
 
 # ---- columns

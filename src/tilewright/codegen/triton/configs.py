@@ -78,6 +78,9 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         found = of_slid_columns(shape)
     elif shape.alone:
         found = of_scanned_columns(program, shape)
+    elif shape.under_way:
+        (x,), (r,), size = shape.parallel, shape.inner, shape.under_way
+        found = [Config(((x.block, 1), (r.block, size)), size // (32 * r.piece))]
     elif shape.walked:
         found = of_walked_rows(program, shape, target)
     elif shape.shared:

@@ -25,6 +25,7 @@ from tilewright.codegen.triton.siblings import together
 from tilewright.codegen.triton.sliding import sliding
 from tilewright.codegen.triton.tiles import in_tiles
 from tilewright.codegen.triton.turned import turned
+from tilewright.codegen.triton.under_way import under_way
 from tilewright.codegen.triton.walk import walking
 from tilewright.errors import CodegenError
 from tilewright.ir.program import Program
@@ -76,6 +77,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
         if not measured and is_better_walked(group, form, other):
             form = other
     if other is None or not measured:
+        if (scanned := under_way(program, group, shape, target)).under_way:
+            return Kernel(program, group, scanned, target, wide).generate(name)
         form = sliding(walking(program, group, form, target), target)
         form = fetching(program, group, form, target)
         made = Kernel(program, group, form, target, wide)

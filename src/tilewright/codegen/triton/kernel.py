@@ -40,6 +40,7 @@ from tilewright.codegen.triton.shape import Axis, Shape, accumulates, is_narrow,
 from tilewright.codegen.triton.sliding import Sliding
 from tilewright.codegen.triton.stacked import Stacked
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
+from tilewright.codegen.triton.under_way import UnderWay
 from tilewright.codegen.triton.walk import Walk
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, walk
@@ -74,7 +75,8 @@ class Kernel:
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
-        self.walk = Walk(self, shape.inner[0]) if shape.walked else None
+        walk_by = UnderWay if shape.under_way else Walk
+        self.walk = walk_by(self, shape.inner[0]) if shape.walked else None
         self.lean = self.walk or lean_of(self)
         self.packed = Packed.of(self)
         self.held = Held(self, shape.inner[0]) if shape.held else None

@@ -106,6 +106,7 @@ class Shape:
     shared: int = 0  # programs that walk each row together
     in_turn: bool = False  # these are more than run at once
     walked: bool = False  # rows are scanned block by block, with the next one under way
+    under_way: int = 0  # elements of the pieces of these, where all of them are
     alone: bool = False  # a thread scans a column, or several
     back: bool = False  # scans run from the last point to the first
     fetched: bool = False  # rows are folded block by block, with the next one under way

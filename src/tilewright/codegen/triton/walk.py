@@ -37,11 +37,10 @@ FEW_COLUMNS = 1024  # on a processor: the warps that have them do not keep memor
 
 def walking(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
     """The shape with rows or columns that are walked so, where they are scanned and not held."""
-    if len(shape.segments) != 1 or shape.ragged or shape.serial or uses(shape.members, *RANDOM):
+    if not is_one_scan(shape):
         return shape
     ((segment, axis),) = shape.segments
-    if axis is None or not segment.scans or sorts(shape.members):
-        return shape
+    assert axis is not None
     if shape.back:
         return _columns(program, shape, target) if shape.across else shape
     if shape.across:
@@ -56,6 +55,14 @@ def walking(program: Program, group: Group, shape: Shape, target: Target) -> Sha
     count = _programs(shape, axis, target)
     return replace(shape, walked=True, persistent=False, segments=[(segment, axis)],
                    shared=count, in_turn=count > 0)  # fmt: skip
+
+
+def is_one_scan(shape: Shape) -> bool:
+    """Whether there is nothing but rows or columns that are scanned, other than put in order."""
+    if len(shape.segments) != 1 or shape.ragged or shape.serial or uses(shape.members, *RANDOM):
+        return False
+    ((segment, axis),) = shape.segments
+    return axis is not None and segment.scans and not sorts(shape.members)
 
 
 def _columns(program: Program, shape: Shape, target: Target) -> Shape:
@@ -89,8 +96,7 @@ def _programs(shape: Shape, axis: Axis, target: Target) -> int:
 class Walk(Lean):
     """The text of one kernel's rows that are walked."""
 
-    def begin(self) -> None:
-        """Where rows begin."""
+    def place_row(self) -> None:
         w, a, n = self.w, self.axis.name, self.axis.piece
         if not self.whole:
             w.line(
@@ -100,6 +106,11 @@ class Walk(Lean):
             w.line(f"{a}slide = {a}place - {a}start")
         if not self.kernel.shape.across:
             w.masked.discard(self.kernel.shape.parallel[0])  # a program has one row
+
+    def begin(self) -> None:
+        """Where rows begin."""
+        self.place_row()
+        w, a = self.w, self.axis.name
         lanes = f"{a}numel + {self.axis.slack}" if self.axis.slack else f"{a}numel"
         count, block = self.kernel.shape.shared, self.axis.block
         if not count:

@@ -1,0 +1,95 @@
+"""Rows that are scanned by one warp, or two, with all of them under way at once.
+
+A row in one block of a power of two is scanned by many warps, which wait for each other, and much
+of the block may be empty. Pieces of as much as its warps load at once are as many as the row is
+long: all of them are loaded, as the sixteen bits they are, then scanned one after the other. Rows
+that begin anywhere are loaded from the sixteen bytes on that their first element is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tilewright.codegen.triton.blocks import sizes
+from tilewright.codegen.triton.leaning import begins_anywhere, looks_up, most_moved
+from tilewright.codegen.triton.shape import Shape, scatters
+from tilewright.codegen.triton.walk import Walk, is_one_scan
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.program import Program
+from tilewright.schedule.group import Group
+from tilewright.target import Target
+
+SHORTEST = 2048  # elements of a row: shorter ones are held by a few warps
+MOST = 24  # pieces that registers have room for
+WARPS = 2
+FEWEST = 16  # rows for each processor
+
+
+def under_way(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+    """The shape with rows that are scanned so, where they are many, long and of sixteen bits."""
+    if not is_one_scan(shape) or shape.across or set(sizes(program, shape)) != {2}:
+        return shape
+    ((segment, axis),), flat = shape.segments, shape.flat()
+    assert axis is not None
+    read = {n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)}
+    if not axis.size or looks_up(shape) or any(scatters(m) for m in shape.members):
+        return shape
+    start, piece = most_moved(program, group, flat, axis)
+    start = start if begins_anywhere(start, piece, axis) else ix.ZERO
+    new = replace(axis, lean=start, piece=piece)
+    warps = next((w for w in range(1, WARPS + 1)
+                  if (axis.size + new.slack) * len(read) <= MOST * 32 * w * piece), 0)  # fmt: skip
+    if not warps or axis.size <= SHORTEST or shape.parallel[0].likely < FEWEST * target.sms:
+        return shape
+    return replace(shape, walked=True, under_way=32 * warps * piece, persistent=False,
+                   segments=[(segment, new)])  # fmt: skip
+
+
+class UnderWay(Walk):
+    """The text of one kernel's rows that are scanned so."""
+
+    def begin(self) -> None:
+        self.place_row()
+
+    def walk(self, back: bool, round_: Callable[[], None]) -> None:
+        lanes, block = (self.axis.size or 0) + self.axis.slack, self.kernel.shape.under_way
+        kept: list[dict[Expr, str]] = [{} for _ in range(0, lanes, block)]
+        for k, known in enumerate(kept):
+            with self._piece(k, known):
+                for node in self._loads():
+                    self.w.operand(node)
+        for k, known in sorted(enumerate(kept), reverse=back):
+            with self._piece(k, known):
+                round_()
+
+    @contextmanager
+    def _piece(self, k: int, kept: dict[Expr, str]) -> Generator[None]:
+        """In the tile of a piece. Most of them are inside all rows."""
+        w, a, block = self.w, self.axis.name, self.kernel.shape.under_way
+        whole = (k > 0 or self.whole) and (k + 1) * block <= (self.axis.size or 0)
+        everywhere, w.masked = w.masked, w.masked - {self.axis}
+        if not whole:
+            w.masked = w.masked | {self.axis}
+        with w.elsewhere(frozenset((self.axis,)), kept):
+            w.line(f"{a}lane = {k * block} + {a}base")
+            place = f"{a}lane" if self.whole else f"({a}lane - {a}slide)"
+            w.know(self.axis.var, place)
+            if not whole:
+                before = "" if self.whole or k else f"({place} >= 0) & "
+                w.line(f"{a}mask = {before}({place} < {a}numel)")
+            yield
+        w.masked = everywhere
+
+    def load(self, place: str) -> str:
+        """Some bytes before and behind a row too, which nobody looks at."""
+        a, n = self.axis.name, self.axis.piece
+        if f"{a}start + {a}lane" not in place:
+            return f"tl.load({place}, {a}mask, other=0)"
+        found = self.w.let(f"tl.load({place}, {a}lane // {n} * {n} < {a}slide + {a}numel, other=0)")
+        return found
+
+    def store(self, place: str, value: str) -> None:
+        self.w.line(f"tl.store({place}, {value}, {self.axis.name}mask)")
