@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.compile.as_cuda import as_cuda, as_fake_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter, check
 from tests.compile.test_triton_in_turn import for_card
+from tilewright.codegen.triton import unrolled
 from tilewright.codegen.triton.blocks import Config
 from tilewright.schedule import dealt, mixed, split
 from tilewright.testing import run_and_get_code
@@ -210,6 +212,18 @@ def test_what_many_chunks_leave_is_folded_in_chunks_too(monkeypatch: pytest.Monk
         monkeypatch.setattr(module, name, value)
     text = _check(lambda x: (x.float().sum(0), x.argmax(0)), _whole(601, 21))
     assert text.count("tl.program_id") > 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_place_is_looked_for_row_after_row(dtype: torch.dtype) -> None:
+    x = torch.randint(-3, 3, (3, 5, 48)).to(dtype)
+    x[0, 1:3, 7], x[1, :, 9] = torch.nan, -torch.inf
+    with mock.patch.object(unrolled, "FEWEST", 0):
+        (kernel,) = check(lambda x: (x.argmax(1), x.argmin(1), x.amax(1) + 1), x)
+    assert "tl.static_range(0, 5)" in kernel.text
+    (kernel,) = kernels_of(lambda x: x.argmax(1), torch.empty(64, 21, 256, 256, dtype=dtype))
+    made = build(kernel)
+    assert made.widest("ld.global") == 16 and made.spills == 0
 
 
 def test_short_columns_that_are_only_folded_belong_to_one_thread_each() -> None:

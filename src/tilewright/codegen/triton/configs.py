@@ -42,6 +42,7 @@ from tilewright.codegen.triton.shape import (
     Shape,
     is_narrow,
 )
+from tilewright.codegen.triton.unrolled import of_unrolled
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
@@ -76,6 +77,8 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         found = of_held_rows(program, shape)
     elif shape.slid:
         found = of_slid_columns(shape)
+    elif shape.unrolled:
+        found = of_unrolled(program, shape)
     elif shape.alone:
         found = of_scanned_columns(program, shape)
     elif shape.under_way:

@@ -26,6 +26,7 @@ from tilewright.codegen.triton.sliding import sliding
 from tilewright.codegen.triton.tiles import in_tiles
 from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.under_way import under_way
+from tilewright.codegen.triton.unrolled import unrolled
 from tilewright.codegen.triton.walk import walking
 from tilewright.errors import CodegenError
 from tilewright.ir.program import Program
@@ -79,7 +80,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if other is None or not measured:
         if (scanned := under_way(program, group, shape, target)).under_way:
             return Kernel(program, group, scanned, target, wide).generate(name)
-        form = sliding(walking(program, group, form, target), target)
+        form = unrolled(program, walking(program, group, form, target), target)
+        form = sliding(form, target)
         form = fetching(program, group, form, target)
         made = Kernel(program, group, form, target, wide)
         if made.packed is None:

@@ -622,6 +622,8 @@ class Kernel:
         return not self._forwards[axis]
 
     def loop(self, bounds: str) -> str:
+        if self.shape.unrolled:
+            return f"tl.static_range(0, {self.shape.inner[0].size})"
         return f"tl.range({bounds}, num_stages=STAGES)" if self.shape.ahead else f"range({bounds})"
 
     def _hoist(self, segment: Segment, axis: Axis) -> None:

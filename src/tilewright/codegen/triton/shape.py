@@ -108,6 +108,7 @@ class Shape:
     walked: bool = False  # rows are scanned block by block, with the next one under way
     under_way: int = 0  # elements of the pieces of these, where all of them are
     alone: bool = False  # a thread scans a column, or several
+    unrolled: bool = False  # columns are folded row by row, without a loop
     back: bool = False  # scans run from the last point to the first
     fetched: bool = False  # rows are folded block by block, with the next one under way
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
