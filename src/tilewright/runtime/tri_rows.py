@@ -152,6 +152,16 @@ def stacked(piece, length: tl.constexpr, block: tl.constexpr, count: tl.constexp
 
 
 @jit
+def matrix(piece, slide, length: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+           count: tl.constexpr):  # fmt: skip
+    """The same of all rows there are, which begin so far behind the first lane."""
+    row, column = tl.arange(0, count)[:, None], tl.arange(0, block)[None, :]
+    place = tl.minimum(row, rows - 1) * length + tl.minimum(column, length - 1) + slide
+    found = tl.gather(piece, tl.reshape(place, [block * count]), 0)
+    return tl.reshape(found, [count, block])
+
+
+@jit
 def in_a_row(tile, flat, length: tl.constexpr):
     """Rows of a tile as a piece of memory again."""
     place = tl.minimum(flat // length * tile.shape[1] + flat % length, tile.numel - 1)

@@ -64,6 +64,11 @@ def of_slid_columns(shape: Shape) -> Iterable[Config]:
     """A thread has eight loads of the next round under way while it adds eight up (H200: average
     over 0 of 109x481x793 bfloat16 26.7 us, 44 us with half as many of twice the threads)."""
     x, r = shape.parallel[0], shape.inner[0]
+    if shape.persistent:
+        lanes, count = power(shape.slid), power(r.size or 1)
+        warps = max(lanes * count // (32 * 64), 2)
+        yield Config(((x.block, lanes), (r.block, count)), warps)
+        return
     if any(segment.scans for segment, _ in shape.segments):
         lanes = power(shape.slid)
         for elements in (4096, 2048):

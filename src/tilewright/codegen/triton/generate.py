@@ -15,6 +15,7 @@ from tilewright.codegen.triton.laid import laid
 from tilewright.codegen.triton.last import followed
 from tilewright.codegen.triton.leaning import is_better_walked, leaning
 from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.matrices import matrices
 from tilewright.codegen.triton.moved import moved
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
@@ -80,6 +81,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if other is None or not measured:
         if (scanned := under_way(program, group, shape, target)).under_way:
             return Kernel(program, group, scanned, target, wide).generate(name)
+        if (piece := matrices(program, group, shape, target)).slid:
+            return Kernel(program, group, piece, target, wide).generate(name)
         form = unrolled(program, walking(program, group, form, target), target)
         form = sliding(form, target)
         form = fetching(program, group, form, target)

@@ -28,6 +28,7 @@ from tilewright.codegen.triton.folds import (
 from tilewright.codegen.triton.held import Held
 from tilewright.codegen.triton.leaning import moved_singly
 from tilewright.codegen.triton.made import Param, TritonKernel
+from tilewright.codegen.triton.matrices import Matrices
 from tilewright.codegen.triton.online import ROWS, SIDE, OnlineFold, Pair, joined, passes
 from tilewright.codegen.triton.packed import Packed
 from tilewright.codegen.triton.pairs import lean_of
@@ -81,7 +82,8 @@ class Kernel:
         self.packed = Packed.of(self)
         self.held = Held(self, shape.inner[0]) if shape.held else None
         scans = any(segment.scans for segment, _ in shape.segments)
-        self.sliding = (Stacked if scans else Sliding)(self) if shape.slid else None
+        slid = Matrices if shape.persistent else Stacked if scans else Sliding
+        self.sliding = slid(self) if shape.slid else None
         self.fetch = Fetch(self, shape.inner[0]) if shape.fetched else None
         self.doubles = Doubles(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}

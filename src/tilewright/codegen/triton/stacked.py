@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.blocks import sizes
 from tilewright.codegen.triton.column_configs import at_once
+from tilewright.codegen.triton.matrices import is_matrix
 from tilewright.codegen.triton.shape import Shape
 from tilewright.codegen.triton.sliding import length_of, walk_ahead
 from tilewright.ir import index as ix
@@ -49,12 +50,9 @@ def stacking(program: Program, shape: Shape, target: Target) -> Shape:
         return shape
     if not SHORTEST <= length <= LONGEST or rows < FEWEST or rows * length % PIECE:
         return shape
-    steps = ix.coefficient(index, r.var), ix.without(index, [r.var])
-    matrix = ix.mul(ix.floordiv(x.var, length), rows * length)
-    whole = ix.add(matrix, ix.mod(x.var, length))
-    if (ix.value_of(steps[0] or ix.ZERO), steps[1]) != (length, whole):
+    if not is_matrix(index, x, r, length) or at_once(program, shape) > 2:
         return shape
-    if at_once(program, shape) > 2 or x.likely < TOGETHER * length * target.sms:
+    if x.likely < TOGETHER * length * target.sms:
         return shape
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
