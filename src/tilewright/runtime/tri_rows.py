@@ -163,9 +163,9 @@ def matrix(piece, slide, length: tl.constexpr, rows: tl.constexpr, block: tl.con
 
 @jit
 def in_a_row(tile, flat, length: tl.constexpr):
-    """Rows of a tile as a piece of memory again."""
+    """Rows of a tile as a piece of memory again, that may begin before and end behind them."""
     place = tl.minimum(flat // length * tile.shape[1] + flat % length, tile.numel - 1)
-    return tl.gather(tl.reshape(tile, [tile.numel]), place, 0)
+    return tl.gather(tl.reshape(tile, [tile.numel]), tl.maximum(place, 0), 0)
 
 
 # ---- rows loaded in whole pieces, and moved into place in registers

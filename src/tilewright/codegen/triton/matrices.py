@@ -98,6 +98,8 @@ class Matrices:
         w.line(f"xbase = pid * {n} + xlane")
         w.line(f"xmask = xlane < {n}")
         w.masked.add(self.x)
+        if any(s.scans for s, _ in self.kernel.shape.segments) and not self.kernel.shape.back:
+            w.masked.discard(self.r)  # what comes after the last row is not stored
         w.know(self.x.var, "xbase")
 
     def begin(self) -> None:
@@ -123,7 +125,7 @@ class Matrices:
             w.line(f"fhead = (fslide + {n - 1}) // {n} * {n}")
             w.line(f"ftail = (fslide + {self.size}) // {n} * {n}")
             inside = "(fpiece >= fhead) & (fpiece < ftail)"
-        found = w.let(f"tri_rows.in_a_row({value}, tl.maximum(flat - fslide, 0), {self.length})")
+        found = w.let(f"tri_rows.in_a_row({value}, flat - fslide, {self.length})")
         w.line(f"tl.store({out} + (fstart + flat), {found}, {inside})")
         if self.apart:
             w.line(f"ftwo = tl.arange(0, {2 * n})")
