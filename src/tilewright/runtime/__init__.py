@@ -7,4 +7,4 @@ through it, and `include/` is what those kernels stand on: `tw.h` and the parts 
 from __future__ import annotations
 
 # Modules of what generated Triton kernels call.
-HELPERS = ("tri", "tri_fp8", "tri_maths", "tri_moves", "tri_rows", "tri_special")
+HELPERS = ("tri", "tri_fp8", "tri_logs", "tri_maths", "tri_moves", "tri_rows", "tri_special")

@@ -327,22 +327,6 @@ def last_min(a, i, b, j):
     return tl.where(take, b, a), tl.where(take, j, i)
 
 
-@jit
-def log_sums(m, s, m_b, s_b):
-    """Two sets' largest values and sums of exponentials relative to them: the larger of both stays
-    as it is, and what is small beside it has no digits to lose (H200: cumulative logarithms of
-    16384 rows of 2048 floats 103 us, 1483 us with one taken of every two, in float64)."""
-    first = m >= m_b
-    away = tl.where(m == m_b, 0.0, -tl.abs(m - m_b))
-    small = libdevice.exp2(away * 1.4426950408889634)
-    return maximum(m, m_b), tl.where(first, s, s_b) + tl.where(first, s_b, s) * small
-
-
-@jit
-def log_of(m, s):
-    return m + libdevice.log(s)
-
-
 # ---- elementary functions
 
 

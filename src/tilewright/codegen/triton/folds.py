@@ -470,16 +470,27 @@ class Scanning:
     def step(self, carried: bool) -> None:
         w = self.w
         tiles = self._tiles()
-        names = self._scanned(tiles)
+        names = self._scanned(tiles, self.carry if carried else ())
         if carried:
-            made, carry = ", ".join(names), ", ".join(self.carry)
-            w.line(f"{made} = {self.combine}({carry}, {made})")
-            w.line(f"{carry} = {self.combine}({carry}, {', '.join(self._total(tiles))})")
+            w.line(f"{', '.join(self.carry)} = {self._last(tiles, names)}")
         self._give(names)
 
-    def _scanned(self, tiles: Sequence[str]) -> list[str]:
+    def _scanned(self, tiles: Sequence[str], before: Sequence[str] = ()) -> list[str]:
+        """After what was before."""
         order = ", reverse=True" if self.back else ""
-        return self._along(tiles, "associative_scan", self.combine + order)
+        names = self._along(tiles, "associative_scan", self.combine + order)
+        if before:
+            made = ", ".join(names)
+            self.w.line(f"{made} = {self.combine}({', '.join(before)}, {made})")
+        return names
+
+    def _last(self, tiles: Sequence[str], names: Sequence[str]) -> str:
+        """What is carried on."""
+        return f"{self.combine}({', '.join((*self.carry, *self._total(tiles)))})"
+
+    def _whole(self, tiles: Sequence[str]) -> list[str]:
+        """What a block folds to."""
+        return self._total(tiles)
 
     @property
     def _fold(self) -> str:
@@ -530,12 +541,10 @@ class Scanning:
         with ends():
             tiles = self._placed()
             edges = self._scanned(tiles)
-            head = self._total(self._where(before, tiles))
+            head = self._whole(self._where(before, tiles))
         tiles = self._placed()
-        names, total = self._scanned(tiles), self._total(tiles)
-        made = ", ".join(names)
-        w.line(f"{made} = {self.combine}({', '.join(head)}, {made})")
-        self._give(names)
+        total = self._whole(tiles)
+        self._give(self._scanned(tiles, head))
         with ends():
             after = [w.fresh() for _ in edges]
             w.line(f"{', '.join(after)} = {self._fold}({', '.join((*total, *edges))})")
@@ -553,13 +562,36 @@ class Scanning:
 
     def _give(self, names: Sequence[str]) -> None:
         w = self.w
-        top = w.let(f"tri.log_of({', '.join(names)})") if self.logs else names[0]
+        top = w.let(f"tri_logs.log_of({', '.join(names)})") if self.logs else names[0]
         result = cast(top, self.dtype, self.node.src[0].dtype)
         if not self.places:
             w.know(self.node, result if result == top else w.let(result))
             return
         w.know(part(self.node, 0), result if result == names[0] else w.let(result))
         w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
+
+
+class Logarithms(Scanning):
+    """Of sums of exponentials, which are scanned by a function of their own."""
+
+    @property
+    def _how(self) -> str:
+        return f"{self.axis.dim}, {self.back}"
+
+    def _scanned(self, tiles: Sequence[str], before: Sequence[str] = ()) -> list[str]:
+        w, names = self.w, [self.w.fresh() for _ in tiles]
+        start = ", ".join(before or (f"tl.full({w.shape(NOWHERE)}, {none}, {kind})"
+                                     for kind, none in self.kinds))  # fmt: skip
+        w.line(f"{', '.join(names)} = tri_logs.scan({tiles[0]}, {start}, {self._how})")
+        return names
+
+    def _last(self, tiles: Sequence[str], names: Sequence[str]) -> str:
+        return f"tri_logs.last({', '.join(names)}, {self._how})"
+
+    def _whole(self, tiles: Sequence[str]) -> list[str]:
+        names = [self.w.fresh() for _ in tiles]
+        self.w.line(f"{', '.join(names)} = tri_logs.total({tiles[0]}, {self.axis.dim})")
+        return names
 
 
 class Sorting(Scanning):
@@ -584,5 +616,6 @@ def folds_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr
 
 def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool) -> list[Scanning]:
     found = [n for m in members for n in walk(*m.exprs) if n.op == "scan"]
-    return [(Sorting if node.arg.kind == "sort" else Scanning)(node, axis, w, back)
+    kinds = {"sort": Sorting, "logsumexp": Logarithms}
+    return [kinds.get(node.arg.kind, Scanning)(node, axis, w, back)
             for node in dict.fromkeys(found)]  # fmt: skip

@@ -326,7 +326,7 @@ COMBINE = {"sum": "tri.add", "prod": "tri.mul", "min": "tri.minimum", "max": "tr
            "argmax": "tri.argmax", "welford": "tri.welford"}  # fmt: skip
 """Two partial results of a fold as one."""
 
-RUNNING = {"sum": "tri.add", "prod": "tri.mul", "logsumexp": "tri.log_sums",
+RUNNING = {"sum": "tri.add", "prod": "tri.mul", "logsumexp": "tri_logs.sums",
            "max": "tri.later_max", "min": "tri.later_min", "sort": "tri.in_order"}  # fmt: skip
 """The same of a scan."""
 

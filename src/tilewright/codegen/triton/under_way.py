@@ -22,14 +22,17 @@ from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
 from tilewright.target import Target
 
-SHORTEST = 2048  # elements of a row: shorter ones are held by a few warps
+SHORTEST, EVEN = 3072, 8192  # elements of a row: shorter ones are held by more warps
 MOST = 24  # pieces that registers have room for
 WARPS = 2
 FEWEST = 16  # rows for each processor
 
 
 def under_way(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
-    """The shape with rows that are scanned so, where they are many, long and of sixteen bits."""
+    """The shape with rows that are scanned so, where they are many, long and of sixteen bits (H200:
+    cumulative sums of 7205 rows of 4959 bfloat16 40 us, 74 us in one block; of 5999 of 6001 40 us,
+    66 us; of 3000 of 12000 43 us, 61 us; of 3600 of 9999 45 us, 59 us walked; but of 17569 of 2049
+    46 us, 37 us; of 4394 of 8192 39 us, 37 us)."""
     if not is_one_scan(shape) or shape.across or set(sizes(program, shape)) != {2}:
         return shape
     ((segment, axis),), flat = shape.segments, shape.flat()
@@ -42,7 +45,8 @@ def under_way(program: Program, group: Group, shape: Shape, target: Target) -> S
     new = replace(axis, lean=start, piece=piece)
     warps = next((w for w in range(1, WARPS + 1)
                   if (axis.size + new.slack) * len(read) <= MOST * 32 * w * piece), 0)  # fmt: skip
-    if not warps or axis.size <= SHORTEST or shape.parallel[0].likely < FEWEST * target.sms:
+    shortest = SHORTEST if new.slack else EVEN
+    if not warps or axis.size <= shortest or shape.parallel[0].likely < FEWEST * target.sms:
         return shape
     return replace(shape, walked=True, under_way=32 * warps * piece, persistent=False,
                    segments=[(segment, new)])  # fmt: skip
@@ -88,8 +92,16 @@ class UnderWay(Walk):
         a, n = self.axis.name, self.axis.piece
         if f"{a}start + {a}lane" not in place:
             return f"tl.load({place}, {a}mask, other=0)"
-        found = self.w.let(f"tl.load({place}, {a}lane // {n} * {n} < {a}slide + {a}numel, other=0)")
-        return found
+        some = f"{a}lane // {n} * {n} < {a}slide + {a}numel"
+        return self.w.let(f"tl.load({place}, {some}, other=0)")
 
     def store(self, place: str, value: str) -> None:
-        self.w.line(f"tl.store({place}, {value}, {self.axis.name}mask)")
+        """What is whole of a piece at once, the ends of the row beside."""
+        w, a, n = self.w, self.axis.name, self.axis.piece
+        if f"{a}start + {a}lane" not in place:
+            w.line(f"tl.store({place}, {value}, {a}mask)")
+            return
+        at = w.let(f"{a}lane // {n} * {n}")
+        w.line(f"{a}whole = ({at} >= {a}slide) & ({at} + {n} <= {a}slide + {a}numel)")
+        w.line(f"tl.store({place}, {value}, {a}whole)")
+        w.line(f"tl.store({place}, {value}, {a}mask & ({a}whole == 0))")
