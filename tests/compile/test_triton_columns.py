@@ -311,3 +311,14 @@ def test_odd_rows_are_loaded_sixteen_bytes_at_once() -> None:
     made = build(kernel)
     assert made.widest("ld.global") == 16 and made.spills == 0
     assert "shfl" not in made.ptx  # what is moved into place goes through shared memory
+
+
+def test_what_rows_and_columns_have_in_common_does_not_keep_a_product_in_memory() -> None:
+    """It is made again of what it was made of, not stored for the one number that all wait for."""
+
+    def fn(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        update = x * ((a / a.mean()).rsqrt()[:, None] * b.rsqrt()[None])
+        return update / update.square().mean().sqrt()
+
+    made = for_card(fn, torch.empty(4096, 4096), torch.empty(4096), torch.empty(4096))
+    assert sum(any(p.name == "arg0" for p in kernel.params) for kernel in made) == 2

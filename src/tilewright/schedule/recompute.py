@@ -15,7 +15,7 @@ from itertools import product
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, rewrite, substitute, walk
+from tilewright.ir.expr import Expr, const, free_vars, rewrite, substitute, walk
 from tilewright.ir.ops import STEPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Node, Program
 from tilewright.schedule.access import terms
@@ -132,12 +132,19 @@ def is_cheap(program: Program, nest: Nest) -> bool:
     from so few numbers that what it computes is most of what moves."""
     if nest.reduce or len(nest.stores) != 1 or is_alone(nest):
         return False
-    cost = sum(TABLE[n.op].cost for n in walk(nest.stores[0].value) if n.op in TABLE)
+    nodes = [n for n in walk(nest.stores[0].value) if n.op in TABLE]
+    cost = sum(TABLE[n.op].cost for n in nodes)
     if cost <= MOST_WORK:
         return True
+    buffer = program.buffers[nest.stores[0].buffer]
+    if cost > MOST_SPREAD:
+        return False
     read = sum(hint_bytes(program.buffers[b]) for b in nest.reads)
-    made = hint_bytes(program.buffers[nest.stores[0].buffer])
-    return cost <= MOST_SPREAD and SPREAD * read <= made
+    if SPREAD * read <= hint_bytes(buffer):
+        return True
+    # what a whole row or column has in common is not made for each element
+    each = sum(TABLE[n.op].cost for n in nodes if free_vars(n) >= set(nest.loops))
+    return Target.of(buffer.device).is_gpu and each <= MOST_WORK
 
 
 def _gain(program: Program, search: Search, maker: int, away: list[int],
