@@ -131,13 +131,17 @@ def test_the_nearest_integer_by_one_instruction(shape: tuple[int, int]) -> None:
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     x[1], x[2, :50], x[3, 3], x[4, 4] = 0, torch.arange(50) / 2, float("nan"), float("inf")
 
-    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+    def quantized(x: Tensor, most: float = 127) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / most
         whole = (x[2:3] * 2).round().clamp(-5, 40)
         return (x / scale).round().clamp(-127, 127).to(torch.int8), whole.to(torch.int32)
 
     kernels = check(quantized, x)
     assert "nearbyint" not in "".join(k.text for k in kernels)
+    (kernel,) = (k for k in kernels if "nearest_quotient(" in k.text)  # nothing there to cut off
+    assert "True, True)" in kernel.text and "tl.minimum" not in kernel.text
+    kernels = for_card(lambda x: quantized(x, 128), x)
+    assert "tl.minimum" in next(k.text for k in kernels if "True, False)" in k.text)
     (kernel,) = for_card(lambda x: (x / x.abs().amax(-1, keepdim=True)).round().to(torch.int8),
                          torch.empty(100000, 128))  # fmt: skip
     ptx = build(kernel).ptx

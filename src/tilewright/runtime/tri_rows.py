@@ -21,7 +21,7 @@ if __name__.endswith("interpreted"):
     def divided(a, k, b, r):
         return div(a * k, b)
 
-    def divided_to_nearest(a, b, far):
+    def divided_to_nearest(a, b, far, within):
         return interpret.nearest(div(a, b))
 
     quotient, share, mark, anew = divided, div, interpret.mark, interpret.anew
@@ -47,9 +47,10 @@ else:
         return tl.fma(left, tl.broadcast_to(r, q.shape), q)
 
     @jit
-    def nearest_quotient(a, b, far: tl.constexpr):
+    def nearest_quotient(a, b, far: tl.constexpr, within: tl.constexpr):
         """Of floats with a divisor in common the nearest integers: what is no number is zero, and
-        so is what nothing is left of. A divisor that is `far` from zero is taken as it is."""
+        so is what nothing is left of. A divisor that is `far` from zero is taken as it is; `within`
+        no quotient is infinite."""
         if far:
             c, r = b, tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
         else:
@@ -58,7 +59,7 @@ else:
         q = a * r
         left = tl.fma(q, tl.broadcast_to(-c, q.shape), a)
         more = tl.fma(left, tl.broadcast_to(r, q.shape), q)
-        return nearest(tl.where(tl.abs(q) < float("inf"), more, q))
+        return nearest(more if within else tl.where(tl.abs(q) < float("inf"), more, q))
 
     @jit
     def mark(after):

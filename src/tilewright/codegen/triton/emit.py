@@ -28,7 +28,7 @@ from tilewright.codegen.triton.text import (
     number,
     random_block,
 )
-from tilewright.codegen.triton.whole import Whole, is_far_from_zero, whole
+from tilewright.codegen.triton.whole import Whole, is_far_from_zero, is_within, whole
 from tilewright.errors import CodegenError
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, loads, walk
@@ -358,7 +358,7 @@ class Writer:
                 text = BY_SHARED
             return text.format(*(self.operand(s) for s in self._needs(node)))
         if (found := whole(node)) is not None:
-            return found.text(self._nearest(found))
+            return self._whole(found)
         if node.op == "cast" and node.dtype in self.fp8:
             source = node.src[0]
             return fp8_at_once(self.operand(source), source, node.dtype, self.made)
@@ -382,12 +382,13 @@ class Writer:
         shared = e.op == "div" and e not in self.coarse and self._is_shared(e.src[1], e)
         return shared and self.known(e) is None
 
-    def _nearest(self, found: Whole) -> str:
+    def _whole(self, found: Whole) -> str:
+        within = is_within(found, self.made)
         if not self._is_whole_quotient(found):
-            return f"tri.nearest({self.operand(found.source)})"
+            return found.text(f"tri.nearest({self.operand(found.source)})", within)
         operands = ", ".join(self.operand(s) for s in found.source.src)
         far = is_far_from_zero(found.source.src[1], self.made)
-        return f"tri_rows.nearest_quotient({operands}, {far})"
+        return found.text(f"tri_rows.nearest_quotient({operands}, {far}, {within})", within)
 
     def _is_shared(self, e: Expr, node: Expr) -> bool:
         """Whether many elements of a node have this value in common."""

@@ -99,7 +99,7 @@ def fp8_at_once(text: str, source: Expr, to: torch.dtype, made: Mapping[str, Exp
     the buffers the kernel makes."""
     *facts, _ = _fp8(to, "to").split(", ")
     largest = FP8_LARGEST[to]
-    within = str(_is_within(source, largest) or _is_scaled(source, largest, made))
+    within = str(_is_within(source, largest) or is_scaled(source, largest, made))
     arguments = (cast(text, source.dtype, torch.float32), *facts, within)
     return f"tri_fp8.at_once({', '.join(arguments)})"
 
@@ -115,7 +115,7 @@ def _is_within(e: Expr, largest: float) -> bool:
     return len(sides) == 2
 
 
-def _is_scaled(e: Expr, largest: float, made: Mapping[str, Expr]) -> bool:
+def is_scaled(e: Expr, largest: float, made: Mapping[str, Expr]) -> bool:
     """Whether a value was scaled by the largest of its row, so that this is no larger than what the
     type has (H200: groups of 128 bfloat16)."""
 

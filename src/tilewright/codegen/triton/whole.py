@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.codegen.triton.text import TYPE
+from tilewright.codegen.triton.text import TYPE, is_scaled
 from tilewright.ir.expr import Expr
 
 _TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_LARGEST = 1 << 22  # numbers whose halves are exact by far
 _SMALLEST = 2.0**-64  # divisors whose reciprocals are far from infinite
 
 
@@ -27,8 +28,8 @@ class Whole:
     source: Expr
     limits: tuple[tuple[str, int], ...]
 
-    def text(self, nearest: str) -> str:
-        for name, limit in self.limits:
+    def text(self, nearest: str, within: bool) -> str:
+        for name, limit in () if within else self.limits:
             nearest = f"tl.{name}imum({nearest}, {limit})"
         return (
             nearest if self.node.dtype == torch.int32 else f"{nearest}.to({TYPE[self.node.dtype]})"
@@ -54,6 +55,13 @@ def whole(node: Expr) -> Whole | None:
     if e.op != "round" or e.dtype != torch.float32:
         return None
     return Whole(node, e.src[0], tuple(reversed(limits)))
+
+
+def is_within(found: Whole, made: Mapping[str, Expr]) -> bool:
+    """Whether it was scaled by the largest of its row, so that nothing is infinite, and nothing
+    there to be cut off: the scale is not rounded by as much as half of one."""
+    e, most = found.source, min([_LARGEST, *(abs(limit) for _, limit in found.limits)])
+    return e.op == "div" and is_far_from_zero(e.src[1], made) and is_scaled(e, most, made)
 
 
 def is_far_from_zero(e: Expr, made: Mapping[str, Expr]) -> bool:
