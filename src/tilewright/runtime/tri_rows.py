@@ -16,7 +16,8 @@ if __name__.endswith("interpreted"):
     from tilewright.runtime.interpret import helpers
     from tilewright.runtime.interpret import plain as jit
 
-    div = helpers("tri").div
+    tri = helpers("tri")
+    add, div, maximum, relative = tri.add, tri.div, tri.maximum, tri.relative
 
     def divided(a, k, b, r):
         return div(a * k, b)
@@ -27,7 +28,7 @@ if __name__.endswith("interpreted"):
     quotient, share, mark, anew = divided, div, interpret.mark, interpret.anew
     nearest_quotient = divided_to_nearest
 else:
-    from tilewright.runtime.tri import jit, nearest
+    from tilewright.runtime.tri import add, jit, maximum, nearest, relative
 
     @jit
     def quotient(a, k, b, r):
@@ -101,6 +102,31 @@ def divisor(b):
     k = tl.where(tl.abs(b) < 2.0**-64, 2.0**64, 1.0)
     b = b * k
     return k, b, tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
+
+
+@jit
+def if_finite(x):
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@jit
+def softmax_with(m, s, w, m_b, s_b, w_b):
+    """`tri.softmax`, and two sets' sums of the exponentials times something."""
+    top = maximum(m, m_b)
+    return (top, relative(m, s, top) + relative(m_b, s_b, top),
+            relative(m, w, top) + relative(m_b, w_b, top))  # fmt: skip
+
+
+@jit
+def online_with(m, s, w, v, a, axis: tl.constexpr):
+    """`tri.online`, and the sum of the exponentials times `a`."""
+    log2e: tl.constexpr = 1.4426950408889634
+    top = maximum(m, tl.reduce(v, axis, maximum))
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    powers = tl.exp2((v - tl.broadcast_to(tl.expand_dims(base, axis), v.shape)) * log2e)
+    before = tl.exp2((m - base) * log2e)
+    total = s * before + tl.reduce(powers, axis, add)
+    return top, total, w * before + tl.reduce(powers * a, axis, add)
 
 
 # ---- rows one right after the other

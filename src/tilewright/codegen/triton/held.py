@@ -73,7 +73,7 @@ class Held:
         self.count = self.several * self._of_plane
         self.own = f"{axis.name}own" if self.parts > 1 else ""  # elements that are this program's
         self._least = size - (self.parts - 1) * self.each  # such that a program has at least
-        self._joined = joined(kernel.shape, kernel.local) if kernel.shape.shared else {}
+        self._joined = joined(kernel.shape, kernel.local, False) if kernel.shape.shared else {}
         self._made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
         self._rows = (columns_read(kernel.shape) if kernel.shape.across
                       else rows_read(kernel.local, kernel.shape))  # fmt: skip
@@ -252,7 +252,7 @@ class Held:
         folded = [m for m in segment.members if m.reduce]
         if k in self._joined:
             for pair in self._joined[k].pairs:
-                kernel.online[pair.total].finish()
+                kernel.online[pair.total].finish(pair.total)
         elif folds := folds_of(folded, self.axis, w):
             for pair in (p for j in self._joined.values() if j.first == k for p in j.pairs):
                 fold = OnlineFold(pair, folds[pair.largest], w, SIDE, False)

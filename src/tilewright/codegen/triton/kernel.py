@@ -43,6 +43,7 @@ from tilewright.codegen.triton.stacked import Stacked
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
 from tilewright.codegen.triton.under_way import UnderWay
 from tilewright.codegen.triton.walk import Walk
+from tilewright.codegen.triton.weighted import Weighted
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, walk
 from tilewright.ir.program import Nest, Program, Store, rewritten
@@ -380,7 +381,7 @@ class Kernel:
                 self._straight(segment, axis)
             elif k in online:
                 for pair in online[k].pairs:
-                    self.online[pair.total].finish()
+                    self.online[pair.total].finish(pair.total)
                 self.stores([m for m in segment.members if m.reduce])
             else:
                 pairs = [p for j in online.values() if j.first == k for p in j.pairs]
@@ -475,7 +476,7 @@ class Kernel:
         for fold in folds.values():
             fold.ends = self.lean.ends
 
-    def _looped(self, segment: Segment, axis: Axis, pairs: Sequence[Pair]) -> None:
+    def _looped(self, segment: Segment, axis: Axis, pairs: Sequence[Pair | Weighted]) -> None:
         w = self.w
         self._at = segment
         folds = folds_of(segment.members, axis, w)
@@ -483,7 +484,11 @@ class Kernel:
             if isinstance(fold, WelfordFold) and fold.counted:
                 fold.together = self._together(node, axis)
         for pair in pairs:
-            folds[pair.largest] = self.pair(pair, folds[pair.largest], axis)
+            if isinstance(fold := folds[pair.largest], OnlineFold):
+                self.online[pair.total] = fold
+                fold.join(pair)
+            else:
+                folds[pair.largest] = self.pair(pair, fold, axis)
         for node, fold in folds.items():
             if pairs and type(fold) is Fold and not self.shape.across:
                 fold.beside = self._together(node, axis)
@@ -544,7 +549,7 @@ class Kernel:
             if not m.reduce:
                 self.stores([m])
 
-    def pair(self, pair: Pair, largest: Fold, axis: Axis) -> OnlineFold:
+    def pair(self, pair: Pair | Weighted, largest: Fold, axis: Axis) -> OnlineFold:
         """What folds a pair in place of its largest value: of as many neighbours as a thread loads
         at once, for others it would have to be told."""
         wide = all(n.dtype.itemsize == 4 and n.arg not in self.local for n in loads(pair.largest)
