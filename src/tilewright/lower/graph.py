@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from tilewright import config, metrics
 from tilewright.errors import LoweringError, TilewrightError, at_node
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, loads, sym
+from tilewright.ir.expr import Expr, const, free_vars, loads, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
 from tilewright.lower.context import Lowering, as_view, is_number, is_plain
@@ -304,6 +304,8 @@ def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
     work, reads = cost(t.body)
     if work > 16 * config.realize_opcount_threshold or reads > config.realize_acc_reads_threshold:
         return True
+    if not free_vars(t.body) and _elements(holder) != 1:
+        return False  # one number for all elements, as a mean's gradient
     if len(holder.users) > 1:
         if reads > 1 and any(user.op == "output" for user in holder.users):
             return True  # it is stored anyway: the others read one buffer in place of several
