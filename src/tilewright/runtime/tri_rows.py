@@ -328,3 +328,48 @@ def slid_words(p, start, lane, mask, X: tl.constexpr, R: tl.constexpr):
         return bits != 0
     else:
         return bits.to(kind, bitcast=True)
+
+
+# ---- pieces taken apart, and put together
+
+
+@jit
+def apart(piece):
+    """The elements of pieces, each by itself."""
+    if piece.shape[1] == 2:
+        return tl.split(piece)
+    elif piece.shape[1] == 4:
+        even, odd = tl.split(tl.reshape(piece, [piece.shape[0], 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        return a, b, c, d
+    else:
+        even, odd = tl.split(tl.reshape(piece, [piece.shape[0], 2, 2, 2]))
+        a, c, e, g = _quarters(even)
+        b, d, f, h = _quarters(odd)
+        return a, b, c, d, e, f, g, h
+
+
+@jit
+def _quarters(x):
+    even, odd = tl.split(x)
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@jit
+def two(a, b):
+    return tl.join(a, b)
+
+
+@jit
+def four(a, b, c, d):
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])
+
+
+@jit
+def eight(a, b, c, d, e, f, g, h):
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), [a.shape[0], 8])

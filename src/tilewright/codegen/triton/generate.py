@@ -29,6 +29,7 @@ from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.under_way import under_way
 from tilewright.codegen.triton.unrolled import unrolled
 from tilewright.codegen.triton.walk import walking
+from tilewright.codegen.triton.windows import windows
 from tilewright.errors import CodegenError
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
@@ -60,7 +61,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
     shape = in_parts(parts[0][1], target)
-    for form in (turned, laid, moved):
+    for form in (turned, laid, moved, windows):
         if (made := form(program, group, shape, target, name, wide)) is not None:
             return made
     if (held := holding_columns(program, group, shape, target)).held:
