@@ -23,6 +23,7 @@ from tilewright.graph.batch import batch
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.gradients import one_by_one
 from tilewright.graph.layout import channels_last, eager_strides
+from tilewright.graph.picked import compared
 from tilewright.graph.simplify import simplify
 from tilewright.graph.user_kernels import Launch
 from tilewright.host import artifact, cudagraphs, kernels, user_kernels
@@ -130,6 +131,7 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
             channels_last(gm.graph)
         if boundary.role == "backward":
             one_by_one(gm.graph)
+            compared(gm.graph)
     dump.stage("simplified", gm)
 
     with stage("lower"):
