@@ -177,4 +177,10 @@ def _rebuild(node: Expr, src: tuple[Expr, ...]) -> Expr:
     return op(node.op, *src, arg=node.arg)
 
 
+def _reload(node: Expr, src: tuple[Expr, ...]) -> Expr:
+    """One that has become certain, as when a part of a concatenation is taken, is a plain one."""
+    return make("load", node.dtype, src[:1] if src[-1] is TRUE else src, node.arg)
+
+
 REBUILD.update(dict.fromkeys(TABLE, _rebuild))
+REBUILD["load"] = _reload
