@@ -7,6 +7,7 @@ the rows run one after the other through the members that go along them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -151,7 +152,7 @@ def _carries(nest: Nest, outer: tuple[Expr, ...], serial: tuple[Expr, ...]) -> s
 def chunks(fit: Fit, target: Target) -> int:
     """How many chunks the serial loops are worth; one: none."""
     rows = hint_product(v.src[0] for v in fit.serial)
-    total = max(work(m) for m in fit.members)
+    total = max(work(m) * (_often(m) if target.is_gpu else 1) for m in fit.members)
     wanted = -(-max(_wanted(target), _of_short_rows(fit, target)) // _programs(fit, target))
     if all(ix.value_of(v.src[0]) is not None for v in fit.serial):
         shortest = SHORTEST_CHUNK if partial_results(fit) > SHORTEST_CHUNK else 1
@@ -160,6 +161,11 @@ def chunks(fit: Fit, target: Target) -> int:
     else:  # more than one: the size of another call may be worth it
         wanted = max(2, min(wanted, -(-rows // shortest_chunk(fit))))
     return max(1, min(wanted, rows))
+
+
+def _often(nest: Nest) -> int:
+    """How often a point of a nest reads the same buffer, as where a short fold is written out."""
+    return max(Counter(n.arg for n in loads(*nest.exprs)).values(), default=1)
 
 
 def shortest_chunk(fit: Fit) -> int:
@@ -345,6 +351,10 @@ def wasteful(fit: Fit, saved: int, target: Target) -> str:
                for m in fit.members if folds_over(m, fit.serial))  # fmt: skip
     if parts > 1 and 2 * left > saved:
         return "partial results would cost more than reading the data again"
+    programs = rows * hint_product(v.src[0] for v in fit.outer)
+    longest = max(work(m) for m in fit.members) // max(programs, 1)
+    if target.is_gpu and 2 * programs <= target.sms and longest >= LARGE:
+        return "a few programs would have all of the work"
     folded = [m for m in fit.members if folds_over(m, fit.serial)]
     if target.is_gpu and not all(stays_apart(m, fit, target) for m in folded):
         shared = (*fit.outer, *fit.serial)

@@ -305,6 +305,8 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
     in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
+    if target.is_gpu and not in_turn:
+        members, (loop, *rest) = _finer(members, serial, count)
     if in_turn or (count > 1 and hint(loop.src[0]) > 1):
         inner = hint_product(v.src[0] for v in rest)
         step = _step(members, loop, count) if target.is_gpu else 1
@@ -398,6 +400,29 @@ def _as_one(members: tuple[Nest, ...], outer: tuple[Expr, ...], serial: tuple[Ex
         return members, serial
     found, joined = _merged(members, loops)
     return (found, joined) if len(joined) == 1 else (members, serial)
+
+
+def _finer(members: tuple[Nest, ...], serial: tuple[Expr, ...], count: int
+           ) -> tuple[tuple[Nest, ...], tuple[Expr, ...]]:  # fmt: skip
+    """The first of the serial loops with so many rounds as chunks are wanted, where it has too few:
+    each has a piece of the second."""
+    sizes = [ix.value_of(v.src[0]) or 0 for v in serial[:2]]
+    if len(sizes) < 2 or not all(sizes) or sizes[0] >= count:
+        return members, serial
+    first, second, *rest = serial
+    wanted = -(-count // sizes[0])
+    times = next((k for k in range(wanted, sizes[1]) if sizes[1] % k == 0), sizes[1])
+    length = sizes[1] // times
+    rounds = var(f"{first.arg}{second.arg}", ix.as_index(sizes[0] * times))
+    piece = var(f"{second.arg}q", ix.as_index(length))
+    new = {first: rounds, second: piece}
+    mapping = {first: ix.floordiv(rounds, times),
+               second: ix.add(ix.mul(ix.mod(rounds, times), length), piece)}  # fmt: skip
+    if any((first in m.reduce) != (second in m.reduce) for m in members):
+        return members, serial
+    members = tuple(substitute_nest(m, mapping, [new.get(v, v) for v in m.loops],
+                                    [new.get(v, v) for v in m.reduce]) for m in members)  # fmt: skip
+    return members, (rounds, piece, *rest)
 
 
 def _step(members: Sequence[Nest], loop: Expr, count: int) -> int:
