@@ -163,7 +163,8 @@ def recompute_price(node: Node, facts: Facts) -> int:
         return INFINITE
     kind = facts.kind(node)
     if _is_window(node) or (node.target is operator.getitem and _is_view(_producer(node))):
-        work = BYTE  # it is read out of its base
+        # it is read out of its base, or fuses with what computes that
+        work = BYTE if facts.in_memory(_whole(node)) else 1
     elif kind in CHEAP:
         work = 1
     elif kind in GATHERS:
@@ -285,6 +286,13 @@ def _is_window(node: Node) -> bool:
     """A view of a part of a tensor."""
     return (_is_view(node) and isinstance(node.meta.get("val"), torch.Tensor)
             and not is_alias(node))  # fmt: skip
+
+
+def _whole(node: Node) -> Node:
+    """What a node is a part of."""
+    while node.target is operator.getitem or _is_view(node):
+        node = _producer(node)
+    return node
 
 
 def _producer(node: Node) -> Node:
