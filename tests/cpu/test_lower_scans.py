@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.cpu.against_eager import check, compiled
 from tests.cpu.gradients import check_training
+from tilewright import metrics
 
 nan, inf = math.nan, math.inf
 BF16 = torch.bfloat16
@@ -81,3 +82,14 @@ def test_gradients() -> None:
 
 def test_the_input_of_a_scan_is_computed_in_its_loop() -> None:
     check(lambda t: (t.exp() + 1).cumsum(-1) * 2, torch.randn(8, 33))
+
+
+def test_short_ones_are_written_out() -> None:
+    """The gradient of a product of few columns is made of them, as one expression."""
+    x = torch.randn(300, 3)
+    x[4, 1] = 0.0
+    check_training(lambda x: (x * 2).prod(-1), x)
+    check(lambda x: (x.cumsum(1), x.to(BF16).cumprod(1)), x)
+    metrics.reset()
+    compiled(lambda x: (x * 2).prod(-1))(x.requires_grad_()).sum().backward()
+    assert metrics.generated_kernel_count == 2  # one for each pass

@@ -9,14 +9,18 @@ import torch
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const
+from tilewright.ir.ops import STEPS
 from tilewright.ir.program import Store
 from tilewright.lower.context import Lowering
 from tilewright.lower.fold import axis_of, dtype_of, stride_of
 from tilewright.lower.promote import compute_type
 from tilewright.lower.table import lowers
 from tilewright.lower.tensor import Tensor, placeholders
+from tilewright.lower.views import replaced
 
 aten = torch.ops.aten
+
+SHORT = 4  # elements of a running sum that is written out
 
 
 def _carried(t: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -47,6 +51,17 @@ def _axis(t: Tensor, dim: int) -> Expr | None:
     return found if found.op == "var" else None
 
 
+def _written_out(step: str, t: Tensor, dim: int) -> Tensor:
+    """A short one as arithmetic, so that it can be part of a larger expression: the gradient of a
+    product of a few columns is made of running products."""
+    loops = placeholders(t.size)
+    total = found = t.at(replaced(loops, dim, ix.ZERO))
+    for k in range(1, ix.value_of(t.size[dim]) or 1):
+        total = build.op(step, total, t.at(replaced(loops, dim, const(k))))
+        found = build.where(build.op("ge", loops[dim], const(k)), total, found)
+    return Tensor(t.size, t.dtype, t.device, found)
+
+
 def _running(kind: str) -> Callable[..., Tensor]:
     def lowering(ctx: Lowering, t: Tensor, dim: int, *,
                  dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
@@ -55,7 +70,10 @@ def _running(kind: str) -> Callable[..., Tensor]:
         axis = _axis(t, dim)
         if axis is None:
             return values
-        scanned = build.scan(kind, axis, values.to(_carried(t, result)).body)
+        carried = values.to(_carried(t, result))
+        if kind in STEPS and (ix.value_of(axis.src[0]) or SHORT + 1) <= SHORT:
+            return _written_out(STEPS[kind], carried, axis_of(t, dim)).to(result)
+        scanned = build.scan(kind, axis, carried.body)
         return _stores(ctx, t, [build.cast(scanned, result)])[0]
 
     return lowering

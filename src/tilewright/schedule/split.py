@@ -420,9 +420,10 @@ def _finer(members: tuple[Nest, ...], serial: tuple[Expr, ...], count: int
                second: ix.add(ix.mul(ix.mod(rounds, times), length), piece)}  # fmt: skip
     if any((first in m.reduce) != (second in m.reduce) for m in members):
         return members, serial
-    members = tuple(substitute_nest(m, mapping, [new.get(v, v) for v in m.loops],
-                                    [new.get(v, v) for v in m.reduce]) for m in members)  # fmt: skip
-    return members, (rounds, piece, *rest)
+    found = tuple(substitute_nest(m, mapping, *([new.get(v, v) for v in vs]
+                                                for vs in (m.loops, m.reduce)))
+                  for m in members)  # fmt: skip
+    return found, (rounds, piece, *rest)
 
 
 def _step(members: Sequence[Nest], loop: Expr, count: int) -> int:

@@ -675,7 +675,7 @@ class Kernel:
         policy = self._policy(node, support)
         if self._one_per_row(support):
             block = next((a.block for a in support), "1")
-            if conditions and support and not support & w.masked:  # they may be the same of all rows
+            if conditions and support and not support & w.masked:  # perhaps the same of all rows
                 mask = f"tl.broadcast_to({mask}, {w.shape(support)})"
             masked = f", tl.reshape({mask}, [{block}]), other=0" if mask else ""
             place = f"tl.reshape({place}, [{block}])"
