@@ -85,6 +85,22 @@ def test_long_rows_of_floats_are_held_by_all_threads_of_a_processor() -> None:
     assert kernel.text.count("tl.load(") == 8 and not build(kernel).spills
 
 
+def test_few_rows_that_are_walked_again_are_at_work_at_once() -> None:
+    """No more than a cache keeps."""
+    (kernel,) = kernels_of(softmax, torch.empty(832, 103720, dtype=BF16))
+    assert (kernel.config.kwargs["RBLOCK"], kernel.config.num_warps) == (16384, 32)
+
+
+def test_a_warp_has_two_rows_of_which_much_is_kept() -> None:
+    def distance(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = F.normalize(x.float(), dim=-1), F.normalize(y.float(), dim=-1)
+        return (x * y).sum(-1), (x - y).square().sum(-1)
+
+    x = torch.empty(65536, 512, dtype=BF16)
+    (kernel,) = kernels_of(distance, x, x)
+    assert (kernel.config.kwargs["XBLOCK"], kernel.config.num_warps) == (2, 1)
+
+
 def test_weights_of_the_next_piece_are_loaded_before_one_is_stored() -> None:
     x, w = torch.empty(4000, 17000, dtype=BF16), torch.empty(17000, dtype=BF16)
     (kernel,) = kernels_of(_normed, x, w)

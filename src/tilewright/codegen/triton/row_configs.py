@@ -95,7 +95,9 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     if even and 512 <= longest <= 1024 and dear_of_each(shape) > 1:
         yield Config(((x.block, 2), *rows), 2)
     if x.likely >= 8 * target.sms and folds_many(shape):
-        share = 64 if longest <= LONGEST_OF_WARP else 32
+        # where rows are used again fewer of them, for what a thread keeps (distances of
+        # 65536 rows of 512 bfloat16 that are normed 41 us by two rows of a warp, 54 us by four)
+        share = 64 if longest <= LONGEST_OF_WARP and not shape.again else 32
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest * block // (32 * share), 16))
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
@@ -261,10 +263,11 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     these are half as long (of 1287 of 100277 65.6 us of 2048, 79.7 us of 4096, 66.2 us without;
     std and mean of 1610 rows of 61992 49.5 us of 2048, 54.7 us of 4096). Rows that are walked again
     should be in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 445
-    us with 32 warps, 497 us with 16, 605 us with 8), but not if most of the time they are computed
-    (two log softmaxes of 4096 rows of 32000 and what they differ by 224 us with 16 warps, 318 us
-    with 32; int8 of 740 rows of 110021 103 us, 126 us in blocks of 4096 with eight). With fewer
-    rows than the card runs programs, each gets more threads, and more loads if it walks again
+    us with 32 warps, 497 us with 16, 605 us with 8; of 832 rows of 103720 117 us in blocks of 16384
+    with 32, 147 us of 4096 with 8, which all run at once), but not if most of the time they are
+    computed (two log softmaxes of 4096 rows of 32000 and what they differ by 224 us with 16 warps,
+    318 us with 32; int8 of 740 rows of 110021 103 us, 126 us in blocks of 4096 with eight). With
+    fewer rows than the card runs programs, each gets more threads, and more loads if it walks again
     (group norm of 512 rows of 65536 bfloat16 43 us in blocks of 16384, 47 us of 4096). Rows that no
     cache keeps until then are fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86
     us)."""
@@ -285,8 +288,10 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
         if folds(shape, "welford"):
             choices.insert(0, (1, 4096, 16))
-        elif x.likely < 8 * target.sms and (exponentials or shape.ahead):
+        elif x.likely < 8 * target.sms and shape.ahead:
             choices.insert(0, (1, 4096, 8))
+        elif x.likely < 8 * target.sms and exponentials and _largest(shape) == 1:
+            choices.insert(0, (1, 16384, 32))
         elif x.likely < 8 * target.sms or (_largest(shape) > 1 and not shape.ahead):
             choices.insert(0, (1, 8192, 16))
     elif not exponentials and not shape.fetched:
