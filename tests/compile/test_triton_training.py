@@ -128,6 +128,21 @@ def test_gradients_of_a_table_gather_their_rows() -> None:
         programs.check(lambda i, t: F.embedding(i, t, 3) * 2, ids, table, tolerance=loose)
 
 
+def test_what_is_added_to_a_table_is_computed_where_it_is_added() -> None:
+    """Zeros of the type of a gradient are no reader of it."""
+    table, x = torch.randn(30, 16, requires_grad=True), torch.randn(40, 16)
+    at = torch.arange(40) % 7
+
+    def loss(table: Tensor, at: Tensor, x: Tensor) -> Tensor:
+        return F.mse_loss(table[at], x)
+
+    with as_cuda():
+        fn = torch.compile(loss, backend="tilewright")
+        (found,), text = run_and_get_code(lambda: torch.autograd.grad(fn(table, at, x), table))
+    assert text[-1].count("@triton.jit") == 2 and "tl.atomic_add(" in text[-1]
+    torch.testing.assert_close(found, torch.autograd.grad(loss(table, at, x), table)[0])
+
+
 def test_rows_that_a_key_does_not_have_are_branched_around() -> None:
     """What is not added is not computed: of rows found beside the first, few have any."""
 

@@ -291,6 +291,12 @@ def _claim(ctx: Lowering, t: Tensor, fake: torch.Tensor) -> Tensor:
     return t
 
 
+# What takes a tensor's type and place, and none of its elements: as zeros that its sums go into.
+SHAPED_ALIKE = frozenset((
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.empty_like.default,
+))  # fmt: skip
 SPREAD_WORK = 48  # two functions or more are worth computing once, if spread over many elements
 
 
@@ -306,7 +312,7 @@ def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
         return True
     if not free_vars(t.body) and _elements(holder) != 1:
         return False  # one number for all elements, as a mean's gradient
-    if len(holder.users) > 1:
+    if sum(user.target not in SHAPED_ALIKE for user in holder.users) > 1:
         if reads > 1 and any(user.op == "output" for user in holder.users):
             return True  # it is stored anyway: the others read one buffer in place of several
         return work >= 4 or reads > config.realize_reads_threshold
