@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.compile.as_cuda import as_cuda
+from tests.compile.as_cuda import as_cuda, as_fake_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.compile.test_triton_in_turn import for_card
@@ -132,6 +132,13 @@ def test_a_length_that_is_not_known() -> None:
     fn, make = ROWS["softmax"]
     kernels = check(fn, *make(), dynamic=True, rtol=2**-7, atol=1e-5)
     assert any("slide" in k.text for k in kernels)
+
+
+def test_a_thread_has_neighbours_of_rows_that_are_likely_even() -> None:
+    with as_fake_cuda():
+        fn = torch.compile(lambda x: x.float().logsumexp(-1), backend="tilewright", dynamic=True)
+        _, (text,) = run_and_get_code(fn, torch.empty(64, 2048, dtype=BF16))
+    assert "[XBLOCK, RBLOCK // 8, 8]" in text
 
 
 def test_no_rows_and_rows_of_nothing() -> None:

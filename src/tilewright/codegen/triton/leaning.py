@@ -160,7 +160,7 @@ def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
     if shape.rank != 1 or shape.serial or shape.ragged or shape.inner or is_heavy(shape):
         return None
     (axis,) = shape.parallel
-    if axis.likely < SHORTEST_WHOLE or _is_even(axis.extent, PIECE):
+    if axis.likely < SHORTEST_WHOLE or begin_evenly(axis.extent, PIECE):
         return None
     flat = shape.flat()
     if any(scatters(m) for m in flat.members):
@@ -230,7 +230,7 @@ def begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
     """Whether rows begin anywhere."""
     if axis.var in free_vars(rest) or not ix.known_nonneg(rest):
         return False
-    return not _is_even(rest, piece)
+    return not begin_evenly(rest, piece)
 
 
 def _reads_what_others_store(flat: Shape, axis: Axis) -> bool:
@@ -246,7 +246,7 @@ def _reads_what_others_store(flat: Shape, axis: Axis) -> bool:
     return False
 
 
-def _is_even(rest: Expr, piece: int) -> bool:
+def begin_evenly(rest: Expr, piece: int) -> bool:
     """Whether all rows begin with a piece; of sizes that are not known, likely."""
     if ix.mod(rest, piece) is ix.ZERO:
         return True
