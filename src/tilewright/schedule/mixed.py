@@ -222,8 +222,10 @@ def idles(fit: Fit, target: Target) -> bool:
     if _contiguous(fit.members) in fit.outer and 4 * _programs(fit, target) >= 3 * target.sms:
         return False  # columns in one loop that runs ahead (H200: 128 programs 62 us, 256 70 us)
     again = max((work(m) for m in dependents(fit.members)), default=0)
+    if LITTLE * again < most and _contiguous(fit.members) not in fit.outer:
+        return True
     # reading the data again for what follows would cost more
-    return LITTLE * again < most or 8 * _programs(fit, target, 16) <= target.sms
+    return not again or 8 * _programs(fit, target, 16) <= target.sms
 
 
 def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
@@ -239,8 +241,11 @@ def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
 
 
 def is_coarse(fit: Fit, target: Target) -> bool:
-    """Whether a card has most of its processors idle however the serial loops are cut."""
-    if not target.is_gpu or max(work(m) for m in fit.members) < LARGE:
+    """Whether a card has most of its processors idle however the serial loops are cut. Rows of
+    which exponentials are folded are not: several programs have parts of one."""
+    if not target.is_gpu or max(work(m) for m in fit.members) < 4 * LARGE:
+        return False
+    if any(n.op == "exp" for m in fit.members for n in walk(*m.exprs)):
         return False
     beside = _programs(replace(fit, outer=(*fit.outer, *fit.serial)), target)
     return 2 * min(beside, chunks(fit, target) * _programs(fit, target)) <= target.sms
@@ -347,7 +352,9 @@ def wasteful(fit: Fit, saved: int, target: Target) -> str:
     rows = hint_product(v.src[0] for v in fit.serial)
     if is_coarse(fit, target):
         return "so few rows would leave most of the card idle"
-    left = sum(_results(m, fit) * _width(m) * (rows if stays_apart(m, fit, target) else parts)
+    together = len(segments_of(fit.members, fit.outer)) == 1  # then chunks leave one result each
+    left = sum(_results(m, fit) * _width(m)
+               * (parts if together or not stays_apart(m, fit, target) else rows)
                for m in fit.members if folds_over(m, fit.serial))  # fmt: skip
     if parts > 1 and 2 * left > saved:
         return "partial results would cost more than reading the data again"

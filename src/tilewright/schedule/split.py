@@ -126,7 +126,7 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     if reordered is not None:
         return [reordered]
     coarse = is_coarse(replace(fit, serial=loops), target) if loops else idles(fit, target)
-    if coarse and (apart := _apart(group)):
+    if coarse and (apart := _apart(group, target)):
         return [*_fed(program, apart[0], target, private), *apart[1:]]
     if not loops:
         count = in_turn(fit, target)
@@ -143,10 +143,10 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     return [replace(group, members=(*first, *folded), serial=loops), *rest]
 
 
-def _apart(group: Group) -> list[Group]:
+def _apart(group: Group, target: Target) -> list[Group]:
     """A group of folds that have no loop in common, as those of two means that are added, or fewer
     than without what needs their results, in groups that have; the latter comes after them. None,
-    if there is only one."""
+    if these could not be cut either."""
     later = dependents(group.members)
     pieces: list[list[Nest]] = []
     for m in (m for m in group.members if m not in later):
@@ -157,13 +157,15 @@ def _apart(group: Group) -> list[Group]:
             pieces[alike[-1]].append(m)
         else:
             pieces.append([m])
-    if len(pieces) + bool(later) < 2:
-        return []
     found: list[Group] = []
     for first, *others in pieces:
         outer = tuple(v for v in first.loops if all(v in m.loops for m in others))
         outer = group.outer if first_conflict((first, *others), outer) else outer
         found.append(replace(group, members=(first, *others), outer=outer))
+    if len(found) + bool(later) < 2 or not any(
+        starved(Fit(g.members, g.outer), target) for g in found
+    ):
+        return []
     return [*found, _widened(replace(group, members=later))] if later else found
 
 
