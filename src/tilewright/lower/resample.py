@@ -10,6 +10,7 @@ that they round the same way.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +34,7 @@ Kind = Literal["nearest", "exact", "linear", "cubic"]
 Tap = tuple[Expr, Expr | None]  # an input's index, and its weight (None: one)
 
 CUBIC_A = -0.75
+MOST_OF_ONE = 16  # outputs of an input that are added up as they are
 UNROLL = 32
 
 
@@ -165,6 +167,14 @@ class Axis:
             return ix.floordiv(ix.mul(o, into), out)
         return None
 
+    def outputs_of_one(self) -> int:
+        """Of how many outputs each input is the nearest, 0 where that differs or is not known."""
+        into, out = ix.value_of(self.into), ix.value_of(self.out)
+        if self.kind not in ("nearest", "exact") or not into or not out or out % into:
+            return 0
+        same = self.into is self.out and self.factor is None
+        return out // into if same or self._integer_form(ix.ZERO) is not None else 0
+
     def _exact_taps(self, o: Expr) -> list[Tap] | None:
         """The two inputs next to output `o`, and their weights, by integer arithmetic where it
         gives what eager's float arithmetic gives, for every `o`: as for twice as many outputs.
@@ -265,6 +275,14 @@ def _interpolate_backward(ctx: Lowering, grad: Tensor, axes: Sequence[Axis], int
         raise Unsupported("integers have no gradient")
     lead = grad.rank - len(axes)
     total = grad.to(compute_type(grad.dtype))
+    each = [axis.outputs_of_one() for axis in axes]
+    if 0 < math.prod(each) <= MOST_OF_ONE:
+        at = placeholders(into)
+        windows = itertools.product(*(range(count) for count in each))
+        parts = [total.at([*at[:lead], *(ix.add(ix.mul(i, count), k) for i, count, k
+                                         in zip(at[lead:], each, window, strict=True))])
+                 for window in windows]  # fmt: skip
+        return Tensor(into, total.dtype, grad.device, _sum(parts)).to(grad.dtype)
     if any(axis.reach() is None for axis in axes):
         return _scatter_taps(ctx, total, axes, into, lead).to(grad.dtype)
     for dim in reversed(range(lead, grad.rank)):
