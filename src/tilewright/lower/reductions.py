@@ -226,7 +226,10 @@ def _extreme_and_position(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
         def found(*point: Expr) -> list[Expr]:
             return [where.at(point) if d == axis else p for d, p in enumerate(point)]
 
-        value = view(t, where.size, found)  # the element itself: of 0.0 and -0.0 the first stays
+        if t.body.op == "load" or not dims:
+            value = view(t, where.size, found)  # of 0.0 and -0.0 the first stays
+        else:  # all of what is computed would have to be stored to find one of it
+            value = extreme(ctx, kind, t, dims, True)
         if keepdim or not t.rank:
             return value, where
         return squeeze(value, [axis]), squeeze(where, [axis])
