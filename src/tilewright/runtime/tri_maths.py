@@ -141,3 +141,26 @@ def fast_expm1(x):
     p = horner(tl.full(x.shape, 0.0416666641831398, x.dtype), x, 0.16679686307907104)
     p = horner(horner(p, x, 0.5000002384185791), x, 0.9999997615814209) * x
     return tl.where(tl.abs(x) < 0.125, p, fast_exp(x) - 1.0)
+
+
+@jit
+def extreme_words(p, place, value, held, mode: tl.constexpr):
+    """`p[place]` becomes the larger of it and `value`, or the smaller one, where `held`: floats of
+    four bytes, which are ordered as integers are, negative ones the other way round. A NaN wins:
+    here it is the largest of those, or the smallest; one that is there already stays. So does what
+    was as large before, whatever others do meanwhile."""
+    at = p + tl.where(held, place, 0)
+    seen = tl.load(at, held, other=0)
+    better = value > seen if mode == "max" else value < seen
+    held = held & (seen == seen) & (better | (value != value))
+    bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where(value == value, bits, 0x7FC00000 if mode == "max" else -0x400000)
+    words = at.to(tl.pointer_type(tl.int32), bitcast=True)
+    reversed_ = at.to(tl.pointer_type(tl.uint32), bitcast=True)
+    unsigned = bits.to(tl.uint32, bitcast=True)
+    if mode == "max":
+        tl.atomic_max(words, bits, mask=held & (bits >= 0), sem="relaxed")
+        tl.atomic_min(reversed_, unsigned, mask=held & (bits < 0), sem="relaxed")
+    else:
+        tl.atomic_min(words, bits, mask=held & (bits >= 0), sem="relaxed")
+        tl.atomic_max(reversed_, unsigned, mask=held & (bits < 0), sem="relaxed")
