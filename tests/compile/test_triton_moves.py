@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
     "turned short rows": (turned_around, (_bfloat16(300, 131),)),
     "turned into every second": (
         lambda x, y: y[:, ::2].copy_(x.t()), (torch.randn(40, 33), torch.randn(33, 80))),
+    "interleaved planes": (lambda x: F.pixel_shuffle(x, 2) * 2, (_bfloat16(3, 8, 5, 7),)),
     "in the place of one": (
         lambda x: x.copy_(torch.stack((x[..., 1::2], x[..., ::2]), -1).flatten(-2)),
         (torch.randn(7, 34),)),
@@ -103,6 +104,12 @@ def test_a_rotation_of_pairs_moves_sixteen_bytes_at_once() -> None:
     made = build(kernel)
     assert made.widest("ld.global") == made.widest("st.global") == 16
     assert kernel.text.count("tl.store") == 1
+
+
+def test_every_second_element_of_another_plane_moves_sixteen_bytes_at_once() -> None:
+    (kernel,) = kernels_of(lambda x: F.pixel_shuffle(x, 2), _bfloat16(32, 16, 64, 64))
+    made = build(kernel)
+    assert made.widest("ld.global") == made.widest("st.global") == 16
 
 
 @pytest.mark.parametrize("size", [(257, 257), (3, 64, 32)])

@@ -188,6 +188,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
         return "the length of a loop depends on another in an unknown way"
     members, outer = _ordered(list(group.members), without_scan(group))
     if not group.serial and not ragged:
+        members, outer = _without_pairs(members, outer)
         # pieces of a concatenation are as long as their rows together (H200: three of 359x24x1747
         # bfloat16 side by side 45 us, 73 us with a place in its row for each element)
         members, outer, _ = merge_loops(members, outer, compared=True)
@@ -221,6 +222,25 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
     return cannot_hand_over(group, shape) or cannot_share(shape) or shape
+
+
+def _without_pairs(members: list[Nest], outer: tuple[Expr, ...]
+                   ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
+    """A last loop over two points that lie apart in what is read as two stores beside each other,
+    which are one (`doubles.py`)."""
+    if len(members) != 1 or len(outer) < 2 or ix.value_of(outer[-1].src[0]) != 2:
+        return members, outer
+    (nest,), last = members, outer[-1]
+    loops = tuple(v for v in nest.loops if v is not last)
+    apart = [n for n in loads(*nest.exprs) if last in free_vars(n.src[0])
+             and ix.coefficient(n.src[0], last) is not ix.ONE]  # fmt: skip
+    if not apart or nest.reduce or len(loops) != len(outer) - 1 or scatters(nest) or any(
+        ix.mod(ix.sub(s.index, last), 2) is not ix.ZERO or s.buffer in nest.reads
+        for s in nest.stores):  # fmt: skip
+        return members, outer
+    parts = (substitute_nest(nest, {last: ix.as_index(k)}, loops, ()) for k in (0, 1))
+    stores = tuple(s for m in parts for s in m.stores)
+    return [replace(nest, loops=loops, stores=stores)], outer[:-1]
 
 
 def otherwise(group: Group, shape: Shape) -> Shape | None:
