@@ -1,0 +1,60 @@
+"""What is scattered on a card, and what its gradients would be scattered for elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.card import results, with_gradients
+from tests.compile.cubin import kernels_of
+from tests.pretend import pretended
+
+
+@pretended
+def test_values_where_many_meet() -> None:
+    places = torch.randint(0, 7, (3001,))
+
+    def counted(base: Tensor, places: Tensor) -> Tensor:
+        return base.index_add(0, places, torch.ones_like(places).to(base.dtype))
+
+    for base in (torch.arange(7), torch.arange(7.0), torch.arange(7.0).half()):
+        (found,) = results(counted, base, places)
+        assert torch.equal(found, counted(base, places))
+
+
+@pretended
+def test_extremes_of_floats_keep_a_nan() -> None:
+    x, into = torch.randn(500, 4), torch.randn(20, 4)
+    x[3, 1], x[7], x[8], x[9] = float("nan"), -0.0, float("inf"), -float("inf")
+    into[2, 2] = float("nan")
+    into[3, 3] = -into[2, 2]
+    index = torch.randint(0, 20, (500, 1)).expand(500, 4)
+    for kind in ("amax", "amin"):
+        (found,) = results(lambda a, i, b, k=kind: a.scatter_reduce(0, i, b, k), into, index, x)
+        torch.testing.assert_close(
+            found, into.scatter_reduce(0, index, x, kind), equal_nan=True, rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_gradients_of_copies_are_added_up_in_one_kernel(mode: str) -> None:
+    def back(grad: Tensor) -> Tensor:
+        fn = with_gradients(lambda x: F.interpolate(x, scale_factor=(2, 3), mode=mode), [0])
+        return fn(grad[:, :, ::2, ::3], grad * 2)[1][0]
+
+    assert len(kernels_of(back, torch.empty(2, 3, 8, 12))) == 1
+
+
+def test_the_largest_of_what_is_computed_is_not_looked_up() -> None:
+    made = kernels_of(lambda x: x.softmax(-1).max(-1), torch.empty(65536, 1000))
+    assert len(made) == 1
+
+
+def test_rows_that_are_looked_up_again_stay_near() -> None:
+    def products(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (x[:, first] * x[:, second]).sum(-1)
+
+    (kernel,) = kernels_of(products, torch.empty(1024, 27, 128), *torch.triu_indices(27, 27, 1))
+    assert "tl.store(p3 + (xbase), " in kernel.text
