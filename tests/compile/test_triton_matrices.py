@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_matrix_is_moved_as_one_piece(name: str) -> None:
     fn, size = CASES[name]
-    with mock.patch.multiple(matrices, LEAST=0, FEWEST=0):
+    with mock.patch.multiple(matrices, LEAST=0, FEWEST=0, SHORTEST=0):
         (kernel,) = check(fn, torch.randn(size).to(F16), rtol=1e-2, atol=1e-2)
     assert "tri_rows.matrix(" in kernel.text
 
