@@ -14,7 +14,7 @@ import torch
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const
-from tilewright.ir.program import Store, StoreMode
+from tilewright.ir.program import Nest, Store, StoreMode
 from tilewright.lower import rows as rows_of
 from tilewright.lower.context import Lowering
 from tilewright.lower.fold import fold
@@ -34,6 +34,7 @@ from tilewright.lower.tensor import (
     Tensor,
     expand,
     from_indices,
+    is_stored,
     placeholders,
     pointwise,
 )
@@ -192,11 +193,38 @@ def _scatter(ctx: Lowering, t: Tensor, dim: int, index: Tensor, src: Operand, *,
         return t
     if ctx.node.target is aten.scatter_add.default:
         reduce = "sum"
-    into = at_least_1d(t)
-    points = _along(into, axis(dim, t.rank), at_least_1d(index))
-    mode = "set" if reduce is None else _MODES[reduce]
-    found = scattered(ctx, into, points, _elements(src, t.dtype, ctx), mode)
-    return reshape(found, t.size)
+    into, index = at_least_1d(t), at_least_1d(index)
+    mode: StoreMode = "set" if reduce is None else _MODES[reduce]
+    value = _elements(src, t.dtype, ctx)
+    if mode == "set" and _is_computed(ctx, t) and _is_one_of_each(into, axis(dim, t.rank), index):
+        return reshape(_chosen(into, axis(dim, t.rank), index, value), t.size)
+    points = _along(into, axis(dim, t.rank), index)
+    return reshape(scattered(ctx, into, points, value, mode), t.size)
+
+
+def _is_computed(ctx: Lowering, t: Tensor) -> bool:
+    """Whether elements are computed here, so that one in place of another may be too."""
+    if not is_stored(t):
+        return True
+    makers = [n for n in ctx.program.nodes if t.body.arg in n.writes]
+    return ctx.program.buffers[t.body.arg].kind == "temporary" and all(
+        isinstance(n, Nest) and all(s.mode == "set" and s.mask is None for s in n.stores)
+        for n in makers)  # fmt: skip
+
+
+def _is_one_of_each(into: Tensor, dim: int, index: Tensor) -> bool:
+    return index.size == (*into.size[:dim], ix.ONE, *into.size[dim + 1 :])
+
+
+def _chosen(into: Tensor, dim: int, index: Tensor, value: Callable[..., Expr]) -> Tensor:
+    """Of each row one element is another: of rows that are still to be computed, so are these."""
+
+    def element(*i: Expr) -> Expr:
+        first = replaced(i, dim, ix.ZERO)
+        own = build.op("eq", i[dim], checked(index.at(first), into.size[dim]))
+        return build.where(own, value(*first), into.at(i))
+
+    return from_indices(into.size, into.device, element)
 
 
 @lowers(aten.scatter_reduce.two)
