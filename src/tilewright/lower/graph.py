@@ -297,6 +297,9 @@ SHAPED_ALIKE = frozenset((
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
     aten.empty_like.default,
 ))  # fmt: skip
+LARGE = 1 << 25  # bytes that no cache keeps
+MANY_TIMES = 8
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
 SPREAD_WORK = 48  # two functions or more are worth computing once, if spread over many elements
 
 
@@ -315,6 +318,8 @@ def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
     if sum(user.target not in SHAPED_ALIKE for user in holder.users) > 1:
         if reads > 1 and any(user.op == "output" for user in holder.users):
             return True  # it is stored anyway: the others read one buffer in place of several
+        if work < SPREAD_WORK and _is_made_of_little(ctx, holder, t):
+            return False
         return work >= 4 or reads > config.realize_reads_threshold
     return work >= SPREAD_WORK and _is_spread(holder)
 
@@ -322,6 +327,18 @@ def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
 def _bytes_read(ctx: Lowering, t: Tensor) -> int:
     read = (ctx.program.buffers[name] for name in {n.arg for n in loads(t.body)})
     return sum(ix.likely(b.numel) * b.dtype.itemsize for b in read if b.kind == "temporary")
+
+
+def _is_made_of_little(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
+    """Whether all that a tensor is made of is far smaller, as what all pairs of rows differ by, so
+    that to read that again takes less than to write this. Its users are few, and none needs it in
+    memory (H200: distances of 2048 points from 2048 others, eight times, with gradients)."""
+    read = [ctx.program.buffers[name] for name in {n.arg for n in loads(t.body)}]
+    size = sum(ix.likely(b.numel) * b.dtype.itemsize for b in read)
+    own = (_elements(holder) or 0) * t.dtype.itemsize
+    computed = all(torch.Tag.pointwise in getattr(u.target, "tags", ()) or u.target in _SUMS
+                   for u in holder.users)  # fmt: skip
+    return own >= LARGE and 0 < MANY_TIMES * size <= own and computed and len(holder.users) <= 3
 
 
 def _is_spread(holder: torch.fx.Node) -> bool:
