@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "that lean": (_masked, (_normal(3, 9, 811), _normal(9, 811) > 0.5)),
     "of two, with weights": (_residual, (_normal(33, 1877), _normal(33, 1877), _normal(1877))),
     "that are quantized": (_quantized, (_normal(9, 168),)),
+    "longer ones that are quantized": (_quantized, (_normal(9, 1280, dtype=F16),)),
     "that are only folded": (_loss, (_normal(9, 1000), torch.arange(9))),
 }
 
@@ -61,6 +62,13 @@ def test_rows_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args = CASES[name]
     (kernel,) = check(fn, *args, rtol=2e-2, atol=2e-2)
     assert kernel.config.kwargs["RBLOCK"] * 2 < args[0].shape[-1]
+
+
+def test_pairs_that_are_only_folded_have_fewer_threads() -> None:
+    x, targets = torch.empty(1 << 18, 91, dtype=BF16), torch.zeros(1 << 18, dtype=torch.int64)
+    for fn, tile in ((_loss, 8), (lambda x, t: (_softmax(x), t + 1), 16)):
+        first, *_ = for_card(fn, x, targets)
+        assert first.config.kwargs["RBLOCK"] == tile
 
 
 def test_no_program_adds_up_many_numbers_alone() -> None:

@@ -145,6 +145,8 @@ def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
     """A row for as many threads as move a tile of it at once, and enough of them for as many
     programs to start as memory is fast: no more than three do in two nanoseconds."""
     x, (axis,) = shape.parallel[0], shape.inner
+    if (axis.size or 1) <= 32:  # single floats: two of each tile of a thread
+        yield Config(((x.block, 32), (axis.block, shape.held)), 2)
     threads = shape.held // (axis.piece or vector_of(program, shape))
     rows = max(1, 32 // threads)
     bytes_ = rows * (axis.size or 1) * _moved(program, shape)
