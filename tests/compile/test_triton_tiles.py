@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "that lean": (_masked, (_normal(3, 9, 811), _normal(9, 811) > 0.5)),
     "of two, with weights": (_residual, (_normal(33, 1877), _normal(33, 1877), _normal(1877))),
     "that are quantized": (_quantized, (_normal(9, 168),)),
-    "longer ones that are quantized": (_quantized, (_normal(9, 1280, dtype=F16),)),
+    "longer ones that are quantized": (_quantized, (_normal(33, 1280, dtype=F16),)),
     "that are only folded": (_loss, (_normal(9, 1000), torch.arange(9))),
 }
 
