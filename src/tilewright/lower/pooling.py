@@ -229,6 +229,46 @@ def _divide(total: Expr, divisor: Expr) -> Expr:
     return build.op(name, total, build.cast(divisor, total.dtype))
 
 
+Steps = Callable[[Axis, Expr, Expr], Step]
+
+
+def _input(axis: Axis, o: Expr, w: Expr) -> Step:
+    return axis.input(o, w)
+
+
+def _output(axis: Axis, i: Expr, k: Expr) -> Step:
+    return axis.output(i, k)
+
+
+def _is_by_axis(t: Tensor, axes: Sequence[Axis], extents: Sequence[Expr]) -> bool:
+    """Whether windows are folded along one axis after the other: those on a card that are too large
+    to be written out, and have most of what they see in common (H200: averages of seven by seven of
+    96 planes of 256x256 floats 369 us as one fold)."""
+    plain = all(isinstance(axis, Strided) and axis.stride is ix.ONE for axis in axes)
+    if t.device.type != "cuda" or len(axes) < 2 or not plain or _unrolled(extents) is not None:
+        return False
+    return all(1 < (ix.value_of(e) or 0) <= UNROLL for e in extents)
+
+
+def _by_axis(ctx: Lowering, t: Tensor, out: Size, axes: Sequence[Axis], step: Steps, op: str,
+             fill: Expr) -> Tensor:  # fmt: skip
+    """`t` folded along its last axis, then along the one before, to a tensor of size `out`."""
+    lead = t.rank - len(axes)
+    for k, axis in reversed(list(enumerate(axes, lead))):
+        source = ctx.realize(t)
+        extent = axis.extent if step is _input else axis.covers
+        size = (*source.size[:k], *out[k:])
+        at = placeholders(size)
+        total: Expr | None = None
+        for w in range(extent.arg):
+            where, mask = step(axis, at[k], const(w))
+            value = _guarded(source, [*at[:k], where, *at[k + 1 :]], mask, fill)
+            total = value if total is None else build.op(op, total, value)
+        assert total is not None
+        t = Tensor(size, total.dtype, source.device, total)
+    return t
+
+
 # ---- averages
 
 
@@ -236,13 +276,16 @@ def _sum_inputs(ctx: Lowering, t: Tensor, out: Size, axes: Sequence[Axis],
                 divisor: Expr | None) -> Tensor:  # fmt: skip
     lead = t.rank - len(axes)
     source = _prepared(ctx, t.to(compute_type(t.dtype)), axes)
+    by = _counts(axes, placeholders(out)[lead:]) if divisor is None else divisor
+    if _is_by_axis(t, axes, [axis.extent for axis in axes]):
+        total = _by_axis(ctx, source, out, axes, _input, "add", _zero(source.dtype))
+        return total.map(lambda e: _divide(e, by)).to(t.dtype)
 
     def term(at: Point, w: Point) -> Expr:
-        where, mask = _steps(axes, lambda axis, o, k: axis.input(o, k), at[lead:], w)
+        where, mask = _steps(axes, _input, at[lead:], w)
         return _guarded(source, [*at[:lead], *where], mask, _zero(source.dtype))
 
     total = _fold_sum(ctx, t, out, [axis.extent for axis in axes], term)
-    by = _counts(axes, placeholders(out)[lead:]) if divisor is None else divisor
     return total.map(lambda e: _divide(e, by)).to(t.dtype)
 
 
@@ -254,9 +297,14 @@ def _spread_outputs(ctx: Lowering, grad: Tensor, into: Size, axes: Sequence[Axis
                     divisor: Expr | None) -> Tensor:  # fmt: skip
     lead = grad.rank - len(axes)
     source = grad.to(compute_type(grad.dtype))
+    if _is_by_axis(grad, axes, [axis.covers for axis in axes]):
+        by = _counts(axes, placeholders(grad.size)[lead:]) if divisor is None else divisor
+        shares = source.map(lambda e: _divide(e, by))
+        total = _by_axis(ctx, shares, into, axes, _output, "add", _zero(source.dtype))
+        return total.to(grad.dtype)
 
     def term(at: Point, w: Point) -> Expr:
-        where, mask = _steps(axes, lambda axis, i, k: axis.output(i, k), at[lead:], w)
+        where, mask = _steps(axes, _output, at[lead:], w)
         by = _counts(axes, where) if divisor is None else divisor
         share = _divide(source.at([*at[:lead], *where]), by)
         return build.where(mask, build.guard(share, mask), _zero(source.dtype))
@@ -296,14 +344,7 @@ def _maxima(ctx: Lowering, t: Tensor, out: Size,
     return values.to(t.dtype), positions
 
 
-Input = Callable[[Axis, Expr, Expr], Step]
-
-
-def _input(axis: Axis, o: Expr, w: Expr) -> Step:
-    return axis.input(o, w)
-
-
-def _repeating(ctx: Lowering, t: Tensor, axes: Sequence[Axis]) -> Input:
+def _repeating(ctx: Lowering, t: Tensor, axes: Sequence[Axis]) -> Steps:
     """The inputs of a window, of which one stands for the padding next to it where that is worth
     it: it changes no maximum, and without masks neighbouring windows have loads in common, those of
     an even number of columns in pairs. Then of equal maxima another may come first. (H200, three by
@@ -402,7 +443,7 @@ def _route(ctx: Lowering, grad: Tensor, indices: Tensor, into: Size,
     strides = ix.contiguous_strides(into[lead:])
 
     def term(at: Point, w: Point) -> Expr:
-        where, mask = _steps(axes, lambda axis, i, k: axis.output(i, k), at[lead:], w)
+        where, mask = _steps(axes, _output, at[lead:], w)
         here = [*at[:lead], *where]
         own = build.op("eq", build.guard(indices.at(here), mask),
                        ix.linearize(at[lead:], strides))  # fmt: skip

@@ -155,6 +155,8 @@ class _State:
         if not 1 < count <= MOST_PIECES:
             return
         grid = [Box(at, at) for at in product(*(range(len(p) + 1) for p in points))]
+        if _are_alike(nest, [_part(nest, points, box) for box in grid]):
+            return
         if max(len(p) for p in points) >= MOST_CHOICES:
             self._swap([nest], [_part(nest, points, box) for box in grid])
             return
@@ -278,6 +280,12 @@ def _part(nest: Nest, points: Sequence[Sequence[Expr]], box: Box) -> Nest:
     where = "_".join(str(k) for k in (*box.first, *box.last))
     part = drop_masks(substitute_nest(nest, mapping, loops, nest.reduce))
     return replace(part, name=f"{nest.name}_{where}")
+
+
+def _are_alike(nest: Nest, parts: Sequence[Nest]) -> bool:
+    """Whether most of what one part reads others read too, as windows do that reach over an edge:
+    each would be a kernel as large as all of them."""
+    return sum(len(loads(*p.exprs)) for p in parts) > 2 * len(loads(*nest.exprs))
 
 
 def _overlap(parts: Sequence[Nest]) -> bool:

@@ -51,8 +51,10 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
                                   for node in program.nodes if node.name in live])  # fmt: skip
     nodes = improved(program, summed_apart(program, stored_by_scans(program, nodes)))
     search = searched(program, nodes)
-    again = recomputed(program, search)
-    if again is not None:
+    for _ in range(2):  # what reads two such values takes one at a time
+        again = recomputed(program, search)
+        if again is None:
+            break
         search = searched(program, again)
     groups = search.groups()
     program, groups = cut_groups(program, groups)

@@ -15,7 +15,17 @@ from itertools import product
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, free_vars, rewrite, substitute, walk
+from tilewright.ir.expr import (
+    INDEX,
+    Expr,
+    const,
+    free_vars,
+    loads,
+    rewrite,
+    substitute,
+    var,
+    walk,
+)
 from tilewright.ir.ops import STEPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Node, Program
 from tilewright.schedule.access import terms
@@ -171,15 +181,20 @@ def inlined(reader: Node, maker: Nest, buffer: Buffer) -> Nest | None:
         return None
     if work(reader) > MOST_REPEATS * max(hint_product(buffer.size), 1):
         return None
+    taps = {n.src[0] for n in loads(*reader.exprs) if n.arg == buffer.name}
+    if len(taps) > MOST_REPEATS and len({n.src[0] for n in loads(*maker.exprs)}) > 1:
+        return None  # windows of windows
     value = build.cast(store.value, buffer.dtype)
 
     def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
         if node.op != "load" or node.arg != buffer.name:
             return None
-        rest = src[0]
+        inside, back = _where(build.TRUE if len(src) == 1 else src[1])
+        rest = substitute(src[0], inside)
         places: dict[Expr, Expr] = {}
         for v, stride in steps:
-            places[v], rest = ix.floordiv(rest, stride), ix.mod(rest, stride)
+            place, rest = ix.floordiv(rest, stride), ix.mod(rest, stride)
+            places[v] = substitute(place, back)
         body = substitute(value, places)
         if len(src) == 1:
             return body
@@ -188,6 +203,34 @@ def inlined(reader: Node, maker: Nest, buffer: Buffer) -> Nest | None:
     new = replace_exprs(reader, lambda e: rewrite(e, rule))
     divided = {"ifloordiv", "imod"} & (new.ops - reader.ops - maker.ops)
     return None if divided else replace(new, name=f"{reader.name}_{maker.name}")
+
+
+def _where(mask: Expr) -> tuple[dict[Expr, Expr], dict[Expr, Expr]]:
+    """Loops by others that only run where a mask holds, as far as it says from where or up to where
+    a loop does; and the other way round."""
+    ends: dict[Expr, tuple[int, int]] = {}
+    waiting = [mask]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "bit_and":
+            waiting += node.src
+        if node.op not in ("ge", "lt") or node.src[0].dtype != INDEX:
+            continue
+        terms_ = dict(ix.poly(ix.sub(*node.src)))
+        by = -terms_.pop((), 0)
+        if len(terms_) != 1 or set(terms_.values()) != {1}:
+            continue
+        ((v, *more),) = terms_
+        size = None if more or v.op != "var" else ix.value_of(v.src[0])
+        if size is not None:
+            low, high = ends.get(v, (0, size))
+            ends[v] = (max(low, by), high) if node.op == "ge" else (low, min(high, by))
+    inside: dict[Expr, Expr] = {}
+    back: dict[Expr, Expr] = {}
+    for v, (low, high) in ends.items():
+        new = var(f"{v.arg}_inside", ix.as_index(max(high - low, 1)))
+        inside[v], back[new] = ix.add(new, low), ix.sub(v, low)
+    return inside, back
 
 
 def _digits(index: Expr, nest: Nest) -> list[tuple[Expr, Expr]] | None:
