@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from tests.compile.card import CARD, results, with_gradients
+from tests.compile.interp import check
 from tests.pretend import pretended
 from tilewright.codegen.triton.generate import generate, limits
 from tilewright.codegen.triton.made import TritonKernel
@@ -40,6 +41,10 @@ def averages(x: Tensor) -> Tensor:
     return F.avg_pool2d(x, 7, 1, 3, count_include_pad=False)
 
 
+def differences(x: Tensor) -> Tensor:
+    return (x[..., 1:, :] - x[..., :-1, :]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
+
+
 @pretended
 def test_values_of_large_windows() -> None:
     x, direction = torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
@@ -58,3 +63,20 @@ def test_large_windows_are_folded_along_one_axis_after_the_other() -> None:
 
     for made in (kernels(averages, planes), kernels(gradient, planes, planes)):
         assert len(made) == 2 and not any("tl.reduce" in k.text for k in made)
+
+
+def test_values_of_differences() -> None:
+    check(differences, torch.randn(5, 40, 36))
+
+
+def test_differences_are_not_kept() -> None:
+    x = torch.randn(4, 16, 16, requires_grad=True)
+    saved: list[Any] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        torch.compile(differences, backend="tilewright")(x)
+    assert all(t.data_ptr() == x.data_ptr() for t in saved if t.numel() > 1)

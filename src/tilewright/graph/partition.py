@@ -162,7 +162,9 @@ def recompute_price(node: Node, facts: Facts) -> int:
     if _asks_for_equals(node):
         return INFINITE
     kind = facts.kind(node)
-    if _is_window(node) or (node.target is operator.getitem and _is_view(_producer(node))):
+    if _is_window(node) and _overlaps(node):
+        work = 1  # its base is read once for all of them
+    elif _is_window(node) or (node.target is operator.getitem and _is_view(_producer(node))):
         # it is read out of its base, or fuses with what computes that
         work = BYTE if facts.in_memory(_whole(node)) else 1
     elif kind in CHEAP:
@@ -280,6 +282,12 @@ def _is_view(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return node.target.is_view or node.target is aten._unsafe_view.default
+
+
+def _overlaps(window: Node) -> bool:
+    """Whether it is one of several parts of a tensor that have much in common, as neighbours do."""
+    source = _producer(window)
+    return 2 * sum(size(n) for n in source.users if _is_window(n)) > 3 * size(source)
 
 
 def _is_window(node: Node) -> bool:
