@@ -31,7 +31,7 @@ def _nll(mean: Tensor, log: Tensor, x: Tensor) -> Tensor:
     return 0.5 * (var.log() + (x - mean) ** 2 / var).sum(-1)
 
 
-@pytest.mark.parametrize("columns", [11, 17, 21])
+@pytest.mark.parametrize("columns", [10, 17])
 def test_few_floats_in_tiles(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a block of a power of two, or more, would be empty."""
     monkeypatch.setattr(tiles, "MANY", 0)
@@ -68,3 +68,22 @@ def test_what_all_pairs_make_is_not_stored() -> None:
     """Both sums compute it, of little."""
     x = torch.empty(2048, 3)
     assert not any(k.name.startswith("triton_poi") for k in for_card(_pairs, x, x, x))
+
+
+def test_masks_of_floats_are_stored_by_those_who_have_them() -> None:
+    """A thread loads four floats at once; of more it would hand on some to store bytes at once."""
+
+    def quantiles(x: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x * levels, x * (levels - 1)
+        return torch.maximum(first, second).mean(), first > second
+
+    first, *_ = for_card(quantiles, torch.empty(1 << 20, 9), torch.empty(9))
+    assert first.config.kwargs["RBLOCK"] == 4 * 32 * first.config.num_warps
+
+
+def test_rows_that_are_folded_often_fit_the_registers() -> None:
+    def folded(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return torch.logsumexp(torch.log_softmax(x, -1) - y * z, -1)
+
+    first, *_ = for_card(folded, *(torch.empty(1 << 18, 16) for _ in range(3)))
+    assert first.config.kwargs["XBLOCK"] * 16 <= 16 * 32 * first.config.num_warps

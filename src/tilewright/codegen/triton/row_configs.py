@@ -99,7 +99,8 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     if x.likely >= 8 * target.sms and folds_many(shape):
         # where rows are used again fewer of them, for what a thread keeps (distances of
         # 65536 rows of 512 bfloat16 that are normed 41 us by two rows of a warp, 54 us by four)
-        share = 64 if longest <= LONGEST_OF_WARP and not shape.again else 32
+        most = 64 if longest <= LONGEST_OF_WARP else 32
+        share = min(32 if shape.again else 64, max(16, most // power(_rows_read(shape))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest * block // (32 * share), 16))
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
@@ -145,7 +146,7 @@ def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
     """A row for as many threads as move a tile of it at once, and enough of them for as many
     programs to start as memory is fast: no more than three do in two nanoseconds."""
     x, (axis,) = shape.parallel[0], shape.inner
-    if (axis.size or 1) <= 32:  # single floats: two of each tile of a thread
+    if (axis.size or 1) <= 32:  # of single floats each thread has two (60 us, 67 us by one)
         yield Config(((x.block, 32), (axis.block, shape.held)), 2)
     threads = shape.held // (axis.piece or vector_of(program, shape))
     rows = max(1, 32 // threads)
@@ -164,6 +165,15 @@ def _moved(program: Program, shape: Shape) -> int:
     alike = {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) <= inner}
     moved = given_to(shape) - alike | stored - read
     return sum(program.buffers[b].dtype.itemsize for b in moved)
+
+
+def _rows_read(shape: Shape) -> int:
+    """Rows of which a program keeps all, for which it has to have registers (H200: mixtures of ten
+    52 us, 103 us; norms and differences of two of 512 bfloat16 35 us, 46 us)."""
+    inner = {v for a in shape.inner for v in a.loops}
+    made = {b for m in shape.members for b in m.writes}
+    return len({n for m in shape.members for n in loads(*m.exprs) if n.arg not in made
+                and inner & free_vars(n.src[0]) and free_vars(n.src[0]) - inner})  # fmt: skip
 
 
 def folds_one(shape: Shape) -> bool:
@@ -316,6 +326,8 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
             choices.insert(0, (1, 8192, 32))
         if not shape.ahead and (shape.again or (shape.ragged and not exponentials)):
             choices.insert(0, (1, 16384, 16))
+    if _stores_masks(shape):
+        choices.insert(0, (1, 2048, 16))
     aheads = [4] * len(choices) if shape.ahead else [0] * len(choices)
     if shape.ahead:  # what is fetched ahead may not fit
         choices, aheads = [*choices, choices[1]], [*aheads, 1]
@@ -324,6 +336,18 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         block = min(bx, power(x.likely))
         most = clamp(1, block * max(size for _, size in rows) // 32, warps)
         yield Config(((x.block, block), *rows), most, ahead=ahead)
+
+
+def _stores_masks(shape: Shape) -> bool:
+    """Whether bytes are stored of rows of floats: a thread has four elements then, as it loads at
+    once, or they are brought to others through shared memory in each round (H200: quantile losses
+    of 1048576 rows of nine, with three masks, 39 us, 48 us by 4096)."""
+    inner = {v for a in shape.inner for v in a.loops}
+    stored = {s.value.dtype.itemsize for m in shape.members for s in m.stores
+              if inner & free_vars(s.index)}  # fmt: skip
+    read = {n.dtype.itemsize for m in shape.members for n in loads(*m.exprs)
+            if inner & free_vars(n.src[0])}  # fmt: skip
+    return 1 in stored and 4 in read
 
 
 def _largest(shape: Shape) -> int:
