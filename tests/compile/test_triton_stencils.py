@@ -45,6 +45,11 @@ def differences(x: Tensor) -> Tensor:
     return (x[..., 1:, :] - x[..., :-1, :]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
 
 
+def of_a_plane(g: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    sums = (g * y).sum((2, 3), keepdim=True).to(g.dtype)
+    return g * scale[:, None, None], sums.sum(0)
+
+
 @pretended
 def test_values_of_large_windows() -> None:
     x, direction = torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
@@ -69,6 +74,25 @@ def test_values_of_differences() -> None:
     check(differences, torch.randn(5, 40, 36))
 
 
+@pretended
+def test_differences_are_folded_by_many_programs() -> None:
+    made = kernels(differences, (96, 512, 512))
+    assert all(k.programs({}) >= TARGET.sms for k in made[:2])
+
+
+@pretended
+def test_planes_are_folded_by_more_programs_than_there_are() -> None:
+    """Their rows are apart in memory, so that there is no one loop over all."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x[:, 3:-3, 3:-3] * x[:, 6:, 6:]
+        return y, y.mean()
+
+    assert results(fn, x := torch.randn(4, 26, 30))[1].allclose(fn(x)[1], atol=1e-5)
+    first, *_ = kernels(fn, (96, 256, 256))
+    assert first.programs({}) >= TARGET.sms
+
+
 def test_differences_are_not_kept() -> None:
     x = torch.randn(4, 16, 16, requires_grad=True)
     saved: list[Any] = []
@@ -80,3 +104,10 @@ def test_differences_are_not_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         torch.compile(differences, backend="tilewright")(x)
     assert all(t.data_ptr() == x.data_ptr() for t in saved if t.numel() > 1)
+
+
+@pretended
+def test_what_is_summed_of_planes_leaves_them_their_programs() -> None:
+    size = (64, 384, 28, 28)
+    first, *_ = kernels(of_a_plane, size, size, (384,), dtype=torch.bfloat16)
+    assert first.programs({}) >= 64 * 384 // 2

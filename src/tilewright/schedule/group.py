@@ -192,6 +192,8 @@ class Search:
         fit = align(left, right, self.position)
         if isinstance(fit, Fit):
             reason = self._share_too_little(a, b, fit) or unsuited(fit, self._target(a))
+            if len(fit.outer) < max(len(left.outer), len(right.outer)):
+                reason = reason or self._gives_up_rows(a, b)
             fit = Misfit(reason) if reason else fit
         if isinstance(fit, Fit) and _keeps_loops(fit, left, right):
             return fit
@@ -223,6 +225,15 @@ class Search:
         saved = self.prices.saving(self.touch[a], self.touch[b])
         least = min(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
         return "they have too little in common" if saved * LEAST_SHARE < least else ""
+
+    def _gives_up_rows(self, a: int, b: int) -> str:
+        """A large kernel of a card is not to have fewer programs for a small value that another
+        makes of it, as the gradient of a scale for each channel is."""
+        saved = self.prices.saving(self.touch[a], self.touch[b])
+        most = max(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
+        if not self._target(a).is_gpu or most < MOST_SHARED or saved * LEAST_SHARE >= most:
+            return ""
+        return "fewer programs would run for a small value in common"
 
     def _products(self, a: int, b: int) -> bool:
         """Whether a group reads a result of a library call that only it needs, not `b`."""
