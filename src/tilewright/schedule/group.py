@@ -46,7 +46,7 @@ class Group:
 
     `outer` are the loops all members share; `local` the buffers that never leave the kernel.
     `parts`, instead of members, are groups that need nothing of each other and share a launch; if
-    `last`, each needs what those before it make, and the last program of the first does the others.
+    `last`, the second of two needs what the first makes, and is for the last of its programs.
     `serial` are loops all members share too, run one after the other inside `outer`: a member
     that folds over a serial loop stores after its last iteration. `shared` is the number of
     programs that walk each row together, on a card, and wait for each other's folds; if

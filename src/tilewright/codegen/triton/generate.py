@@ -46,9 +46,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
              wide: bool = False) -> TritonKernel:  # fmt: skip
     """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
     if group.last:
-        first, *others = group.parts
-        made = generate(program, first, target, name, wide)
-        return followed(program, made, others, target, wide)
+        first, then = group.parts
+        return followed(program, generate(program, first, target, name, wide), then, target, wide)
     parts: list[tuple[Group, Shape]] = []
     for whole in group.kernels:
         part, shape = whole, shape_of(program, whole)
