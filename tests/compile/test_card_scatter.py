@@ -52,9 +52,18 @@ def test_the_largest_of_what_is_computed_is_not_looked_up() -> None:
     assert len(made) == 1
 
 
-def test_rows_that_are_looked_up_again_stay_near() -> None:
-    def products(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return (x[:, first] * x[:, second]).sum(-1)
+def test_what_only_gives_its_size_is_not_stored_for_that() -> None:
+    def gradient(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        scaled = x / y
+        return scaled.new_zeros(50, 8).index_put((index,), scaled, accumulate=True)
 
-    (kernel,) = kernels_of(products, torch.empty(1024, 27, 128), *torch.triu_indices(27, 27, 1))
-    assert "tl.store(p3 + (xbase), " in kernel.text
+    made = kernels_of(gradient, *torch.empty(2, 100, 8), torch.zeros(100, dtype=torch.int64))
+    assert len(made) == 2 and made[0].text.count("tl.load") == 0
+
+
+def test_what_is_looked_up_for_a_row_is_loaded_once() -> None:
+    def bag(table: Tensor, index: Tensor) -> Tensor:
+        return table[index].sum(1)
+
+    (kernel,) = kernels_of(bag, torch.empty(1000, 64), torch.zeros(32768, 20, dtype=torch.int64))
+    assert kernel.config.kwargs == {"XBLOCK": 64, "RBLOCK": 32}

@@ -44,6 +44,10 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     walks = [segment for segment, axis in shape.segments if axis is not None]
     folded = len(walks) == 1 and all(m.reduce for m in walks[0].members)
     wide = 32 * vector
+    piece = shape.pieces(x) if looks_up(shape) else 0
+    if folded and 32 <= piece < 2 * wide:  # so what is looked up is the same for all of a program
+        yield Config(((x.block, piece), *rows), piece // 32)
+        return
     if folded and longest <= LONGEST_OF_THREAD and x.likely >= 4 * wide * target.sms:
         yield Config(((x.block, 2 * wide), *rows), 2 * vector // _beside(shape, vector))
     block, warps = _held_columns(shape, longest, folded, vector, target)
@@ -53,6 +57,11 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
+
+
+def looks_up(shape: Shape) -> bool:
+    """Whether where something is read is read."""
+    return any(n.op == "index" for m in shape.members for n in walk(*m.exprs))
 
 
 def pieces_of(dtype: torch.dtype) -> int:

@@ -38,7 +38,6 @@ SOON, LATE = 256, 1024  # points after which a program has what it reads again, 
 LONG_SIDE = 1024  # elements of a side of tiles beyond which its last tile does not matter
 MANY = 1 << 22  # elements of all rows, for programs that have several
 LONG_WALK = 96 << 10  # elements of a row after which what begins and ends a walk does not matter
-LOOKED_UP = 1 << 40  # for the stride along a loop where it is not affine
 SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
 
@@ -228,8 +227,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
 def _without_pairs(members: list[Nest], outer: tuple[Expr, ...]
                    ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
     """A last loop over two points that lie apart in what is read as two stores beside each other,
-    which are one (`doubles.py`; H200: pixels of 32x256x64x64 bfloat16 shuffled by two 34.5 us,
-    35.6 us)."""
+    which are one (`doubles.py`)."""
     if len(members) != 1 or len(outer) < 2 or ix.value_of(outer[-1].src[0]) != 2:
         return members, outer
     (nest,), last = members, outer[-1]
@@ -323,7 +321,7 @@ def _strides(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
     for v in loops:
         stride = ix.coefficient(index, v)
         if stride is None:
-            found[v] = LOOKED_UP if v in free_vars(index) else 1 << 50
+            found[v] = 1 << 40 if v in free_vars(index) else 1 << 50
         else:
             found[v] = abs(hint(stride)) or 1 << 50
     return found
@@ -388,15 +386,6 @@ def _sorted(loops: tuple[Expr, ...], strides: dict[Expr, int]) -> tuple[Expr, ..
     return tuple(sorted(loops, key=lambda v: -strides.get(v, 1 << 50)))
 
 
-def _as_stored(members: Sequence[Nest], outer: tuple[Expr, ...]) -> dict[Expr, int]:
-    """The strides along shared loops of what is stored, where what is read says little of their
-    order: it is looked up. Rows that are looked up again and again are in cache then (H200: dot
-    products of 351 pairs of 27 rows for each of 16384)."""
-    stores = [s.index for m in members for s in m.stores if frozenset(outer) <= free_vars(s.index)]
-    found = _strides(stores[0], outer) if stores else {}
-    return {} if LOOKED_UP in found.values() else found
-
-
 def _ordered(members: list[Nest], outer: tuple[Expr, ...]
              ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
     """Loops from the longest stride to the shortest, so that the flat index walks memory."""
@@ -405,8 +394,6 @@ def _ordered(members: list[Nest], outer: tuple[Expr, ...]
         return members, outer
     every = tuple(dict.fromkeys(v for m in members for v in all_loops(m)))
     strides = _strides(main, every)
-    if any(strides[v] == LOOKED_UP for v in outer if v in strides):
-        strides |= _as_stored(members, outer)
     ordered: list[Nest] = []
     for m in members:
         if is_fold(m, "scan"):
