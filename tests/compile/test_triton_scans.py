@@ -122,6 +122,7 @@ UNDER_WAY: dict[str, Case] = {
     "sum": (lambda x: x.cumsum(-1), (5, 1003), BF16),
     "sum of an even row": (lambda x: (x * 2).cumsum(-1), (3, 1000), BF16),
     "exponentials of two warps": (lambda x: x.logcumsumexp(-1), (3, 515), torch.float16),
+    "floats of two warps": (lambda x: x.cumsum(-1), (5, 403), torch.float32),
 }
 
 

@@ -66,11 +66,9 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest // (32 * share), MOST_WARPS))
     scans = any(segment.scans for segment, _ in shape.segments)
-    logs = any(n.op == "scan" and n.arg.kind == "logsumexp"
-               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
     leans = any(a.piece for a in shape.inner) and not scans
     if scans and any(a.piece for a in shape.inner):  # cumulative sums: 67 us, 87 us by single ones
-        share = 16 if logs else 64 // min(floats_of(program, shape), default=4)
+        share = 64 // min(floats_of(program, shape), default=4)
         yield Config(((x.block, 1), *rows), clamp(1, longest // (32 * share), MOST_WARPS))
     if leans and longest <= 2048:
         yield Config(((x.block, 1), *rows), clamp(1, longest // (32 * 32), 2))
@@ -90,7 +88,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         yield Config(((x.block, 1), *rows), longest // (32 * 32))
     if longest > LONGEST_PASS:
         yield Config(((x.block, 1), *rows), 16)
-    elif scans and longest == LONGEST_PASS and min(sizes(program, shape)) == 2 and not logs:
+    elif scans and longest == LONGEST_PASS and min(sizes(program, shape)) == 2:
         # as floats of bfloat16 103 us, 123 us with 16; of floats 132 us, 130 us
         yield Config(((x.block, 1), *rows), 8)
     even = x.likely >= 8 * target.sms and not (leans or scans or shape.odd)
