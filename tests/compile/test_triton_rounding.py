@@ -150,14 +150,14 @@ def test_the_nearest_integer_by_one_instruction(shape: tuple[int, int]) -> None:
 
 def test_what_is_scaled_by_the_largest_of_its_row_is_not_too_large() -> None:
     """Then an instruction makes eight bits of it, and nothing looks for what it cuts off."""
-    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(99, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[1], x[2, 3], x[3, 5] = 0, float("inf"), 3e38
 
     def scaled(x: Tensor, most: float = 448.0) -> tuple[Tensor, Tensor]:
         scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / most
         return (x.float() / scale).to(torch.float8_e4m3fn).float(), scale
 
-    (kernel,) = check(scaled, x, rtol=0.13, atol=0.01)
+    (kernel,) = check(scaled, x, rtol=0, atol=0)  # halfway between two as eager has it
     assert re.search(r"at_once\(.*True\)", kernel.text)
     (kernel,) = for_card(lambda x: scaled(x, 480.0), x)
     assert re.search(r"at_once\(.*False\)", kernel.text)

@@ -90,6 +90,12 @@ def div_by_shared(a, b):
 
 
 @jit
+def div_by_far(a, b):
+    """The same by a number that is far from zero."""
+    return quotient(a, 1.0, b, tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b))
+
+
+@jit
 def by_shared(a, b):
     """The same where the last bit does not matter."""
     k, _, r = divisor(b)

@@ -363,7 +363,8 @@ class Writer:
             source = node.src[0]
             return fp8_at_once(self.operand(source), source, node.dtype, self.made)
         if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
-            name = "share" if node in self.shares else "div_by_shared"
+            far = "div_by_far" if is_far_from_zero(node.src[1], self.made) else "div_by_shared"
+            name = "share" if node in self.shares else far
             return f"tri_rows.{name}({', '.join(self.operand(s) for s in node.src)})"
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.codegen.triton.emit import is_index
-from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, SILU, STEPS
+from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, FP8, SILU, STEPS
 from tilewright.codegen.triton.whole import is_moderate
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
@@ -55,7 +55,7 @@ def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Ex
         return {}
     nodes = list(walk(*exprs))
     exact = {s for n in nodes if _is_step(n) for s in n.src} | _in_full(results, made)
-    exact -= _only_summed(nodes, results, made)
+    exact = exact - _only_summed(nodes, results, made) | _scaled_to_eight_bits(nodes, made)
     found = {n: COARSE[n.op] for n in nodes
              if n.op in COARSE and n.dtype == torch.float32 and n not in exact}  # fmt: skip
     alone = {s for n in nodes if not _adds_one(n) for s in n.src} | {*made.values(), *exprs}
@@ -69,6 +69,21 @@ def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Ex
         elif n.op == "div" and _is_power_of_minus(n.src[1], n.src[0]):
             found[n] = SILU
     return found
+
+
+def _scaled_to_eight_bits(nodes: Sequence[Expr], made: Mapping[str, Expr]) -> set[Expr]:
+    """Quotients that are rounded to eight bits, or by which what is so was scaled: of numbers of
+    sixteen bits one in a thousand lies halfway between two such, and the last bit decides."""
+    waiting = [n.src[0] for n in nodes if n.op == "cast" and n.dtype in FP8]
+    found: set[Expr] = set()
+    while waiting:
+        node = waiting.pop()
+        node = made.get(node.arg, node) if node.op == "load" else node
+        if node in found or node.op not in ("div", "mul", "min", "max"):
+            continue
+        found.add(node)
+        waiting += node.src
+    return {n for n in found if n.op == "div"}
 
 
 def _only_summed(nodes: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Expr]
