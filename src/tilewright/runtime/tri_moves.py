@@ -2,7 +2,9 @@
 
 A tile of such a matrix can neither be read nor written so as it is: each of its rows begins
 elsewhere. Here it is read with every row from where sixteen bytes begin, and written with every
-column from where a piece of memory begins; in between each element is looked up in shared memory.
+column from where a sector of memory begins; in between each element is looked up in shared memory,
+where rows are as far behind sixteen bytes as in memory, so that an element is found by its row and
+column alone.
 """
 
 # Triton compiles these functions from their text; they have no Python types.
@@ -22,81 +24,56 @@ else:
 
 
 @jit
-def rows(read, start, stop, V: tl.constexpr, LANES: tl.constexpr):
-    """Elements of every row from the last place of sixteen bytes at or before its `start`, up to
-    `stop`, which is 0 for none. V are sixteen bytes. Each row is put down further on than the ones
-    before, so that neighbours in a column are not in one bank of shared memory."""
-    row = tl.arange(0, start.shape[0])[:, None]
-    lane = tl.arange(0, LANES)[None, :]
-    vector = start // V + ((lane // V - row // V) & (LANES // V - 1))
-    inside = tl.max_constancy((vector * V < stop) & (stop > 0), [1, V])
-    place = tl.max_contiguous(tl.multiple_of(vector * V + lane % V, [1, V]), [1, V])
-    tile = tl.load(read + place, inside, other=0)
-    return tl.reshape(tile, [start.shape[0] * LANES])
+def head(row, V: tl.constexpr, PITCH: tl.constexpr, GAP: tl.constexpr):
+    """Where rows begin in shared memory. V are sixteen bytes."""
+    return row * PITCH + row // V * GAP
 
 
 @jit
-def looked_up(tile, row, lane, V: tl.constexpr, LANES: tl.constexpr):
-    """Elements of such rows."""
-    spot = row * LANES + ((lane + (row & -V)) & (LANES - 1))
-    return tl.gather(tile, spot.to(tl.int32), 0)
+def row_of(behind, V: tl.constexpr, PITCH: tl.constexpr, GAP: tl.constexpr, KEPT: tl.constexpr):
+    """The rows that sixteen bytes in shared memory belong to, the first of which begins `behind`
+    them: where two rows meet, to the second."""
+    last = (tl.arange(0, KEPT // V) * V + (V - 1) - behind).to(tl.uint32)
+    group = last // (V * PITCH + GAP)
+    return (group * V + tl.minimum((last - group * (V * PITCH + GAP)) // PITCH, V - 1)).to(tl.int32)
 
 
 @jit
-def column_of(each, V: tl.constexpr, LANES: tl.constexpr):
-    """Columns of a tile that a warp has sixteen bytes sixteen times of two of: almost all of what
-    it looks up is in other banks."""
-    return each // (16 * V) % 2 + each // (2 * LANES) * 2
+def rows(read, place, stop, inside, head, V: tl.constexpr):
+    """Elements of such rows, which begin at `place` in memory and at `head` in shared memory, as
+    far behind sixteen bytes there as here, up to `stop`."""
+    first = tl.arange(0, place.numel) * V + ((place & -V) - (head & -V))
+    inside = (inside & (first < stop))[:, None] & (tl.arange(0, V)[None, :] >= 0)
+    each = tl.multiple_of(first[:, None] + tl.arange(0, V)[None, :], [1, V])
+    inside = tl.max_constancy(inside, [1, V])
+    return tl.load(read + tl.max_contiguous(each, [1, V]), inside, other=0)
 
 
 @jit
-def row_of(each, V: tl.constexpr, LANES: tl.constexpr):
-    return each % (16 * V) + each // (32 * V) % (LANES // (16 * V)) * (16 * V)
+def pieces_of(VECTORS: tl.constexpr, APART: tl.constexpr, PIECES: tl.constexpr):
+    """Which sixteen bytes of which column each is: a warp has eight of each of four columns, almost
+    all of which are in other banks of shared memory."""
+    each = tl.arange(0, PIECES)
+    eight = each // 32 % (VECTORS // 8)
+    four = each // (4 * VECTORS)
+    column = four // APART * (4 * APART) + four % APART + each // 8 % 4 * APART
+    return eight * 8 + each % 8, column
 
 
 @jit
-def turned(read, written, begin, to, pid, rows_: tl.constexpr, columns: tl.constexpr,
-           V: tl.constexpr, LEAN: tl.constexpr, PIECE: tl.constexpr, YBLOCK: tl.constexpr,
-           XBLOCK: tl.constexpr):  # fmt: skip
-    """`written[to + y * rows + x] = read[begin + x * columns + y]`. A tile has LEAN lanes more than
-    YBLOCK along y, V where rows begin anywhere, and PIECE more than XBLOCK along x."""
-    YLANES: tl.constexpr = YBLOCK + LEAN
-    XLANES: tl.constexpr = XBLOCK + PIECE
-    xblocks = (rows_ + PIECE - 1 + XBLOCK - 1) // XBLOCK
-    x0 = pid % xblocks * XBLOCK
-    y0 = pid // xblocks * YBLOCK
-    x = x0 - (PIECE - 1) + tl.arange(0, XLANES)[:, None]
-    stop = tl.where((x >= 0) & (x < rows_), begin + (x + 1) * columns, 0)
-    tile = rows(read, begin + tl.maximum(x, 0) * columns + y0, stop, V, YLANES)
-    each = tl.arange(0, YLANES * XLANES)
-    c = column_of(each, V, XLANES)
-    k = row_of(each, V, XLANES)
-    start = to + (y0 + c) * rows_
-    slide = start % PIECE
-    x = tl.minimum(k, XBLOCK - 1) - slide
-    lane = tl.minimum(c, YBLOCK - 1)
-    if LEAN:
-        lane += (x * (columns % V) + (begin + x0 * columns + y0) % V) & (V - 1)
-    found = looked_up(tile, x + PIECE - 1, lane, V, YLANES)
-    first = x0 + k // V * V
-    inside = (c < YBLOCK) & (y0 + c < columns) & (k < XBLOCK)
-    inside = inside & (first >= slide) & (first + V <= slide + rows_)
-    place = tl.max_contiguous(tl.multiple_of(start - slide + x0 + k, V), V)
-    tl.store(written + place, found, tl.max_constancy(inside, V))
-    if x0 == 0:
-        _ends(read, written, begin, to, y0, rows_, columns, V, YLANES, YBLOCK)
+def looked_up(tile, spot):
+    flat = tl.reshape(spot, [spot.numel]).to(tl.int32)
+    return tl.reshape(tl.gather(tl.reshape(tile, [tile.numel]), flat, 0), spot.shape)
 
 
 @jit
-def _ends(read, written, begin, to, y0, rows: tl.constexpr, columns: tl.constexpr, V: tl.constexpr,
-          LANES: tl.constexpr, YBLOCK: tl.constexpr):  # fmt: skip
-    """What is not in whole vectors of a tile's columns, at both ends of them."""
-    c = tl.arange(0, LANES)[:, None]
-    start = to + (y0 + c) * rows
-    x, inside = edges(start % V, rows, V)
-    inside = inside & (c < YBLOCK) & (y0 + c < columns)
-    found = tl.load(read + (begin + x * columns + y0 + c), inside, other=0)
-    tl.store(written + (start + x), found, inside)
+def put(written, place, found, inside):
+    """Sixteen bytes each."""
+    V: tl.constexpr = found.shape[1]
+    lane = tl.arange(0, V)[None, :]
+    each = tl.multiple_of(place[:, None] + lane, [1, V])
+    inside = tl.max_constancy(inside[:, None] & (lane >= 0), [1, V])
+    tl.store(written + tl.max_contiguous(each, [1, V]), found, inside)
 
 
 @jit

@@ -4,9 +4,9 @@ the runtime says how they are moved sixteen bytes at once."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from tilewright.codegen.triton.blocks import Config
+from tilewright.codegen.triton.blocks import Config, power
 from tilewright.codegen.triton.kernel import Kernel
 from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.shape import Axis, Shape
@@ -19,22 +19,32 @@ from tilewright.target import Target
 SHORTEST = 256  # elements of a row for which its ends do not matter
 FEWEST = 1 << 24  # bytes of a tensor that keep a card busy: smaller ones are in cache anyway
 MOST_PADDED = 1.2  # of tiles by what is in them, of many matrices
-PIECE = 8  # elements of a column that are written by one program: sixteen bytes at least
+KEPT = 1 << 15  # bytes of a tile: more of them leave too few programs to a processor
+KEPT_WHOLE = 1 << 16  # the same of one that is read as one piece, of whole columns too
+NARROWEST = 64  # elements of rows that are
+SECTOR = 32  # bytes that are fetched at least
 
 
 def turned(program: Program, group: Group, shape: Shape, target: Target, name: str, wide: bool
            ) -> TritonKernel | None:  # fmt: skip
-    """The kernel of such a group, None for others (H200: 8191x8191 bfloat16 76 us, 87 us as a tile
-    of rows and columns; 30175x1089 41 us, 46 us; 8191x8191 float32 140 us, 157 us; 24879x987 55 us,
-    60 us; 14x1024x95x95 bfloat16 turned around, which is written even, 149 us, 162 us; 43963x2048,
-    which is read even, 97 us, 126 us; 16385x4096 71 us, 84 us; 40x1001x803 41 us, 44 us; but
-    300x363x1024, of whose tiles a quarter is empty, 144 us, 122 us; 2101x2003 7.9 us, 7.6 us)."""
+    """The kernel of such a group, None for others (H200: 32 matrices of 4929x893 bfloat16 between
+    each other 159 us, 258 us as tiles of rows and columns, of floats 317 us, 385 us; 8191x8191
+    bfloat16 75 us, 87 us; 18545x5392 106 us; 5143x8192 45 us; 506268x151 84 us, 96 us; 300001x192
+    64 us, 78 us; 8x1751x40x80 to 8x40x80x1751 47 us; 40x1001x803 36 us, 44 us)."""
     for form in (shape, *matrices(shape)):
-        places = _places(program, group, form)
-        made = None if places is None else _tiles(program, form, *places)
-        if made is not None:
-            form, configs = made
-            return _Turned(program, group, form, target, wide, configs).generate(name)
+        places = moves(program, group, form)
+        tile = None if places is None else _tile(program, form, *places)
+        if places is None or tile is None:
+            continue
+        *z, y, x = form.parallel
+        if tile.over:
+            x = replace(x, lean=places[1], piece=tile.over)
+        blocks = *((a.block, 1) for a in z), (y.block, tile.columns), (x.block, tile.rows)
+        warps = max(4, min(16, tile.kept // tile.vector // 128))
+        configs = Config(blocks, warps, registers=32), Config(blocks, warps)
+        form = replace(form, parallel=(*z, y, x))
+        made = _Turned(program, group, form, target, wide, configs)
+        return made.of(tile, *places).generate(name)
     return None
 
 
@@ -45,46 +55,6 @@ def matrices(shape: Shape) -> list[Shape]:
     y, x = shape.parallel
     z, y = Axis("z", y.loops[:-1], 0), Axis("y", y.loops[-1:], 0)
     return [replace(shape, parallel=(z, y, x))]
-
-
-def _tiles(program: Program, shape: Shape, start: Expr, to: Expr
-           ) -> tuple[Shape, tuple[Config, ...]] | None:  # fmt: skip
-    """The shape with the sizes of its tiles, where they are worth it."""
-    *z, y, x = shape.parallel
-    size = program.buffers[shape.members[0].stores[0].buffer].dtype.itemsize
-    vector = 16 // size
-    odd = is_odd(start, vector)
-    tiles = ((128, 128, 16), (128, 128, 8)) if size == 2 else ((64, 128, 16), (64, 64, 8))
-    if is_odd(to, vector) or (x.size or 0) % vector:
-        plain = ix.coefficient(start, x.var) is y.extent and ix.coefficient(to, y.var) is x.extent
-        if not plain or not (odd or size == 2):
-            return None
-        x = replace(x, lean=to, piece=PIECE)
-    elif not odd or size != 2:
-        return None
-    else:
-        tiles = tiles[::-1]
-    lean = vector if odd else 0
-    by, bx, _ = tiles[0]
-    if z and _padded(y.size or 0, by - lean) * _padded(x.size or 0, bx - x.piece) > MOST_PADDED:
-        return None
-    blocks = [(*((a.block, 1) for a in z), (y.block, by - lean), (x.block, bx - x.piece))
-              for by, bx, _ in tiles]  # fmt: skip
-    configs = tuple(Config(b, warps) for b, (_, _, warps) in zip(blocks, tiles, strict=True))
-    return replace(shape, parallel=(*z, y, x)), configs
-
-
-def _padded(size: int, block: int) -> float:
-    return -(-size // block) * block / size
-
-
-def _places(program: Program, group: Group, shape: Shape) -> tuple[Expr, Expr] | None:
-    """Where rows begin that are read along y, and those that are written along x, of matrices that
-    are worth it."""
-    found = moves(program, group, shape)
-    if found is None or min(a.size or 0 for a in shape.parallel[-2:]) < SHORTEST:
-        return None
-    return found
 
 
 def moves(program: Program, group: Group, shape: Shape) -> tuple[Expr, Expr] | None:
@@ -113,6 +83,105 @@ def is_odd(place: Expr, vector: int) -> bool:
     return ix.mod(place, vector) is not ix.ZERO
 
 
+# ---- tiles
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some columns of some rows that a program reads, to write so much of each of these columns."""
+
+    vector: int  # elements of sixteen bytes
+    rows: int  # elements that are written of a column
+    over: int  # rows that are read before these, where columns begin anywhere
+    columns: int
+    pitch: int  # how far rows are apart in shared memory
+    whole: bool = False  # they are one piece of memory
+
+    @property
+    def gap(self) -> int:
+        """Elements between each `vector` rows there: so these are in other banks of it."""
+        return 0 if self.pitch % 2 else self.vector
+
+    @property
+    def kept(self) -> int:
+        """Elements there."""
+        rows = self.rows + self.over
+        return power(rows * self.pitch + rows // self.vector * self.gap + self.vector)
+
+    @property
+    def apart(self) -> int:
+        """How far columns are apart in memory that a warp writes at once: in other banks."""
+        return self.vector // 4
+
+    @property
+    def pieces(self) -> int:
+        """Sixteen bytes that are written, a warp eight of each of four columns at once."""
+        columns = -(-self.columns // (4 * self.apart)) * 4 * self.apart
+        return power(columns * self.rows // self.vector)
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.vector}, {self.pitch}, {self.gap}"
+
+    def moved(self, width: int, height: int) -> int:
+        """Bytes that pass the cache for a matrix, as if all tiles were full, with the sectors at
+        the ends of each piece of memory: two of what is read, or tiles would be too narrow."""
+        size = 16 // self.vector
+        tiles = -(-width // self.columns) * -(-(height + max(0, self.over - 1)) // self.rows)
+        read = (self.rows + self.over) * (self.columns * size + (0 if self.whole else 2 * SECTOR))
+        return tiles * (read + self.columns * (self.rows * size + SECTOR))
+
+
+def _tile(program: Program, shape: Shape, start: Expr, to: Expr) -> Tile | None:
+    """The one that moves the fewest bytes, where it is worth it."""
+    y, x = shape.parallel[-2:]
+    size = program.buffers[shape.members[0].stores[0].buffer].dtype.itemsize
+    vector, width, height = 16 // size, y.size or 0, x.size or 0
+    odd, slides = is_odd(start, vector), is_odd(to, vector) or height % vector != 0
+    if not (odd or slides) or height < SHORTEST or width < NARROWEST:
+        return None
+    step, over = _step(start, x), SECTOR // size if slides else 0
+    for most in (KEPT, KEPT_WHOLE):
+        tiles = [_tile_of(Tile(vector, rows, over, width, width), step, odd, most // size)
+                 for rows in range(8 * vector, 64 * vector, 8 * vector)]  # fmt: skip
+        tile = min((t for t in tiles if t), key=lambda t: t.moved(width, height), default=None)
+        narrow = tile is not None and tile.whole and size == 2 and (over or most == KEPT_WHOLE)
+        if tile is not None and (width >= SHORTEST or narrow):
+            padded = _padded(width, tile.columns) * _padded(height, tile.rows)
+            return tile if len(shape.parallel) == 2 or padded <= MOST_PADDED else None
+    return None
+
+
+def _padded(size: int, block: int) -> float:
+    return -(-size // block) * block / size
+
+
+def _step(start: Expr, x: Axis) -> int:
+    """How far apart rows begin, 0 if that differs."""
+    return ix.value_of(ix.coefficient(start, x.var) or ix.ZERO) or 0
+
+
+def _tile_of(tile: Tile, step: int, odd: bool, most: int) -> Tile | None:
+    """The widest of so many rows of a matrix that begin `step` apart."""
+    vector, width = tile.vector, tile.columns
+    if step == width and max(tile.kept, tile.pieces * vector) <= most:
+        return replace(tile, whole=True)
+    ends = vector - 1 if odd else 0
+    pitch = (most - vector) // (tile.rows + tile.over)
+    pitch -= (pitch - step) % vector if odd else pitch % vector
+    if replace(tile, pitch=pitch).kept > most:
+        pitch -= vector
+    if pitch - ends < vector:
+        return None
+    columns = -(-width // -(-width // (pitch - ends)))
+    columns += 0 if odd else -columns % vector
+    pitch = columns + ends
+    return replace(tile, columns=columns, pitch=pitch + (step - pitch) % vector if odd else pitch)
+
+
+# ---- the kernel
+
+
 class Moving(Kernel):
     def index_at(self, v: Expr, name: str, index: Expr) -> str:
         """An index where a loop is at these points."""
@@ -122,11 +191,18 @@ class Moving(Kernel):
 
 
 class _Turned(Moving):
+    tile: Tile
+    start: Expr
+    to: Expr
+
+    def of(self, tile: Tile, start: Expr, to: Expr) -> _Turned:
+        self.tile, self.start, self.to = tile, start, to
+        return self
+
     def body(self) -> None:
-        w, (*z, y, x) = self.w, self.shape.parallel
+        w, tile, (*z, y, x) = self.w, self.tile, self.shape.parallel
         (store,) = self.shape.members[0].stores
-        read, vector = store.value, 16 // store.value.dtype.itemsize
-        from_, to = self.pointer(read.arg), self.pointer(store.buffer)
+        from_, to = self.pointer(store.value.arg), self.pointer(store.buffer)
         w.begin(self.first, self.early)
         w.line(f"xblocks = ({x.size} + {x.slack} + {x.block} - 1) // {x.block}")
         for axis in z:
@@ -134,30 +210,65 @@ class _Turned(Moving):
             w.line(f"{axis.name} = pid // blocks")
             w.line("pid = pid % blocks")
             w.know(axis.var, axis.name)
-        if x.piece:
-            begin = self.index_at(x.var, "0", ix.sub(read.src[0], y.var))
-            at = self.index_at(y.var, "0", ix.sub(store.index, x.var))
-            lean = vector if is_odd(ix.sub(read.src[0], y.var), vector) else 0
-            w.line(f"tri_moves.turned({from_}, {to}, {begin}, {at}, pid, {x.size}, {y.size}, "
-                   f"{vector}, {lean}, {x.piece}, {y.block}, {x.block})")  # fmt: skip
-            return
         w.line(f"x0 = pid % xblocks * {x.block}")
         w.line(f"y0 = pid // xblocks * {y.block}")
-        w.line(f"lanes: tl.constexpr = {y.block} + {vector}")
-        w.line(f"xrow = x0 + tl.arange(0, {x.block})[:, None]")
-        start = self.index_at(x.var, "xrow", ix.sub(read.src[0], y.var))
-        w.line(f"stop = tl.where(xrow < {x.size}, {start} + {y.size}, 0)")
-        w.line(f"tile = tri_moves.rows({from_}, {start} + y0, stop, {vector}, lanes)")
-        w.line(f"each = tl.arange(0, lanes * {x.block})")
-        w.line(f"c = tri_moves.column_of(each, {vector}, {x.block})")
-        w.line(f"k = tri_moves.row_of(each, {vector}, {x.block})")
-        w.line("xeach = x0 + k")
-        start = self.index_at(x.var, "xeach", ix.sub(read.src[0], y.var))
-        w.line(f"lane = ({start} + y0) % {vector} + tl.minimum(c, {y.block} - 1)")
-        w.line(f"found = tri_moves.looked_up(tile, k, lane, {vector}, lanes)")
+        self._read(x, y, from_)
+        self._write(x, y, to)
+        if tile.over:
+            with w.block("if x0 == 0"):
+                self._edges(x, y, from_, to)
+
+    def _read(self, x: Axis, y: Axis, from_: str) -> None:
+        w, tile, even = self.w, self.tile, _step(self.start, x)
+        rows, end = tile.rows + tile.over, (x.size or 0) + tile.over
+        behind = f"{self.index_at(x.var, 'x0', self.start)} + y0" if even else "0"
+        w.line(f"behind = ({behind}) & {tile.vector - 1}")
+        w.line(f"row = tri_moves.row_of(behind, {tile.sizes}, {tile.kept})")
+        w.line("at = x0 + row")
+        begin = self.index_at(x.var, self._row_at("at"), self.start)
+        if tile.whole:  # the last vector of the last row belongs to the next one
+            w.line(f"stop = {begin} + tl.where((row < {rows}) & (at < {end}), {y.size}, 0)")
+            w.line(f"inside = (row <= {rows}) & (at >= {tile.over}) & (at <= {end})")
+        else:
+            w.line(f"stop = {begin} + tl.minimum(y0 + {y.block}, {y.size})")
+            w.line(f"inside = (row < {rows}) & (at >= {tile.over}) & (at < {end})")
+        w.line(f"head = tri_moves.head(row, {tile.sizes}) + behind")
+        w.line(f"tile = tri_moves.rows({from_}, {begin} + y0, stop, inside, head, {tile.vector})")
+
+    def _row_at(self, at: str) -> str:
+        """The row at a place of the tile. It is none below zero, not even where nothing is read:
+        LLVM may believe that and leave out the comparison (Triton 3.6)."""
+        over = self.tile.over
+        return self.w.let(f"tl.maximum({at}, {over}) - {over}") if over else at
+
+    def _write(self, x: Axis, y: Axis, to: str) -> None:
+        w, tile = self.w, self.tile
+        w.line(f"v, c = tri_moves.pieces_of({tile.rows // tile.vector}, {tile.apart}, "
+               f"{tile.pieces})")  # fmt: skip
+        w.line(f"inside = (c < {y.block}) & (y0 + c < {y.size})")
+        w.line(f"c = tl.minimum(c, {y.block} - 1)")
         w.line("yeach = y0 + c")
-        first = self.index_at(y.var, "yeach", ix.sub(store.index, x.var))
-        w.line(f"place = tl.max_contiguous(tl.multiple_of({first} + xeach, {vector}), {vector})")
-        w.line(f"inside = (c < {y.block}) & (yeach < {y.size})")
-        w.line(f"inside = inside & (xeach // {vector} * {vector} < {x.size})")
-        w.line(f"tl.store({to} + place, found, tl.max_constancy(inside, {vector}))")
+        first = self.index_at(y.var, "yeach", self.to)
+        w.line(f"slide = {first} & {tile.over - 1}" if tile.over else "slide = 0")
+        w.line(f"k = v * {tile.vector}")
+        w.line(f"each = (k + {tile.over} - slide)[:, None] + tl.arange(0, {tile.vector})[None, :]")
+        w.line(f"spot = tri_moves.head(each, {tile.sizes}) + c[:, None] + behind")
+        if not _step(self.start, x):
+            begin = self.index_at(x.var, self._row_at("(x0 + each)"), self.start)
+            w.line(f"spot += ({begin} + y0) & {tile.vector - 1}")
+        w.line("at = x0 + k")
+        w.line(f"inside = inside & (at >= slide) & (at + {tile.vector} <= {x.size} + slide)")
+        w.line("found = tri_moves.looked_up(tile, spot)")
+        w.line(f"tri_moves.put({to}, {first} - slide + at, found, inside)")
+
+    def _edges(self, x: Axis, y: Axis, from_: str, to: str) -> None:
+        """What is not in whole vectors of columns, at both ends of them."""
+        w, tile = self.w, self.tile
+        w.line(f"yend = y0 + tl.arange(0, {power(tile.columns)})[:, None]")
+        first = self.index_at(y.var, "yend", self.to)
+        behind = f"{first} & {tile.vector - 1}"
+        w.line(f"xend, left = tri_moves.edges({behind}, {x.size}, {tile.vector})")
+        w.line(f"left = left & (yend < tl.minimum(y0 + {y.block}, {y.size}))")
+        begin = self.index_at(x.var, "xend", self.start)
+        w.line(f"ends = tl.load({from_} + ({begin} + yend), left, other=0)")
+        w.line(f"tl.store({to} + ({first} + xend), ends, left)")
