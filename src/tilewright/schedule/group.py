@@ -27,6 +27,7 @@ from tilewright.schedule.limits import combo_kind, unsuited
 from tilewright.schedule.mixed import fit_in_order, shared, starved, wasteful
 from tilewright.schedule.order import Gap, Order
 from tilewright.schedule.segments import segments_of
+from tilewright.schedule.sizes import hint_product
 from tilewright.target import Target
 
 NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either side
@@ -193,7 +194,7 @@ class Search:
         if isinstance(fit, Fit):
             reason = self._share_too_little(a, b, fit) or unsuited(fit, self._target(a))
             if len(fit.outer) < max(len(left.outer), len(right.outer)):
-                reason = reason or self._gives_up_rows(a, b)
+                reason = reason or self._gives_up_rows(a, b, fit)
             fit = Misfit(reason) if reason else fit
         if isinstance(fit, Fit) and _keeps_loops(fit, left, right):
             return fit
@@ -226,12 +227,14 @@ class Search:
         least = min(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
         return "they have too little in common" if saved * LEAST_SHARE < least else ""
 
-    def _gives_up_rows(self, a: int, b: int) -> str:
+    def _gives_up_rows(self, a: int, b: int, fit: Fit) -> str:
         """A large kernel of a card is not to have fewer programs for a small value that another
         makes of it, as the gradient of a scale for each channel is."""
         saved = self.prices.saving(self.touch[a], self.touch[b])
         most = max(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
         if not self._target(a).is_gpu or most < MOST_SHARED or saved * LEAST_SHARE >= most:
+            return ""
+        if hint_product(v.src[0] for v in fit.outer) >= 8 * self._target(a).sms:
             return ""
         return "fewer programs would run for a small value in common"
 

@@ -182,7 +182,7 @@ def inlined(reader: Node, maker: Nest, buffer: Buffer) -> Nest | None:
     if work(reader) > MOST_REPEATS * max(hint_product(buffer.size), 1):
         return None
     taps = {n.src[0] for n in loads(*reader.exprs) if n.arg == buffer.name}
-    if len(taps) > MOST_REPEATS and len({n.src[0] for n in loads(*maker.exprs)}) > 1:
+    if len(taps) > MOST_REPEATS and any(len(places) > 1 for places in maker.loaded.values()):
         return None  # windows of windows
     value = build.cast(store.value, buffer.dtype)
 
