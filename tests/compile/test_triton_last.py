@@ -67,6 +67,6 @@ def test_the_last_program_of_the_last_row_goes_on() -> None:
 
 
 def test_many_short_programs_do_not_ask_who_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last, "MANY", 0)
+    monkeypatch.setattr(last, "LONGEST", 0)
     kernels = for_card(lambda x: x.sum(-1).exp().mean(), normal(1000, 700))
     assert len(kernels) == 2 and not any("def last" in k.text for k in kernels)

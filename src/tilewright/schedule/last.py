@@ -17,8 +17,8 @@ from tilewright.schedule.sizes import hint_product
 from tilewright.target import Target
 
 MOST = 2048  # numbers that are folded: few enough for the registers that the kernel has anyway
-MANY = 8  # programs for each processor: each waits to be told whether it is the last, which many
-# short ones would do for longer than a kernel takes
+LONGEST = 8  # programs for each processor that have one result each: each of them waits to be told
+# whether it is the last, which many short ones would do for longer than a kernel takes
 
 
 def with_last(program: Program, groups: Sequence[Group]) -> list[Group]:
@@ -45,4 +45,4 @@ def _is_last(program: Program, first: Group, group: Group) -> bool:
     if any(n is None or n > MOST for n in sizes) or not any(m.reduce for m in group.members):
         return False
     target = Target.of(next(iter(devices)))
-    return hint_product(v.src[0] for v in first.outer) <= MANY * target.sms
+    return hint_product(v.src[0] for v in first.outer) <= LONGEST * target.sms

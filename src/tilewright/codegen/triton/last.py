@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tilewright.codegen.triton.blocks import Config
-from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.facts import imports
 from tilewright.codegen.triton.kernel import Kernel
 from tilewright.codegen.triton.made import Param, TritonKernel
@@ -26,9 +25,7 @@ def followed(program: Program, first: TritonKernel, then: Group, target: Target,
     shape = shape_of(program, then)
     if isinstance(shape, str):
         raise CodegenError(f"no Triton kernel for this group: {shape}")
-    warps = max(c.num_warps for c in first.configs)  # what its barriers depend on
-    among = tuple(replace(c, num_warps=warps) for c in configs(program, shape, target)[:1])
-    last = Kernel(program, then, shape, target, wide, among)
+    last = Kernel(program, then, shape, target, wide)
     last.early, last.first = False, "pid"
     last.body()
     params, given = _joined(first, last.params())
