@@ -42,7 +42,6 @@ class GroupLike(Protocol):
     serial: tuple[Expr, ...]
     call: Opaque | None
     local: frozenset[str]
-    last: bool
 
     @property
     def nodes(self) -> tuple[Node, ...]: ...
@@ -210,8 +209,7 @@ class _Machine:
     def fused(self, group: GroupLike) -> None:
         """All members at one point of the outer loops, then at another: any order must do. The
         serial loops run in order inside; what folds over them is stored after the last round."""
-        # they share a launch, not an order
-        for part in group.parts if group.last else reversed(group.parts):
+        for part in reversed(group.parts):  # they share a launch, not an order
             self.fused(part)
         scanned = {n.arg.axis for m in group.members for n in walk(*m.exprs) if n.op == "scan"}
         outer = [v for v in group.outer if v.arg not in scanned]  # a scan runs along its loop

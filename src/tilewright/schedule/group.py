@@ -46,8 +46,7 @@ class Group:
     """Nests that become one kernel, or one opaque call.
 
     `outer` are the loops all members share; `local` the buffers that never leave the kernel.
-    `parts`, instead of members, are groups that need nothing of each other and share a launch; if
-    `last`, the second of two needs what the first makes, and is for the last of its programs.
+    `parts`, instead of members, are groups that need nothing of each other and share a launch.
     `serial` are loops all members share too, run one after the other inside `outer`: a member
     that folds over a serial loop stores after its last iteration. `shared` is the number of
     programs that walk each row together, on a card, and wait for each other's folds; if
@@ -60,7 +59,6 @@ class Group:
     serial: tuple[Expr, ...] = ()
     call: Opaque | None = None
     parts: tuple[Group, ...] = ()
-    last: bool = False
     shared: int = 0
     in_turn: bool = False
     back: bool = False

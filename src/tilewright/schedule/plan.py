@@ -13,7 +13,6 @@ from tilewright.schedule.delay import delayed
 from tilewright.schedule.differences import summed_apart
 from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
-from tilewright.schedule.last import with_last
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, peak, plan
 from tilewright.schedule.pool import pooled
@@ -69,7 +68,7 @@ def planned(grouping: Grouping, after: bool = False) -> Schedule:
     """Memory for groups that are final, in the order that needs least of it, and the bytes they
     move. `after` says that arguments are likely in cache, as after a forward pass."""
     program = grouping.program
-    ready = with_last(program, delayed(program, grouping.groups))
+    ready = delayed(program, grouping.groups)
     plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
     alternate(program, groups, after)

@@ -12,7 +12,6 @@ from tilewright.codegen.triton.fetch import fetching
 from tilewright.codegen.triton.held import holding
 from tilewright.codegen.triton.kernel import Kernel
 from tilewright.codegen.triton.laid import laid
-from tilewright.codegen.triton.last import followed
 from tilewright.codegen.triton.leaning import is_better_walked, leaning
 from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.matrices import matrices
@@ -45,9 +44,6 @@ def limits(program: Program, group: Group, target: Target) -> str:
 def generate(program: Program, group: Group, target: Target, name: str = "",
              wide: bool = False) -> TritonKernel:  # fmt: skip
     """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
-    if group.last:
-        first, then = group.parts
-        return followed(program, generate(program, first, target, name, wide), then, target, wide)
     parts: list[tuple[Group, Shape]] = []
     for whole in group.kernels:
         part, shape = whole, shape_of(program, whole)
