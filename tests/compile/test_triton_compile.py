@@ -185,7 +185,7 @@ def test_few_warps_have_longer_rows_that_leave_some_of_a_block_empty() -> None:
 def test_fewer_warps_walk_rows_again_where_much_is_computed() -> None:
     def differ(x: Tensor, y: Tensor) -> Tensor:
         log, other = (torch.log_softmax(t.float(), -1) for t in (x, y))
-        return (other.exp() * (other - log)).sum(-1)
+        return (other.exp() * (other - log).abs()).sum(-1)
 
     kernel, *_ = kernels_of(differ, _empty(4096, 32000), _empty(4096, 32000))
     one, *_ = kernels_of(lambda x: torch.log_softmax(x, -1), _empty(4096, 64000))

@@ -159,9 +159,9 @@ FOLDS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", FOLDS)
 def test_folds_of_all_begin_where_memory_is_read_best(name: str) -> None:
-    x = _random(511, 537, dtype=F32)
+    x = _random(1511, 1537, dtype=F32)  # too much for programs to hold
     expected = FOLDS[name](x)
     with as_cuda():
         actual, code = run_and_get_code(torch.compile(FOLDS[name], backend="tilewright"), x)
     torch.testing.assert_close(actual, expected)
-    assert "rfull" in code[0] and "537" not in code[0]
+    assert "rfull" in code[0] and "1537" not in code[0]

@@ -462,7 +462,7 @@ def test_what_pieces_of_a_row_have_in_common_is_loaded_once_for_each(side: int) 
     found, (text,) = _code(lambda x, w: F.group_norm(x, 1, w), x, w)
     torch.testing.assert_close(found, F.group_norm(x, 1, w), rtol=1e-4, atol=1e-5)
     assert ("tri.each(" in text) == (side == 32)
-    x = torch.empty(600, 32, side, side)  # enough rows for short blocks
+    x, w = torch.empty(600, 64, side, side), torch.empty(64)  # enough rows for short blocks
     (kernel,) = kernels_of(lambda x, w: F.group_norm(x, 1, w), x, w)
     assert ("(rfirst + rend - roffset)) // (1024)" in kernel.text) == (side == 32)
 
