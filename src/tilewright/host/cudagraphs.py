@@ -16,7 +16,6 @@ import contextlib
 import functools
 import logging
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,10 +198,12 @@ class Replayed:
         self._boxed_call = True
 
     def __call__(self, args: list[Any]) -> Any:
-        with _turns:
-            results = None if self.quick is None else self.quick(args)
-            if results is None:
-                results = self._take_turn(args)
+        if self.quick is not None:
+            results = self.quick(args)
+            if results is not None:
+                return results
+        with launch.turns():
+            results = self._take_turn(args)
         return self._plainly(args) if results is None else results
 
     def _plainly(self, args: list[Any]) -> Any:
@@ -502,7 +503,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:
         generator.graphsafe_set_state(generator.clone_state())  # a copy is not capturing
 
 
-_turns = threading.RLock()  # one thread at a time records, or replays and takes the results
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 _scratches: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = (
     weakref.WeakValueDictionary())  # fmt: skip

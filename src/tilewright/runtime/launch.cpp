@@ -8,12 +8,14 @@
 // `Entry(program, switch)` is called with arguments, and gives them to the program as a list; around
 // it `switch` is called, with None and with what it said then.
 // `Replay(...)` starts a recorded CUDA graph, if nothing has changed since it was recorded.
+// `begin_turn()` and `end_turn()` are around what no other thread's replay may come between.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -383,6 +385,30 @@ using Capturing = Result (*)(void*, int*);
 using Copy = Result (*)(uint64_t, uint64_t, size_t, void*);
 using StartGraph = Result (*)(void*, void*);
 
+// One thread at a time records, or replays and takes the results. Who waits lets Python go on.
+std::recursive_mutex turns;
+
+struct Turn {
+    Turn() { begin(); }
+    ~Turn() { turns.unlock(); }
+    static void begin() {
+        if (turns.try_lock()) return;
+        Py_BEGIN_ALLOW_THREADS
+        turns.lock();
+        Py_END_ALLOW_THREADS
+    }
+};
+
+PyObject* begin_turn(PyObject*, PyObject*) {
+    Turn::begin();
+    Py_RETURN_NONE;
+}
+
+PyObject* end_turn(PyObject*, PyObject*) {
+    turns.unlock();
+    Py_RETURN_NONE;
+}
+
 struct Move {  // between an argument and memory of the recording
     Py_ssize_t argument;
     uint64_t memory, bytes;
@@ -475,6 +501,7 @@ PyObject* replay(PyObject* self, PyObject* const* given, size_t flags, PyObject*
     if (PyVectorcall_NARGS(flags) != 1 || names || !PyList_CheckExact(given[0]))
         return PyErr_Format(PyExc_TypeError, "a recording takes a list");
     PyObject* args = given[0];
+    const Turn turn;
     const int can = applies(r, args);
     if (can < 0) return nullptr;
     if (!can) Py_RETURN_NONE;
@@ -638,6 +665,8 @@ PyMethodDef functions[] = {{"tensor", tensor, METH_O, nullptr},
                            {"copy", reinterpret_cast<PyCFunction>(copy), METH_FASTCALL, nullptr},
                            {"start_graph", reinterpret_cast<PyCFunction>(start_graph),
                             METH_FASTCALL, nullptr},
+                           {"begin_turn", begin_turn, METH_NOARGS, nullptr},
+                           {"end_turn", end_turn, METH_NOARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "tw_launch", nullptr, -1, functions,
                       nullptr, nullptr, nullptr, nullptr};

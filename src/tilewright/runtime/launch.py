@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +156,25 @@ def replayer() -> Callable[..., Callable[[list[Any]], Any]] | None:
         return None
     names = ("cuGraphLaunch", "cuStreamIsCapturing", "cuMemcpyDtoDAsync_v2")
     return functools.partial(extension.Replay, tuple(driver().address(n) for n in names))
+
+
+@functools.cache
+def turns() -> AbstractContextManager[Any]:
+    """What one thread at a time is in, to record or to replay. `Replay` is in it by itself."""
+    extension = _extension()
+    return threading.RLock() if extension is None else _Turns(extension)
+
+
+class _Turns:
+    def __init__(self, extension: Any) -> None:
+        self._begin = extension.begin_turn
+        self._end = extension.end_turn
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
 
 # ---- the extension module
