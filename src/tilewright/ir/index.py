@@ -81,11 +81,11 @@ def _join_divmod(p: Poly) -> Poly:
         for atom in monomial:
             if atom.op != "imod" or monomial not in p:
                 continue
-            x, c = atom.src
+            x = atom.src[0]
             rest = list(monomial)
             rest.remove(atom)
-            quotient = floordiv(x, c)
-            target = poly(mul(quotient, c, *rest))
+            whole: Expr = atom.memo("whole", _whole)
+            target = poly(mul(whole, *rest) if rest else whole)
             k = p[monomial]
             if not target or any(p.get(m, 0) != k * v for m, v in target.items()):
                 continue
@@ -96,6 +96,12 @@ def _join_divmod(p: Poly) -> Poly:
                 p[m] = p.get(m, 0) + k * v
             return _join_divmod({m: v for m, v in p.items() if v})
     return p
+
+
+def _whole(remainder: Expr) -> Expr:
+    """What a remainder is left of: `c*(x//c)` of `x%c`."""
+    x, c = remainder.src
+    return mul(floordiv(x, c), c)
 
 
 def add(*terms: IndexLike) -> Expr:
