@@ -166,7 +166,8 @@ REBUILD: dict[str, Callable[[Expr, tuple[Expr, ...]], Expr]] = {}
 
 def substitute(root: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
     """Replace every occurrence of the keys at once; what replaces them is not looked into."""
-    if not mapping or not (free_vars(root) & mapping.keys() or any_inside(root, mapping)):
+    others = any_inside(root, mapping)
+    if not others and free_vars(root).isdisjoint(mapping):
         return root
     done: dict[Expr, Expr] = dict(mapping)
     stack = [root]
@@ -175,12 +176,14 @@ def substitute(root: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
         if node in done:
             stack.pop()
             continue
-        waiting = [s for s in node.src if s not in done] if node.op != "var" else []
+        if node.op == "var" or (not others and free_vars(node).isdisjoint(mapping)):
+            done[stack.pop()] = node
+            continue
+        waiting = [s for s in node.src if s not in done]
         if waiting:
             stack.extend(waiting)
             continue
-        stack.pop()
-        done[node] = node if node.op == "var" else rebuild(node, tuple(done[s] for s in node.src))
+        done[stack.pop()] = rebuild(node, tuple(done[s] for s in node.src))
     return done[root]
 
 
