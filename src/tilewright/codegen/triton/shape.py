@@ -7,7 +7,8 @@ axis for them, either whole in one block (persistent) or block by block (looped)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, takewhile
@@ -59,8 +60,12 @@ class Axis:
         """The one loop that stands for all of them."""
         return self.loops[0] if len(self.loops) == 1 else var(f"{self.name}flat", self.extent)
 
-    def places(self) -> dict[Expr, Expr]:
+    def places(self) -> Mapping[Expr, Expr]:
         """Each loop's variable in terms of `var`."""
+        return self._places
+
+    @cached_property
+    def _places(self) -> dict[Expr, Expr]:
         found: dict[Expr, Expr] = {}
         below: Expr = ix.ONE
         for k, v in reversed(list(enumerate(self.loops))):
@@ -129,8 +134,8 @@ class Shape:
         segments: list[tuple[Segment, Axis | None]] = []
         for segment, own in self.segments:
             axes = [*self.parallel, *([] if own is None else [own])]
-            mapping = {v: e for a in axes for v, e in a.places().items() if v is not e}
-            members = [substitute_nest(m, mapping, m.loops, m.reduce) for m in segment.members]
+            places = tuple(p for a in axes for p in a.places().items() if p[0] is not p[1])
+            members = [_over_axes(m, places) for m in segment.members]
             segments.append((replace(segment, members=members), own))
         return replace(self, segments=segments,
                        members=[m for s, _ in segments for m in s.members])  # fmt: skip
@@ -176,6 +181,11 @@ class Shape:
         if not self.inner:
             return "poi"
         return "per" if self.persistent else "red"
+
+
+@functools.lru_cache(1 << 10)  # each way to write a kernel asks for it before it is chosen
+def _over_axes(nest: Nest, places: tuple[tuple[Expr, Expr], ...]) -> Nest:
+    return substitute_nest(nest, dict(places), nest.loops, nest.reduce)
 
 
 def shape_of(program: Program, group: Group) -> Shape | str:
