@@ -14,6 +14,7 @@ import torch.fx
 from tilewright import config, dump, metrics
 from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import generate as triton
+from tilewright.codegen.triton.alike import Kernels, told_once
 from tilewright.codegen.triton.epilogue import with_epilogues
 from tilewright.errors import stage
 from tilewright.gemm import provider
@@ -99,8 +100,8 @@ def build(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> Artifact
 def write(plan: Schedule) -> Artifact:
     """The stages that write what was decided."""
     with stage("generate"):
-        groups = [step.group for step in plan.steps]
-        made = [_begun(_generate(plan.program, group, k)) for k, group in enumerate(groups)]
+        groups, alike = [step.group for step in plan.steps], Kernels()
+        made = [_begun(_generate(plan.program, group, k, alike)) for k, group in enumerate(groups)]
         made = user_kernels.named(made)
     sources = {call.name: source for call, source in filter(None, made)}
     found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
@@ -143,7 +144,7 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
     dump.stage("lowered", program)
 
     with stage("schedule"):
-        groups: Grouping = arranged(program, _cannot)
+        groups: Grouping = arranged(program, told_once(_cannot))
 
     with stage("choose"):
         chosen = choose(groups.program, groups.groups, _loop_kernel)
@@ -162,7 +163,8 @@ def _begun(made: tuple[KernelCall, Source] | None) -> tuple[KernelCall, Source] 
     return made
 
 
-def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Source] | None:
+def _generate(program: Program, group: Group, k: int, alike: Kernels
+              ) -> tuple[KernelCall, Source] | None:  # fmt: skip
     """The kernel of a group, for the device its buffers are on; None for a call of others' code."""
     if group.call is not None:
         match group.call.target:
@@ -179,8 +181,8 @@ def _generate(program: Program, group: Group, k: int) -> tuple[KernelCall, Sourc
         return kernels.cpp(program, cpp.generate(program, group), f"cpp_fused_{ops}_{k}")
     target = Target.of(device)
     try:
-        kernel = triton.generate(program, group, target, ops)
-        wide = triton.generate(program, group, target, ops, wide=True) if kernel.assume else None
+        kernel = alike.generate(program, group, target, ops)
+        wide = alike.generate(program, group, target, ops, wide=True) if kernel.assume else None
     except Exception as why:  # a fault of ours costs speed, never the user's program
         metrics.counters["triton"][f"no kernel: {type(why).__name__}: {why}"] += 1
         log.warning("torch's own operations run %s: %s: %s", ops, type(why).__name__, why)
@@ -196,6 +198,6 @@ def _cannot(program: Program, group: Group) -> str:
 
 def _loop_kernel(program: Program, group: Group) -> tuple[Sequence[Argument], provider.Source]:
     """The kernel of a group of loops, for plans that run it beside a product."""
-    made = _generate(program, group, 0)
+    made = _generate(program, group, 0, Kernels())
     assert made is not None and not isinstance(made[1], UserSource)
     return made[0].args, made[1]
