@@ -53,8 +53,10 @@ def outer(a, out, X: tl.constexpr):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_too_much_shared_memory(capability: int) -> None:
-    built = build(replace(TURN, capability=capability))
+def test_too_much_shared_memory(capability: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "tilewright.build"):
+        built = build(replace(TURN, capability=capability))
+    assert caplog.text.count("smaller blocks than planned") == 1
     assert built.binary.shared <= 8 * 1024
     assert dict(built.config.constants)["X"] < 64
     assert TURN.programs(built.config) != TURN.programs(TURN.configs[0])

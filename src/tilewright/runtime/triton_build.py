@@ -12,6 +12,7 @@ import atexit
 import functools
 import importlib.metadata
 import itertools
+import logging
 import math
 import os
 import pickle
@@ -29,6 +30,8 @@ from tilewright import caches, config, metrics
 from tilewright.errors import BuildError
 from tilewright.runtime import store
 from tilewright.runtime.cubin import facts
+
+log = logging.getLogger("tilewright.build")
 
 WORKER = Path(__file__).parent / "triton_worker.py"
 SPILLED = 64  # bytes of stack per thread that cost less than a smaller configuration would; where
@@ -258,6 +261,9 @@ class _Workshop:
                         result.set_result(seen[-1])
                         return
             if not left and not seen and (less := smaller(source, chosen)) is not None:
+                if chosen in source.configs:  # not for every half of it
+                    log.warning("%s is built with smaller blocks than planned: %s", source.name,
+                                str(error or too_big(source)).splitlines()[0])  # fmt: skip
                 left.append(less)
             if left:
                 self._attempt(source, left, seen, result)
