@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
@@ -20,14 +19,18 @@ from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops import triton_kernel_wrap
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilewright import capture, config
-from tilewright.graph import decompositions, user_kernels
-from tilewright.graph.boundary import EVERYTHING, Boundary
-from tilewright.graph.partition import partitioner
-from tilewright.lower.table import family
-from tilewright.pipeline import Compiled, compile_graph, decide
-from tilewright.runtime import cxx, native, triton_build
-from tilewright.schedule.plan import Schedule
+from tilewright import config
+from tilewright.undisturbed import undisturbed
+
+with undisturbed():
+    from tilewright import capture
+    from tilewright.graph import decompositions, user_kernels
+    from tilewright.graph.boundary import EVERYTHING, Boundary
+    from tilewright.graph.partition import partitioner
+    from tilewright.lower.table import family
+    from tilewright.pipeline import Compiled, compile_graph, decide
+    from tilewright.runtime import cxx, native, triton_build
+    from tilewright.schedule.plan import Schedule
 
 Inputs = Sequence[Any]
 
@@ -76,7 +79,7 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
-    with _interruptible(), config.patch(chosen), decompositions.keep_whole(), _undisturbed():
+    with _interruptible(), config.patch(chosen), decompositions.keep_whole(), undisturbed():
         name = capture.key(gm, example_inputs) if compile_one is compile_graph else None
         entry = capture.find(name) if name is not None else None
         native.start()  # built beside all that follows, where it is not yet
@@ -96,7 +99,7 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
     def compiled(graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
         # outside the tracing modes: literals are folded with real tensors
         with (_interruptible(), config.patch(chosen), _disable_current_modes(),
-              _undisturbed()):  # fmt: skip
+              undisturbed()):  # fmt: skip
             user_kernels.rename(graph.graph)
             if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
@@ -140,20 +143,6 @@ def _interruptible() -> Generator[None]:
     except KeyboardInterrupt as stop:
         cxx.abandon()
         raise KeyboardInterrupt(*stop.args) from None
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Generator[None]:
-    """Without the search for cyclic garbage: graphs are many objects and little of it, so that it
-    found nothing in 6 to 10 % of the time a GPT of 12 layers took to compile (2 cores, 2026-11-15).
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 _after: list[Callable[[], None]] = []  # what is to be as before once a frame is compiled

@@ -12,7 +12,7 @@ PACKAGE = "tilewright"
 # In pipeline order. A unit imports from itself and from units in earlier layers; only the first
 # layer, which is not a stage, may import among its own.
 LAYERS: list[set[str]] = [
-    {"errors", "options", "caches", "config", "target", "metrics"},
+    {"errors", "options", "caches", "config", "target", "metrics", "undisturbed"},
     {"ir"},
     {"graph"},
     {"lower"},
