@@ -70,6 +70,19 @@ def test_an_operand_of_a_product_is_kept_once() -> None:
     assert sorted(n for _, n in kept) == [16 * 4, 8 * 16]
 
 
+def test_parts_of_an_input_are_in_memory_anyway() -> None:
+    def function(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return a.tanh() * b.exp()
+
+    x = leaf(5, 6)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        torch.compile(function, backend="tilewright")(x)
+    assert {t.untyped_storage().data_ptr() for t in kept} == {x.untyped_storage().data_ptr()}
+    check(function, x)
+
+
 def test_cross_entropy_keeps_statistics_not_probabilities() -> None:
     x, target = leaf(6, 50), torch.randint(0, 50, (6,))
     kept = saved(lambda x, t: F.cross_entropy(x, t), x, target)

@@ -131,7 +131,7 @@ class Facts:
             return True
         if node.target is operator.getitem and self.is_opaque(_producer(node)):
             return True
-        if self.is_opaque(node) or (_is_window(node) and self.in_memory(_producer(node))):
+        if self.is_opaque(node) or (_is_window(node) and self.in_memory(_whole(node))):
             return True
         users = [u for u in self.users(node) if self.info.is_required_fw(u)]
         return any(self.is_opaque(u) for u in users) or self._used_far_apart(node, users)
@@ -164,7 +164,7 @@ def recompute_price(node: Node, facts: Facts) -> int:
     kind = facts.kind(node)
     if _is_window(node) and _overlaps(node):
         work = 1  # its base is read once for all of them
-    elif _is_window(node) or (node.target is operator.getitem and _is_view(_producer(node))):
+    elif _is_window(node):
         # it is read out of its base, or fuses with what computes that
         work = BYTE if facts.in_memory(_whole(node)) else 1
     elif kind in CHEAP:
@@ -291,7 +291,9 @@ def _overlaps(window: Node) -> bool:
 
 
 def _is_window(node: Node) -> bool:
-    """A view of a part of a tensor."""
+    """A view of a part of a tensor, be it one of several that are made at once."""
+    if node.target is operator.getitem:
+        return _is_view(_producer(node))
     return (_is_view(node) and isinstance(node.meta.get("val"), torch.Tensor)
             and not is_alias(node))  # fmt: skip
 
