@@ -39,10 +39,21 @@ def steps(x: Tensor, _: Tensor) -> Tensor:
     return (x[:, 1:] - x[:, :-1]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
 
 
+def deviations(x: Tensor, _: Tensor) -> Tensor:
+    return F.relu(1 - (x.var(0) + 1e-4).sqrt()).mean()
+
+
+def of_channels(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = x * scale
+    return scaled.sum((0, 1)).bfloat16(), scaled.relu()
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
     "folds of different data": (two_means, (1 << 22,), (1 << 22,)),
     "few columns": (quantiles, (1 << 20, 9), (1 << 20, 1)),
     "columns, and then their mean": (ratio_of_columns, (1 << 16, 80), (1 << 16, 80)),
+    "many columns, and then their mean": (deviations, (1 << 15, 2048), (1,)),
+    "pictures and scales of their channels": (of_channels, (40, 784, 512), (40, 1, 512)),
     "pieces of images": (steps, (16, 1024, 1024), (1,)),
     "few rows, and then their mean": (noise, (32, 3, 1 << 18), (32, 3, 1 << 18)),
 }
@@ -66,3 +77,20 @@ def test_what_is_taken_apart_computes_the_same(name: str, monkeypatch: pytest.Mo
     with as_cuda():
         found = torch.compile(fn, backend="tilewright")(*args)
     assert_close(found, fn(*args), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("pictures", "rows"), [(40, 784), (300, 784), (16, 787)])
+def test_a_program_has_one_pictures_scales(pictures: int, rows: int) -> None:
+    """Nor are there as many programs as rows where these have no divisor."""
+    first, *_ = for_card(of_channels, torch.empty(pictures, rows, 512),
+                         torch.empty(pictures, 1, 512))  # fmt: skip
+    assert f"rnumel = {rows}\n" in first.text
+
+
+def test_scales_of_odd_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, size in (("LARGE", 1 << 10), ("ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):
+        monkeypatch.setattr(mixed, what, size)
+    args = torch.randn(5, 71, 33), torch.randn(5, 1, 33)
+    with as_cuda():
+        found = torch.compile(of_channels, backend="tilewright")(*args)
+    assert_close(found, of_channels(*args))

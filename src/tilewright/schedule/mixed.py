@@ -160,7 +160,23 @@ def chunks(fit: Fit, target: Target) -> int:
         wanted = min(wanted, total // least, -(-rows // shortest))
     else:  # more than one: the size of another call may be worth it
         wanted = max(2, min(wanted, -(-rows // shortest_chunk(fit))))
-    return max(1, min(wanted, rows))
+    return max(1, min(wanted, rows), _pieces(fit, target))
+
+
+def _pieces(fit: Fit, target: Target) -> int:
+    """Rounds of the first serial loop, if columns have something in common in each that would be
+    looked up row by row in longer chunks, as a picture's scales of its channels; none: they have
+    not."""
+    first, *rest = fit.serial
+    rows = hint_product(v.src[0] for v in rest)
+    columns = hint_product(v.src[0] for v in fit.outer)
+    if not target.is_gpu or rows < LONG_CHUNK or rows * columns < CHUNK_WORK:
+        return 0
+    if len(segments_of(fit.members, fit.outer)) > 1:
+        return 0
+    used = [free_vars(n.src[0]) for m in fit.members for n in loads(*m.exprs)]
+    common = any(first in v and v.isdisjoint(rest) for v in used)
+    return hint_product([first.src[0]]) if common else 0
 
 
 def _often(nest: Nest) -> int:
@@ -222,7 +238,7 @@ def idles(fit: Fit, target: Target) -> bool:
     if _contiguous(fit.members) in fit.outer and 4 * _programs(fit, target) >= 3 * target.sms:
         return False  # columns in one loop that runs ahead (H200: 128 programs 62 us, 256 70 us)
     again = max((work(m) for m in dependents(fit.members)), default=0)
-    if LITTLE * again < most and _contiguous(fit.members) not in fit.outer:
+    if LITTLE * again < most:
         return True
     # reading the data again for what follows would cost more
     return not again or 8 * _programs(fit, target, 16) <= target.sms

@@ -27,6 +27,7 @@ from tilewright.schedule.legality import Fit, align, conflict, first_conflict, i
 from tilewright.schedule.loops import merge, substitute_nest
 from tilewright.schedule.mixed import (
     LARGE,
+    SHORTEST_CHUNK,
     chunks,
     dependents,
     folds_over,
@@ -415,6 +416,9 @@ def _finer(members: tuple[Nest, ...], serial: tuple[Expr, ...], count: int
     wanted = -(-count // sizes[0])
     times = next((k for k in range(wanted, sizes[1]) if sizes[1] % k == 0), sizes[1])
     length = sizes[1] // times
+    each = [hint_product(v.src[0] for v in m.reduce) for m in members if first in m.reduce]
+    if min(each, default=0) // (sizes[0] * times) < SHORTEST_CHUNK:
+        return members, serial  # more would be left than is read
     rounds = var(f"{first.arg}{second.arg}", ix.as_index(sizes[0] * times))
     piece = var(f"{second.arg}q", ix.as_index(length))
     new = {first: rounds, second: piece}
