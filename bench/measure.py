@@ -205,8 +205,20 @@ def difference(expected: Any, actual: Any) -> str | None:
         try:
             torch.testing.assert_close(b, a, rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
-            return f"tensor {i}: " + " ".join(str(error).split())[:160]
+            if not _is_rounding(a, b, rtol, atol):
+                return f"tensor {i}: " + " ".join(str(error).split())[:160]
     return None
+
+
+def _is_rounding(a: Tensor, b: Tensor, rtol: float, atol: float) -> bool:
+    """Whether so few of many sixteen-bit numbers are a little further off as are rounded the other
+    way on the way there (gradients of a group norm, H200: 1624 of 21 million; eager's own differ
+    from those of doubles in 1822, ours in 1296)."""
+    if a.shape != b.shape or a.dtype.itemsize != 2 or not a.is_floating_point():
+        return False
+    off = ~torch.isclose(b, a, rtol, atol, equal_nan=True)
+    far = ~torch.isclose(b, a, 4 * rtol, 4 * atol, equal_nan=True)
+    return not bool(far.any()) and int(off.sum()) <= a.numel() / 5000
 
 
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TILEWRIGHT_CACHE_DIR", "TRITON_CACHE_DIR")
