@@ -518,6 +518,15 @@ def test_a_channel_s_scale_is_loaded_once_for_neighbours(
     assert "tri.fast_sigmoid(" in text or dtype == torch.float32
 
 
+@pytest.mark.parametrize("width", [100, 1024])
+def test_what_is_dear_to_compute_of_a_column_is_computed_once(width: int) -> None:
+    args = _normal(37, width), _normal(width).abs()
+    (kernel,) = check(lambda x, v: F.relu(x) / (v + 1).sqrt(), *args)
+    assert "tl.load(p0 + (xbase)" in kernel.text and "ybase" in kernel.text
+    (kernel,) = check(lambda x, v: F.relu(x) * v, *args)
+    assert "ybase" not in kernel.text
+
+
 def test_programs_of_rows_that_are_only_folded_are_not_too_short() -> None:
     """Of rows that leave much of a block empty too: few programs start in a microsecond."""
     x = torch.empty(193778, 360, dtype=torch.float16)

@@ -167,12 +167,11 @@ def _pieces(fit: Fit, target: Target) -> int:
     """Rounds of the first serial loop, if columns have something in common in each that would be
     looked up row by row in longer chunks, as a picture's scales of its channels; none: they have
     not."""
+    if not target.is_gpu or len(fit.serial) < 2 or len(segments_of(fit.members, fit.outer)) > 1:
+        return 0
     first, *rest = fit.serial
     rows = hint_product(v.src[0] for v in rest)
-    columns = hint_product(v.src[0] for v in fit.outer)
-    if not target.is_gpu or rows < LONG_CHUNK or rows * columns < CHUNK_WORK:
-        return 0
-    if len(segments_of(fit.members, fit.outer)) > 1:
+    if rows < SHORTEST_CHUNK or rows * hint_product(v.src[0] for v in fit.outer) < CHUNK_WORK:
         return 0
     used = [free_vars(n.src[0]) for m in fit.members for n in loads(*m.exprs)]
     common = any(first in v and v.isdisjoint(rest) for v in used)
