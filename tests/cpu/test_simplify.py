@@ -134,6 +134,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], list[str], 
         ["mm.default", "view.default", "add.Tensor", "view.default"],
         ["addmm.default", "view.default"],
     ),
+    "sum of sums": (
+        lambda x: aten.mean(aten.mul(aten.sum(aten.exp(x), [-1]), -0.5)),
+        (rand(5, 7, 3),),
+        ["exp.default", "sum.dim_IntList", "mul.Tensor", "mean.default"],
+        ["exp.default", "sum.default", "mul.Tensor", "div.Tensor"],
+    ),
     "complex as pairs": (
         lambda x: aten.view_as_real(aten.neg(aten.view_as_complex(x))),
         (rand(3, 2),),
@@ -322,3 +328,23 @@ def test_a_product_that_is_used_twice_stays() -> None:
         return aten.add(one, aten.mm(c, d)), aten.exp(one)
 
     assert after(fn, rand(40, 3), rand(3, 24), rand(40, 3), rand(3, 24)).count("mm.default") == 2
+
+
+@pytest.mark.parametrize("outer", [aten.sum, aten.mean])
+@pytest.mark.parametrize("inner", [aten.sum, aten.mean])
+def test_what_is_folded_twice_is_folded_once(outer: Any, inner: Any) -> None:
+    kept = after(lambda x: outer(inner(aten.exp(x), [0, 2])), rand(5, 7, 3))
+    assert "sum.dim_IntList" not in kept and "mean.dim" not in kept
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: aten.mean(aten.exp(aten.sum(x, [-1]))),  # not a number's multiple
+        lambda x: aten.mean(aten.sum(aten._softmax(x, -1, False), [-1])),  # rows are folded for it
+        lambda x: (s := aten.sum(x, [-1]), aten.mean(s)),  # wanted
+        lambda x: aten.mean(aten.sum(aten._to_copy(x, dtype=torch.bfloat16), [-1])),  # rounded
+    ],
+)
+def test_sums_that_stay(fn: Callable[..., Any]) -> None:
+    assert "sum.dim_IntList" in after(fn, rand(6, 9))

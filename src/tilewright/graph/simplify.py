@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from tilewright import config
 from tilewright.graph.complex import pair_of
+from tilewright.graph.nested import sum_of_sums
 from tilewright.graph.sums import join_products
 
 aten = torch.ops.aten
@@ -397,6 +398,7 @@ NAMED_RULES: list[tuple[str, Rule, tuple[Any, ...]]] = [
                                                  aten.transpose.int)),
     ("conversion of conversion", _conversion_chain, _CONVERSIONS),
     ("bias into addmm", _bias_into_addmm, (aten.add.Tensor,)),
+    ("sum of sums", sum_of_sums, (aten.sum.default, aten.mean.default)),
     ("complex as pairs", pair_of, (aten.view_as_real.default,)),
     # by name: torch defines this op only once something has traced it
     ("multiply-add", _multiply_add, ("prims.fma.default",)),
