@@ -63,6 +63,35 @@ def test_which_is_the_smallest_is_kept_and_not_found_again() -> None:
     check(function, x, tolerance={"rtol": 1e-9, "atol": 1e-9})
 
 
+def test_which_of_two_is_larger_is_found_again() -> None:
+    """Where products and differences of inputs are compared, as quantile losses do."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        error = y[:, None] - x
+        return torch.maximum(0.3 * error, -0.7 * error).mean()
+
+    x, y = leaf(6, 5), torch.randn(6)
+    x.data[0, 0], x.data[1, 1] = y[0], float("nan")
+    assert saved(function, x, y) == [(torch.float32, 30), (torch.float32, 6)]
+    check(function, x, y)
+
+
+def test_a_sign_is_kept_in_a_byte() -> None:
+    x, y = leaf(9, 5), torch.randn(9, 5)
+    x.data[0, 0], x.data[1, 1] = y[0, 0], float("nan")
+    assert saved(F.l1_loss, x, y) == [(torch.int8, 45)]
+    check(F.l1_loss, x, y)
+
+
+def test_losses_of_each_element_are_found_again() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (F.binary_cross_entropy_with_logits(x, y, reduction="none") * x.sigmoid()).mean()
+
+    x, y = leaf(9, 5), torch.rand(9, 5)
+    assert saved(function, x, y) == [(torch.float32, 45), (torch.float32, 45)]
+    check(function, x, y)
+
+
 def test_an_operand_of_a_product_is_kept_once() -> None:
     x, w = leaf(8, 16), leaf(16, 4)
     # relu's result is kept for the product's gradient, and its mask follows from it

@@ -81,6 +81,17 @@ def _hardtanh_backward(make: _Builder) -> None:
     make.becomes(make(aten.masked_fill.Scalar, grad, outside, 0))
 
 
+def _sign(make: _Builder) -> None:
+    """As a byte, which is enough for it. Of neighbours' differences there are several signs, as
+    many bytes as what they are of."""
+    x: Any = make.node.args[0]
+    dtype = x.meta["val"].dtype
+    windows = any(n.target is aten.slice.Tensor for n in x.all_input_nodes)
+    if dtype.is_floating_point and not windows:
+        sign = make(prims.convert_element_type.default, make(aten.sgn.default, x), torch.int8)
+        make.becomes(make(prims.convert_element_type.default, sign, dtype))
+
+
 # ---- random numbers
 
 
@@ -217,6 +228,8 @@ def _batch_norm(make: _Builder) -> None:
 RULES: dict[Any, Callable[[_Builder], None]] = {
     aten.threshold_backward.default: _threshold_backward,
     aten.hardtanh_backward.default: _hardtanh_backward,
+    aten.sgn.default: _sign,
+    aten.sign.default: _sign,
     aten.native_dropout.default: _dropout,
     aten._log_softmax.default: _log_softmax,
     aten.native_layer_norm.default: _layer_norm,

@@ -32,9 +32,14 @@ Family = Callable[[Any], str | None]
 """The family of ops whose loops we generate that a target belongs to; None for an opaque call."""
 
 BYTE = 64  # the price of a byte that moves, in units of the cheapest work on one byte
+AGAIN = BYTE - 4  # of an input: where it is the same, nothing is written for it to be kept
 HOLD = 3 * BYTE  # the price of holding a byte until the backward pass, for little gain
 LAST_RESORT = 1 << 60  # dearer than any tensors
 CHEAP = frozenset({"pointwise", "activations", "casts", "views", "join", "factories"})
+EXACT = frozenset((  # what is the same whenever it is computed
+    aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.abs, aten.relu, aten.where,
+    aten.maximum, aten.minimum, aten.clamp, aten.clamp_min, aten.clamp_max,
+))  # fmt: skip
 GATHERS = frozenset({"indexing"})
 OPAQUE = frozenset({None, "products"})
 UNINITIALISED = frozenset((
@@ -167,10 +172,10 @@ def recompute_price(node: Node, facts: Facts) -> int:
     elif _is_window(node):
         # it is read out of its base, or fuses with what computes that
         work = BYTE if facts.in_memory(_whole(node)) else 1
-    elif kind in CHEAP:
+    elif kind in CHEAP or (kind == "losses" and _is_of_each(node)):
         work = 1
     elif kind in GATHERS:
-        work = BYTE
+        work = BYTE + BYTE // 8
     elif node.target is seeded.uniform:
         work = 4
     elif _is_view(node):
@@ -198,7 +203,7 @@ def keep_prices(node: Node, facts: Facts) -> tuple[int, int]:
     write = 0 if facts.in_memory(node) else BYTE
     if node.all_input_nodes and all(facts.is_held_anyway(base(i)) for i in node.all_input_nodes):
         write += HOLD
-    return write * bytes_, BYTE * bytes_
+    return write * bytes_, (AGAIN if node.op == "placeholder" else BYTE) * bytes_
 
 
 # ---- the cut
@@ -315,7 +320,30 @@ def _asks_for_equals(node: Node) -> bool:
     if node.target not in (aten.eq.Tensor, aten.ne.Tensor):
         return False
     floats = any(i.meta["val"].dtype.is_floating_point for i in node.all_input_nodes)
-    return floats and any(base(i).op != "placeholder" for i in node.all_input_nodes)
+    return floats and not all(map(_is_exact, node.all_input_nodes))
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether it is made of inputs by nothing that could give another last bit."""
+    waiting, seen = [node], set[Node]()
+    while waiting:
+        here = waiting.pop()
+        if here in seen or here.op == "placeholder":
+            continue
+        seen.add(here)
+        exact = isinstance(here.target, OpOverload) and here.target.overloadpacket in EXACT
+        if not (exact or _is_view(here)):
+            return False
+        waiting += here.all_input_nodes
+    return True
+
+
+def _is_of_each(node: Node) -> bool:
+    """Whether a loss is left as it is of each element."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return False
+    return all(value.numel() >= i.meta["val"].numel() for i in node.all_input_nodes)
 
 
 def _is_number(node: Node) -> bool:
