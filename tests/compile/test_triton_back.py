@@ -43,3 +43,18 @@ def test_a_kernel_reads_back_what_the_one_before_read(monkeypatch: pytest.Monkey
     assert not any(BACK in k.text for k in for_card(clipped, x))
     monkeypatch.setattr(back, "LARGE", 1 << 10)
     assert [BACK in k.text for k in for_card(clipped, x)] == [False, False, True]
+
+
+def test_a_kernel_that_writes_where_it_reads_runs_back_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        update = m / (v.sqrt() + 1e-6) + 0.01 * p
+        return p - update / update.norm()
+
+    monkeypatch.setattr(back, "LARGE", 1 << 10)
+    args = (normal(129, 512), normal(129, 512), normal(129, 512).abs())
+    with as_cuda():
+        found, (code,) = run_and_get_code(torch.compile(step, backend="tilewright"), *args)
+    assert "# memory used again" in code and BACK in code
+    assert_close(found, step(*args))

@@ -71,7 +71,7 @@ def planned(grouping: Grouping, after: bool = False) -> Schedule:
     ready = delayed(program, grouping.groups)
     plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
-    alternate(program, groups, after)
+    alternate(program, [step.group for step in steps], after)
     bytes_ = _count(program, groups)
     if config.memory_planning or config.triton.cudagraphs:  # recordings have pools in common
         pooled(program, steps)
