@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
+from tilewright.schedule import split
 from tilewright.testing import run_and_get_code
 
 IN_TURN = "// (1024)"  # which round it is, of 32 programs
+
+
+@pytest.fixture(autouse=True)
+def much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "MUCH", 1)
 
 
 def normal(*size: int) -> Tensor:

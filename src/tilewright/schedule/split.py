@@ -32,6 +32,7 @@ from tilewright.ir.expr import (
 from tilewright.ir.ops import SURE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.access import all_loops
+from tilewright.schedule.beside import side_by_side
 from tilewright.schedule.dealt import around_rows, dealt, in_pieces
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit, align, conflict, first_conflict, is_alone
@@ -63,6 +64,7 @@ from tilewright.schedule.sizes import hint, hint_product, work
 from tilewright.target import Target
 
 BLOCKS = (4096, 2048, 1024)  # elements that are dealt out to chunks in turn
+MUCH = 1 << 22  # elements of which a cache does not keep all
 MANY = 1024  # partial results of a column that few programs would take long to fold
 
 
@@ -96,7 +98,8 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
             order.add(parts[0])
             continue
         buffers.update(_cut_into(order, program, parts[0], target, private))
-    return replace(program, buffers={**program.buffers, **buffers}), order.all()
+    program = replace(program, buffers={**program.buffers, **buffers})
+    return program, side_by_side(program, order.all())
 
 
 def _cut_into(order: _Order, program: Program, group: Group, target: Target, private: set[str]
@@ -513,7 +516,13 @@ def _block(fit: Fit, count: int, target: Target) -> int:
     places = [n.src[0] for m in fit.members for n in loads(*m.exprs)]
     places += [s.index for m in fit.members if loop in m.loops for s in m.stores]
     along = all(ix.coefficient(i, loop) is ix.ONE for i in places if loop in free_vars(i))
-    if not target.is_gpu or fit.outer or not along or any(_in_order(m) for m in fit.members):
+    if (
+        not target.is_gpu
+        or size < MUCH
+        or fit.outer
+        or not along
+        or any(_in_order(m) for m in fit.members)
+    ):
         return 0
     return next((n for n in BLOCKS if size > n * count and size % (n * count) == 0), 0)
 
