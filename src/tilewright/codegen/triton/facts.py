@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.codegen.triton.emit import is_index
-from tilewright.codegen.triton.text import BY_A_SUM, COARSE, ERF_BESIDE_ONE, FP8, SILU, STEPS
+from tilewright.codegen.triton.text import (
+    BY_A_SUM,
+    COARSE,
+    ERF_BESIDE_ONE,
+    FP8,
+    PERIODIC,
+    SILU,
+    STEPS,
+)
 from tilewright.codegen.triton.whole import is_moderate
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
@@ -54,7 +62,8 @@ def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Ex
     if not all(e.dtype.is_floating_point for e in results):
         return {}
     nodes = list(walk(*exprs))
-    exact = {s for n in nodes if _is_step(n) for s in n.src} | _in_full(results, made)
+    angles = [s for n in nodes if n.op in PERIODIC for s in n.src]
+    exact = {s for n in nodes if _is_step(n) for s in n.src} | _in_full([*results, *angles], made)
     exact = exact - _only_summed(nodes, results, made) | _scaled_to_eight_bits(nodes, made)
     found = {n: COARSE[n.op] for n in nodes
              if n.op in COARSE and n.dtype == torch.float32 and n not in exact}  # fmt: skip

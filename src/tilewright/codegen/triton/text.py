@@ -343,3 +343,5 @@ SILU = "({0} * tri.fast_sigmoid({0}))"
 STEPS = frozenset(("floor", "ceil", "trunc", "round", "eq", "ne", "lt", "le", "gt", "ge",
                    "floordiv", "truncdiv", "mod", "fmod"))  # fmt: skip
 """Operations that make a large difference of a small one."""
+PERIODIC = frozenset(("sin", "cos", "tan"))
+"""Those of which every turn counts: an angle of thousands has few bits left behind its point."""
