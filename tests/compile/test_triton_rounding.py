@@ -125,6 +125,20 @@ def test_exponentials_that_are_only_summed() -> None:
     assert "tri.fast_exp(" not in kernel.text
 
 
+def waves(t: Tensor) -> Tensor:
+    angles = t[:, None] * torch.exp(torch.arange(40) * (-9.2 / 40)) / 0.7
+    return torch.cat((angles.cos(), angles.sin()), -1).half()
+
+
+def test_angles_keep_all_their_bits() -> None:
+    """Of one of a hundred thousand the last bits are what its sine is made of."""
+    t = torch.rand(7, generator=torch.Generator().manual_seed(0)) * 1e5
+    (kernel,) = check(waves, t, rtol=1e-3, atol=6e-3)
+    assert "fast_exp" not in kernel.text
+    assert kernel.text.count(".cos(") == kernel.text.count(".sin(") == 1
+    assert "tl.where" not in kernel.text  # no element has the arithmetic of both
+
+
 @pytest.mark.parametrize("shape", [(9, 100), (9, 89)])
 def test_the_nearest_integer_by_one_instruction(shape: tuple[int, int]) -> None:
     """As eager has it also of what is no number, infinite, or half way between two."""

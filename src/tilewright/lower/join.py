@@ -26,6 +26,7 @@ from tilewright.lower.views import axis, inside, permute, replaced, reshape, res
 
 aten = torch.ops.aten
 
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 MOST_PARTS = 48  # inputs of a concatenation that is computed where it is used
 MAX_POINTWISE_CAT_WORK = 24
 """Every input's arithmetic is done at every element of the result: above this, store each input
@@ -106,7 +107,7 @@ def _feeds_pointwise(node: torch.fx.Node, depth: int = 8) -> bool:
     if not node.users or depth == 0:
         return False
     return all(
-        torch.Tag.pointwise in getattr(user.target, "tags", ())
+        (user.target in CASTS or torch.Tag.pointwise in getattr(user.target, "tags", ()))
         and (_is_stored(user) or _feeds_pointwise(user, depth - 1))
         for user in node.users
     )

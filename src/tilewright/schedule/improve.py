@@ -19,8 +19,10 @@ from itertools import islice, product
 import torch
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, var
+from tilewright.ir.expr import Expr, free_vars, loads, var, walk
+from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Buffer, Nest, Node, Opaque, Program, Store, View
+from tilewright.lower.join import MAX_POINTWISE_CAT_WORK
 from tilewright.lower.opaque import INTO
 from tilewright.schedule.access import all_loops, disjoint, touched
 from tilewright.schedule.group import Search
@@ -155,21 +157,22 @@ class _State:
         if not 1 < count <= MOST_PIECES:
             return
         grid = [Box(at, at) for at in product(*(range(len(p) + 1) for p in points))]
-        if _are_alike(nest, [_part(nest, points, box) for box in grid]):
+        parts = [_part(nest, points, box) for box in grid]
+        if _are_alike(nest, parts):
             return
         if max(len(p) for p in points) >= MOST_CHOICES:
-            self._swap([nest], [_part(nest, points, box) for box in grid])
+            self._swap([nest], parts)
             return
-        if _overlap([_part(nest, points, box) for box in grid]):
-            self._swap([nest], [_part(nest, points, box) for box in grid])
+        if _overlap(parts) or _computes_all(nest, parts):
+            self._swap([nest], parts)
             return
         if not any(self._only_for(b, nest) for b in nest.reads):
             return
-        parts = {_part(nest, points, box).name: box for box in grid}
-        found = self._cheaper([nest], [_part(nest, points, box) for box in grid])
+        boxed = {part.name: box for part, box in zip(parts, grid, strict=True)}
+        found = self._cheaper([nest], parts)
         if found is None:
             return
-        idle = [parts[name] for name in parts if found.is_apart(name, parts.keys())]
+        idle = [boxed[name] for name in boxed if found.is_apart(name, boxed.keys())]
         busy = [box for box in grid if box not in idle]
         boxes = sorted([*busy, *_joined(idle, len(points))], key=lambda box: box.first)
         self._swap([nest], [_part(nest, points, box) for box in boxes])
@@ -286,6 +289,19 @@ def _are_alike(nest: Nest, parts: Sequence[Nest]) -> bool:
     """Whether most of what one part reads others read too, as windows do that reach over an edge:
     each would be a kernel as large as all of them."""
     return sum(len(loads(*p.exprs)) for p in parts) > 2 * len(loads(*nest.exprs))
+
+
+def _computes_all(nest: Nest, parts: Sequence[Nest]) -> bool:
+    """Whether parts with the same loops have so much arithmetic each that an element should not
+    have that of all of them, as where sines lie beside cosines: one kernel runs them together."""
+    if any(p.loops != parts[0].loops or p.reduce for p in parts):
+        return False
+    work = [_work(p) for p in parts]
+    return _work(nest) - max(work) > MAX_POINTWISE_CAT_WORK
+
+
+def _work(nest: Nest) -> int:
+    return sum(TABLE[node.op].cost for node in walk(*nest.exprs) if node.op in TABLE)
 
 
 def _overlap(parts: Sequence[Nest]) -> bool:
