@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.compile.card import results, with_gradients
 from tests.compile.cubin import kernels_of
+from tests.compile.test_triton_stencils import kernels
 from tests.pretend import pretended
 
 
@@ -36,6 +37,22 @@ def test_extremes_of_floats_keep_a_nan() -> None:
         torch.testing.assert_close(
             found, into.scatter_reduce(0, index, x, kind), equal_nan=True, rtol=0, atol=0
         )
+
+
+def routed(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    into = weights.new_zeros(len(weights), 11)
+    return into.scatter(1, places, weights), into.bool().scatter(1, places, True)
+
+
+@pretended
+def test_few_of_each_row_are_chosen_where_it_is_computed() -> None:
+    weights, places = torch.rand(13, 3), torch.randint(0, 11, (13, 3))
+    places[5:, 2] = places[5:, 0]  # the last of several stays
+    for found, expected in zip(
+        results(routed, weights, places), routed(weights, places), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert len(kernels(lambda x: routed(x, x.long()), (13, 3))) == 1
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])

@@ -89,6 +89,7 @@ class Target:
 FEW = 4096  # elements of a tensor that is scattered into, where many meet
 MEET = 256  # points for each of them
 COPIES = 256
+CHOSEN = 8  # elements of each row that every other is compared with
 
 
 def scattered(ctx: Lowering, into: Tensor, points: Points, value: Callable[..., Expr],
@@ -196,7 +197,7 @@ def _scatter(ctx: Lowering, t: Tensor, dim: int, index: Tensor, src: Operand, *,
     into, index = at_least_1d(t), at_least_1d(index)
     mode: StoreMode = "set" if reduce is None else _MODES[reduce]
     value = _elements(src, t.dtype, ctx)
-    if mode == "set" and _is_computed(ctx, t) and _is_one_of_each(into, axis(dim, t.rank), index):
+    if mode == "set" and _is_computed(ctx, t) and _are_few_of_each(into, axis(dim, t.rank), index):
         return reshape(_chosen(into, axis(dim, t.rank), index, value), t.size)
     points = _along(into, axis(dim, t.rank), index)
     return reshape(scattered(ctx, into, points, value, mode), t.size)
@@ -212,17 +213,23 @@ def _is_computed(ctx: Lowering, t: Tensor) -> bool:
         for n in makers)  # fmt: skip
 
 
-def _is_one_of_each(into: Tensor, dim: int, index: Tensor) -> bool:
-    return index.size == (*into.size[:dim], ix.ONE, *into.size[dim + 1 :])
+def _are_few_of_each(into: Tensor, dim: int, index: Tensor) -> bool:
+    few = CHOSEN if into.device.type == "cuda" else 1
+    return (index.size == (*into.size[:dim], index.size[dim], *into.size[dim + 1 :])
+            and (ix.value_of(index.size[dim]) or few + 1) <= few)  # fmt: skip
 
 
 def _chosen(into: Tensor, dim: int, index: Tensor, value: Callable[..., Expr]) -> Tensor:
-    """Of each row one element is another: of rows that are still to be computed, so are these."""
+    """Of each row a few elements are others: of rows that are still to be computed, so are these.
+    Where several are one element, the last is it."""
 
     def element(*i: Expr) -> Expr:
-        first = replaced(i, dim, ix.ZERO)
-        own = build.op("eq", i[dim], checked(index.at(first), into.size[dim]))
-        return build.where(own, value(*first), into.at(i))
+        found = into.at(i)
+        for k in range(ix.value_of(index.size[dim]) or 0):
+            at = replaced(i, dim, ix.as_index(k))
+            own = build.op("eq", i[dim], checked(index.at(at), into.size[dim]))
+            found = build.where(own, value(*at), found)
+        return found
 
     return from_indices(into.size, into.device, element)
 
