@@ -22,6 +22,7 @@ from tilewright.gemm.choose import Implementation, choose
 from tilewright.gemm.provider import Argument
 from tilewright.graph.batch import batch
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
+from tilewright.graph.distinct import store_distinct
 from tilewright.graph.gradients import one_by_one
 from tilewright.graph.layout import channels_last, eager_strides
 from tilewright.graph.picked import compared
@@ -130,6 +131,8 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
         batch(gm)
         if boundary.role == "inference" and config.layout_optimization:
             channels_last(gm.graph)
+        if boundary.role == "inference":  # a joint graph's are stored before it is parted
+            store_distinct(gm.graph)
         if boundary.role == "backward":
             one_by_one(gm.graph)
             compared(gm.graph)

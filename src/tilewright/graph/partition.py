@@ -22,6 +22,7 @@ from torch._functorch.partitioners import NodeInfo, _size_of, min_cut_rematerial
 from torch._ops import OpOverload
 
 from tilewright.graph import seeded, simplify
+from tilewright.graph.distinct import store_distinct
 from tilewright.graph.expose import expose, narrow_places
 from tilewright.graph.flow import INFINITE, Network
 
@@ -61,6 +62,7 @@ def partitioner(family: Family) -> Callable[..., tuple[torch.fx.GraphModule, tor
         annotated = any("recompute" in n.meta for n in joint.graph.nodes)
         expose(joint.graph, lambda node: family(node.target) not in OPAQUE)
         narrow_places(joint.graph)
+        store_distinct(joint.graph)
         if not annotated:
             simplify.remove_common(joint.graph, simplify.Facts(joint.graph))
         torchs_choice = partitioners.choose_saved_values_set

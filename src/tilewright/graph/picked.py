@@ -34,7 +34,7 @@ def compared(graph: torch.fx.Graph) -> None:
 
 def _compare(node: Node) -> None:
     into, dim, index, src = node.args
-    size = _size_of_zeros(into)
+    size = size_of_zeros(into)
     if size is None or not isinstance(index, Node) or not isinstance(dim, int):
         return
     picked, whole = index.meta["val"].shape, node.meta["val"].shape
@@ -57,7 +57,7 @@ def _compare(node: Node) -> None:
     node.graph.erase_node(node)
 
 
-def _size_of_zeros(node: Any) -> Any:
+def size_of_zeros(node: Any) -> Any:
     """The sizes a tensor of zeros was asked for with; None of any other."""
     if not isinstance(node, Node) or node.target not in _ZEROS:
         return None
