@@ -48,12 +48,19 @@ def of_channels(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.sum((0, 1)).bfloat16(), scaled.relu()
 
 
+def normed_columns(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    mean, var = x.mean(0), x.var(0)
+    running = 0.9 * y[0] + 0.1 * mean, 0.9 * y[1] + 0.1 * var
+    return F.relu((x - mean) * torch.rsqrt(var + 1e-5)), *running
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
     "folds of different data": (two_means, (1 << 22,), (1 << 22,)),
     "few columns": (quantiles, (1 << 20, 9), (1 << 20, 1)),
     "columns, and then their mean": (ratio_of_columns, (1 << 16, 80), (1 << 16, 80)),
     "many columns, and then their mean": (deviations, (1 << 15, 2048), (1,)),
     "pictures and scales of their channels": (of_channels, (40, 784, 512), (40, 1, 512)),
+    "columns that are normalised": (normed_columns, (1 << 17, 384), (2, 384)),
     "pieces of images": (steps, (16, 1024, 1024), (1,)),
     "few rows, and then their mean": (noise, (32, 3, 1 << 18), (32, 3, 1 << 18)),
 }
@@ -65,6 +72,12 @@ def test_no_fold_leaves_the_card_idle(name: str) -> None:
     args = [torch.empty(size) for size in sizes]
     first = next(k for k in for_card(fn, *args) if "_poi_" not in k.name)
     assert first.programs({}) > 66
+
+
+@pytest.mark.parametrize("columns", [192, 384])
+def test_what_is_normalised_has_other_programs_than_its_running_means(columns: int) -> None:
+    made = for_card(normed_columns, torch.empty(1 << 17, columns), torch.empty(2, columns))
+    assert ["_poi_" in k.name for k in made] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", CASES)

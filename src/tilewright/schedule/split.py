@@ -155,8 +155,24 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     folded = sums(later, first)
     names = {m.name for m in folded}
     later = tuple(m for m in later if m.name not in names)
-    rest = [_widened(replace(group, members=later))] if later else []
+    rest = [_widened(g) for g in _by_extent(replace(group, members=later))] if later else []
     return [replace(group, members=(*first, *folded), serial=loops), *rest]
+
+
+def _by_extent(group: Group) -> list[Group]:
+    """What is done with the results of folds alone, as with running means, apart from what goes
+    along the data again: that would all be run by the few programs the former has."""
+    few = tuple(m for m in group.members if set(all_loops(m)) <= set(group.outer))
+    many = tuple(m for m in group.members if m not in few)
+    overtaken = ((n, m) for k, m in enumerate(group.members) if m in few
+                 for n in group.members[:k] if n in many)  # fmt: skip
+    if (
+        not few
+        or not many
+        or any(n.writes & (m.reads | m.writes) or m.writes & n.reads for n, m in overtaken)
+    ):
+        return [group]
+    return [replace(group, members=few), replace(group, members=many)]
 
 
 def _apart(group: Group, target: Target) -> list[Group]:
