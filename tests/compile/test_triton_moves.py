@@ -178,6 +178,17 @@ def test_inputs_of_twice_as_many_outputs_are_found_by_integers() -> None:
     assert not any(e.op == "cast" for n in loads(*nest.exprs) for e in walk(n.src[0]))
 
 
+@pretended
+def test_gradients_of_twice_as_many_outputs_are_gathered_at_once() -> None:
+    back = torch.ops.aten.upsample_bilinear2d_backward
+    for align, passes in ((False, 1), (True, 2)):
+        with FakeTensorMode():
+            way = torch.empty(2, 3, 32, 32, dtype=torch.bfloat16, device="cuda")
+            gm = make_fx(back)(way, (32, 32), (2, 3, 16, 16), align)
+        simplify(gm)
+        assert len(lower(gm, CARD).nodes) == passes
+
+
 def test_no_sign_is_divided() -> None:
     (kernel,) = kernels_of(lambda x: torch.roll(x, 3, -1), _bfloat16(626, 7353))
     assert "mul.hi.s32" not in build(kernel).ptx

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ Tap = tuple[Expr, Expr | None]  # an input's index, and its weight (None: one)
 CUBIC_A = -0.75
 MOST_OF_ONE = 16  # outputs of an input that are added up as they are
 UNROLL = 32
+MOST_AT_ONCE = 64  # outputs of an input that are gathered along all dimensions at once
 
 
 # ---- float arithmetic on expressions
@@ -201,6 +202,33 @@ class Axis:
         right = build.where(build.op("lt", along, const(whole)), _const(0, right), right)
         return [(first, build.op("sub", _const(1, right), right)), (second, right)]
 
+    def outputs(self, i: Expr) -> list[tuple[Expr, Expr, Expr]]:
+        """Those that input `i` may be a tap of, with what it weighs in them and whether it is."""
+        reach = self.reach()
+        assert reach is not None
+        shift, out, count = reach
+        start = ix.sub(ix.floordiv(ix.mul(i, out), self.into), shift)
+        found: list[tuple[Expr, Expr, Expr]] = []
+        for o in (ix.add(start, k) for k in range(count)):
+            weight, hit = const(0, self.dtype), const(False, torch.bool)
+            for tap, part in self.taps(o):
+                mine = build.op("eq", tap, i)
+                part = const(1, self.dtype) if part is None else part
+                weight = build.op("add", weight, build.where(mine, part, const(0, self.dtype)))
+                hit = build.op("bit_or", hit, mine)
+            found.append((o, weight, build.both(inside(o, self.out), hit)))
+        return found
+
+    @property
+    def is_exact(self) -> bool:
+        return self.kind == "linear" and self._exact_taps(ix.ZERO) is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an output is the input at the same place."""
+        return (self.into is self.out and self.kind in ("nearest", "exact")
+                and self.factor is None)  # fmt: skip
+
     def reach(self) -> tuple[int, int, int] | None:
         """`(shift, step, count)`: input `i` is a tap only of outputs from
         `i * out // into - shift`, `count` of them; None where sizes are not known."""
@@ -285,12 +313,41 @@ def _interpolate_backward(ctx: Lowering, grad: Tensor, axes: Sequence[Axis], int
         return Tensor(into, total.dtype, grad.device, _sum(parts)).to(grad.dtype)
     if any(axis.reach() is None for axis in axes):
         return _scatter_taps(ctx, total, axes, into, lead).to(grad.dtype)
-    for dim in reversed(range(lead, grad.rank)):
-        axis = axes[dim - lead]
-        if axis.into is axis.out and axis.kind in ("nearest", "exact") and axis.factor is None:
-            continue
-        total = _gather_taps(ctx, ctx.realize(total), axis, dim)
+    total = ctx.realize(grad).to(total.dtype)  # as it is, not as it is added up
+    moved = {dim: axes[dim - lead] for dim in reversed(range(lead, grad.rank))
+             if not axes[dim - lead].is_plain}  # fmt: skip
+    if all(axis.is_exact for axis in moved.values()) and _outputs(moved) <= MOST_AT_ONCE:
+        return _gather_all(total, moved).to(grad.dtype)
+    for k, (dim, axis) in enumerate(moved.items()):
+        total = _gather_taps(ctx, ctx.realize(total) if k else total, axis, dim)
     return total.to(grad.dtype)
+
+
+def _outputs(axes: Mapping[int, Axis]) -> int:
+    return math.prod(found[2] for axis in axes.values() if (found := axis.reach()) is not None)
+
+
+def _gather_all(grad: Tensor, axes: Mapping[int, Axis]) -> Tensor:
+    """Along all dimensions at once. Where weights are literals: an input's neighbours have most of
+    what it is the sum of in common, and what is between two passes is written and read.
+    """
+    size = tuple(axes[k].into if k in axes else n for k, n in enumerate(grad.size))
+    at = placeholders(size)
+    found = {dim: axis.outputs(at[dim]) for dim, axis in axes.items()}
+
+    def level(dims: Sequence[int], chosen: Sequence[Expr], mask: Expr) -> Expr:
+        if not dims:
+            return build.guard(grad.at(chosen), mask)
+        dim, *rest = dims
+        parts: list[Expr] = []
+        for o, weight, hit in found[dim]:
+            inner = build.both(mask, inside(o, axes[dim].out))
+            inner = level(rest, replaced(chosen, dim, o), inner)
+            parts.append(build.where(hit, _weighted(inner, weight), const(0, inner.dtype)))
+        return _sum(parts)
+
+    body = level(sorted(axes), at, build.TRUE)
+    return Tensor(size, body.dtype, grad.device, body)
 
 
 def _gather_taps(ctx: Lowering, grad: Tensor, axis: Axis, dim: int) -> Tensor:
