@@ -1,0 +1,47 @@
+"""Gradients of running products on a card: few scans, and right where an element is zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.compile.card import results, with_gradients
+from tests.pretend import pretended
+from tilewright.graph import decompositions
+
+aten = torch.ops.aten
+
+
+def products(x: Tensor) -> Tensor:
+    return x.cumprod(1)
+
+
+@pretended
+def test_values_around_zeros() -> None:
+    x = torch.randn(7, 9, 3)
+    x[1, 0], x[2, 8], x[3, 4], x[4, 2:4], x[5, ::3] = 0, 0, 0, 0, -0.0
+    x[6, :6] = 1e-12  # products become zero before the first zero
+    x[6, 7] = 0
+    direction = torch.randn(7, 9, 3)
+    found = results(with_gradients(products, (0,)), x, direction)
+    expected = with_gradients(products, (0,))(x, direction)
+    torch.testing.assert_close(found, [expected[0], *expected[1]])
+
+
+def test_scans_of_a_gradient_do_not_grow_with_the_row() -> None:
+    with FakeTensorMode(), decompositions.keep_whole(), enable_python_dispatcher():
+        x = torch.empty(5, 40)
+        gm = make_fx(with_gradients(products, (0,)))(x, x)
+    scans = [n for n in gm.graph.nodes if n.target in (aten.cumprod.default, aten.cumsum.default)]
+    assert len(scans) == 3
+
+
+def test_complex_ones_are_as_torch_has_them() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    expected = with_gradients(products, (0,))(x, x)
+    with decompositions.keep_whole(), enable_python_dispatcher():
+        found = with_gradients(products, (0,))(x, x)
+    torch.testing.assert_close(found, expected)
