@@ -21,6 +21,7 @@ from tests.programs import check, compiled, fresh_compiler, leaf  # noqa: F401
 from tilewright import metrics, pipeline, testing
 from tilewright.codegen.triton import generate as triton
 from tilewright.errors import CodegenError
+from tilewright.runtime import triton_build
 
 
 @pytest.fixture
@@ -164,6 +165,18 @@ def test_a_view_that_starts_inside_is_another_build() -> None:
         assert len(driver.launches) == 2 and driver.launches[1].words[0] == x.data_ptr() + 4
 
 
+def test_the_other_build_is_for_what_is_aligned_even_then() -> None:
+    with as_fake_cuda() as driver, testing.fresh_cache():
+        call = compiled(lambda x, y: x * y, dynamic=False)
+        x, y = torch.randn(1025), torch.randn(1025)
+        call(x[:1024], y[:1024])
+        with mock.patch.object(triton_build, "build", wraps=triton_build.build) as build:
+            call(x[1:], y[:1024])
+            call(x[1:], y[1:])
+        assert [len(source.aligned) for (source,), _ in build.call_args_list] == [2, 1]
+        assert len(driver.launches) == 3
+
+
 def test_equal_kernels_are_built_once() -> None:
     def f(x: Tensor, w: Tensor) -> Tensor:
         for _ in range(4):
@@ -182,8 +195,6 @@ def test_a_second_process_would_compile_nothing() -> None:
         x, y = torch.randn(33, 100), torch.randn(100)
         compiled(pointwise)(x, y)
         torch._dynamo.reset()
-        from tilewright.runtime import triton_build
-
         triton_build._workshop.clear()
         metrics.reset()
         compiled(pointwise)(x, y)

@@ -30,6 +30,20 @@ def _families(kernels: list[Any]) -> list[str]:
     return [k.name.split("_")[1] for k in kernels]
 
 
+# ---- rows that are looked up
+
+
+def products_of_pairs(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (x[:, i] * x[:, j]).sum(-1)
+
+
+def test_pairs_of_the_rows_of_a_matrix_are_next_to_each_other() -> None:
+    """They are in the cache then."""
+    i, j = torch.triu_indices(7, 7, 1)
+    (kernel,) = check(products_of_pairs, _normal(50, 7, 33), i, j, rtol=1e-4, atol=1e-4)
+    assert "% (21)" in kernel.text and "% (50)" not in kernel.text
+
+
 # ---- pointwise
 
 POINTWISE: dict[str, tuple[Callable[..., Any], Make]] = {

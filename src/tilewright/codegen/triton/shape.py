@@ -339,6 +339,20 @@ def _strides(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
     return found
 
 
+def _reaches(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
+    """The same, where rows that are looked up in a table are as far apart as it is long: pairs of
+    the rows of a matrix are in the cache when all of its pairs are next to each other (H200: 351
+    products of 27 rows of 16384x128 bfloat16 1108 us one pair after the other)."""
+    found = _strides(index, loops)
+    for monomial, factor in ix.poly(index).items():
+        reach = ix.bounds(ix.from_poly({monomial: factor}))[1]
+        for v in loops:
+            at = [a for a in monomial if v in free_vars(a)]
+            if found[v] == 1 << 40 and at and all(a.op == "index" for a in at):
+                found[v] = int(min(reach, 1 << 40))
+    return found
+
+
 def _main_access(members: Sequence[Nest]) -> Expr | None:
     """The index that decides the order of loops: a store that walks most, or a fold's load."""
     best: tuple[int, Expr] | None = None
@@ -405,14 +419,14 @@ def _ordered(members: list[Nest], outer: tuple[Expr, ...]
     if main is None:
         return members, outer
     every = tuple(dict.fromkeys(v for m in members for v in all_loops(m)))
-    strides = _strides(main, every)
+    strides = _reaches(main, every)
     ordered: list[Nest] = []
     for m in members:
         if is_fold(m, "scan"):
             ordered.append(m)
             continue
         own = _main_access([m])
-        mine = strides if own is None else {**_strides(own, all_loops(m)), **{
+        mine = strides if own is None else {**_reaches(own, all_loops(m)), **{
             v: s for v, s in strides.items() if s < 1 << 40}}  # fmt: skip
         ordered.append(replace(m, loops=_sorted(m.loops, mine), reduce=_sorted(m.reduce, mine)))
     return ordered, _sorted(outer, strides)
