@@ -6,11 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.compile.card import results, with_gradients
+from tests.compile.card import CARD, results, with_gradients
 from tests.compile.cubin import kernels_of
 from tests.compile.test_triton_stencils import kernels
 from tests.pretend import pretended
+from tilewright.ir import index as ix
+from tilewright.ir.expr import free_vars, walk
+from tilewright.ir.program import Nest
+from tilewright.lower.graph import lower
 
 
 @pretended
@@ -23,6 +29,37 @@ def test_values_where_many_meet() -> None:
     for base in (torch.arange(7), torch.arange(7.0), torch.arange(7.0).half()):
         (found,) = results(counted, base, places)
         assert torch.equal(found, counted(base, places))
+
+
+@pretended
+def test_values_where_neighbours_meet_in_a_column() -> None:
+    """Each column has copies of its own, and those of a place lie side by side."""
+    table, places = torch.randn(3, 4), torch.randint(0, 3, (90, 70))
+    biases = with_gradients(lambda t, i: t[i].permute(2, 0, 1), (0,))
+    found = results(biases, table, places, torch.ones(4, 90, 70))
+    expected = biases(table, places, torch.ones(4, 90, 70))
+    torch.testing.assert_close(found, [expected[0], *expected[1]])
+    rows = torch.randint(0, 3, (4000,))  # neighbours that go to neighbouring places
+    values = torch.randn(4000, 4)
+    (found_rows,) = results(lambda t, i, v: t.index_add(0, i, v), table, rows, values)
+    torch.testing.assert_close(found_rows, table.index_add(0, rows, values), rtol=1e-4, atol=1e-4)
+
+
+@pretended
+def test_columns_that_meet_nowhere_share_all_copies() -> None:
+    """Of 16 columns each would have one copy in 16 otherwise."""
+    with FakeTensorMode():
+        table, values = torch.empty(32, 16, device="cuda"), torch.empty(16, 99, 99, device="cuda")
+        places = torch.empty(99, 99, dtype=torch.int64, device="cuda")
+        gm = make_fx(lambda t, i, v: [t.index_put((i,), v.permute(1, 2, 0), accumulate=True)])(
+            table, places, values
+        )
+    nests = [n for n in lower(gm, CARD).nodes if isinstance(n, Nest)]
+    (added,) = (s for n in nests for s in n.stores if s.mode == "add")
+    (copy,) = (n for n in walk(added.index) if n.op == "imod")
+    columns = {v for v in free_vars(added.index) if ix.value_of(v.src[0]) == 16}
+    assert columns and not columns & free_vars(copy)
+    assert ix.coefficient(added.index, columns.pop()) is ix.as_index(128)
 
 
 @pretended

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const
+from tilewright.ir.expr import Expr, const, loads
 from tilewright.ir.program import Nest, Store, StoreMode
 from tilewright.lower import rows as rows_of
 from tilewright.lower.context import Lowering
@@ -107,24 +107,33 @@ def _copies(into: Tensor, points: Points) -> int:
     count, places = (ix.value_of(ix.product(size)) or 0 for size in (points.size, into.size))
     if into.device.type != "cuda" or into.dtype == torch.bool or not 0 < places <= FEW:
         return 0
-    return min(COPIES, 16 * FEW // places) if count >= MEET * places else 0
+    return min(COPIES, 16 << (FEW // places).bit_length() - 1) if count >= MEET * places else 0
 
 
 def _in_copies(ctx: Lowering, into: Tensor, points: Points, value: Callable[..., Expr],
                copies: int) -> Tensor:  # fmt: skip
     """Neighbours are added to different copies, and these to each other in the end (H200: 4194304
-    ones to 441 places 735 us in one)."""
+    ones to 441 places 735 us in one). Those of one place lie side by side, where neighbours that go
+    to the same place find them at once, unless neighbours go to neighbouring places."""
     work = compute_type(into.dtype)
-    size = (const(copies), *into.size)
-    target = ctx.copy(from_indices(size, into.device, lambda *_: const(0, work)))
     loops = placeholders(points.size)
-    which = ix.mod(ix.linearize(loops, ix.contiguous_strides(points.size)), copies)
-    index = target.at([which, *points.position(*loops)]).src[0]
+    position, new = points.position(*loops), build.cast(value(*loops), work)
+    meet = [v for v in loops if v.op == "var" and v not in position]  # others have their own places
+    which = ix.mod(ix.linearize(meet, ix.contiguous_strides([v.src[0] for v in meet])), copies)
+    first = _along_memory(new, loops) in position
+    size = (const(copies), *into.size) if first else (*into.size, const(copies))
+    target = ctx.copy(from_indices(size, into.device, lambda *_: const(0, work)))
+    index = target.at([which, *position] if first else [*position, which]).src[0]
     mask = None if points.mask is None else points.mask(*loops)
-    new = build.cast(value(*loops), work)
     ctx.nest(loops, (), [Store(target.body.arg, index, new, "add", mask)])
-    total = fold(ctx, "sum", target, [0], False)
+    total = fold(ctx, "sum", target, [0 if first else into.rank], False)
     return pointwise(lambda a, b: build.op("add", a, b), into.to(work), total).to(into.dtype)
+
+
+def _along_memory(value: Expr, loops: Sequence[Expr]) -> Expr:
+    """The loop along which what is scattered lies in memory."""
+    read = [n.src[0] for n in loads(value)]
+    return next((v for v in loops if any(ix.coefficient(i, v) is ix.ONE for i in read)), loops[-1])
 
 
 # ---- reductions by name
