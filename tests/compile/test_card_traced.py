@@ -1,4 +1,4 @@
-"""Gradients of running products on a card: few scans, and right where an element is zero."""
+"""Graphs for a card in place of what torch traces: gradients of running products, of shares."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.compile.card import results, with_gradients
 from tests.pretend import pretended
 from tilewright.graph import decompositions
+from tilewright.graph.expose import expose
 
 aten = torch.ops.aten
 
@@ -45,3 +46,19 @@ def test_complex_ones_are_as_torch_has_them() -> None:
     with decompositions.keep_whole(), enable_python_dispatcher():
         found = with_gradients(products, (0,))(x, x)
     torch.testing.assert_close(found, expected)
+
+
+def shares(x: Tensor) -> Tensor:
+    return x.float().softmax(-1).to(x.dtype)
+
+
+@pretended
+def test_shares_of_sixteen_bits_follow_from_their_input() -> None:
+    """In float32 they are stored for no one; a result that is stays whole."""
+    wide = torch.float32
+    for function, dtype, kept in ((shares, torch.bfloat16, 0), (lambda x: x.softmax(-1), wide, 1)):
+        with FakeTensorMode():
+            x = torch.empty(5, 40, dtype=dtype, device="cuda")
+            gm = make_fx(with_gradients(function, (0,)))(x, x)
+        expose(gm.graph, lambda _: True)
+        assert sum(n.target is aten._softmax.default for n in gm.graph.nodes) == kept
