@@ -150,9 +150,10 @@ def _softmax(make: _Builder) -> None:
     result = make.node.meta["val"]
     backward, users = aten._softmax_backward_data.default, list(_users(make.node))
     others = [u for u in users if u.target is not backward]
-    if result.device.type == "cuda" and result.dtype == torch.float32 and len(others) < len(users):
-        if all(u.op == "call_function" and make.fuses(u) for u in others):
-            _log_softmax(make)
+    wide = result.device.type == "cuda" and result.dtype == torch.float32
+    stored = not all(u.op == "call_function" and make.fuses(u) for u in others)
+    if wide and not stored and len(others) < len(users):
+        _log_softmax(make)
 
 
 # ---- normalised values
