@@ -100,6 +100,16 @@ def reads_rows(shape: Shape) -> bool:
     )
 
 
+def in_pairs(shape: Shape) -> bool:
+    """Whether rows that are looked up are folded with others of the same table: they come from the
+    cache, and what threads do to meet is seen."""
+    own = {v for a in shape.inner for v in a.loops}
+    rows = {n for m in shape.members for n in loads(*m.exprs)
+            if is_looked_up(n.src[0]) and own & free_vars(n.src[0])}  # fmt: skip
+    stored = any(own & free_vars(s.index) for m in shape.members for s in m.stores)
+    return not stored and len(rows) > len({n.arg for n in rows})
+
+
 def walked_by(shape: Shape) -> set[str]:
     """What is loaded along rows or columns."""
     inner = {v for a in shape.inner for v in a.loops}

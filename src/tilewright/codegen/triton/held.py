@@ -154,6 +154,9 @@ class Held:
         rows = [n for n in read if is_own(self.kernel.shape, n)]
         if not self.kernel.shape.tiled:
             self._common()
+        for place in (n for row in rows for n in walk(row.src[0]) if n.op == "index"):
+            if self.axis.var not in free_vars(place):
+                self.w.value(place)  # which row it is: looked up, and checked, once for all pieces
         if self.kernel.lean is not None and self.several > 1:
             for ends in self.ends():
                 self.kernel.lean.fetch(ends)
