@@ -80,14 +80,15 @@ def test_wrong_arguments_are_refused(driver: FakeDriver):
         kernel(0, 1, 1, 1, "x", 0, 0, 0, 0.0)
 
 
-def test_an_argument_that_is_not_aligned_goes_to_the_other_build(
+def test_an_argument_that_is_not_aligned_goes_to_a_build_for_the_others(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[TritonSource] = []
 
     def build(source: TritonSource) -> Built:
         asked.append(source)
-        return Built(replace(BINARY, key="general", name="general"), source.configs[0])
+        name = f"general{len(source.aligned)}"
+        return Built(replace(BINARY, key=name, name=name), source.configs[0])
 
     monkeypatch.setattr(triton_build, "build", build)
     kernel = load(source=replace(SOURCE, aligned=frozenset({"a", "m"})))
@@ -95,8 +96,10 @@ def test_an_argument_that_is_not_aligned_goes_to_the_other_build(
     assert [d.name for d in driver.launches] == ["add"] and not asked
     kernel(0, 1, 1, 1, 4096 + 4, 8, 3, 32, 0.0)
     kernel(0, 1, 1, 1, 4096, 8, 3, 33, 0.0)
-    assert [d.name for d in driver.launches] == ["add", "general", "general"]
-    assert len(asked) == 1 and asked[0].aligned == frozenset()
+    kernel(0, 1, 1, 1, 4096 + 4, 8, 3, 32, 0.0)
+    names = ["add", "general1", "general0", "general1"]
+    assert [d.name for d in driver.launches] == names
+    assert [source.aligned for source in asked] == [frozenset({"m"}), frozenset()]
     assert driver.launches[2].words[3] == 33
 
 
