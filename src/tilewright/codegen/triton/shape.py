@@ -721,7 +721,7 @@ def _is_dear(members: Sequence[Nest], column: Expr) -> bool:
     """Whether something that takes computing is computed of a column alone."""
     dear = (n for m in members for n in walk(*m.exprs)
             if n.op in TABLE and TABLE[n.op].cost >= DEAR and not n.src[-1].is_const)  # fmt: skip
-    return any(free_vars(n) == {column} for n in dear)
+    return any(free_vars(n) == frozenset((column,)) for n in dear)
 
 
 def _is_better_flat(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]) -> bool:
