@@ -14,8 +14,8 @@ disappear, by exposing a better library call, or by leaving fewer nodes to lower
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.fx
@@ -508,11 +508,18 @@ def _key(node: Node, writes: dict[int | None, int]) -> Any:
     if not is_pure(node):
         return None
     versions = tuple(writes.get(_storage(n), 0) for n in node.all_input_nodes)
-    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
-    key = (node.target, spec, tuple((type(x), repr(x) if isinstance(x, float) else x)
-                                    for x in flat), versions)  # fmt: skip
+    key = (node.target, _compared(node.args), _compared(node.kwargs), versions)
     try:
         hash(key)
     except TypeError:  # an argument that cannot be compared
         return None
     return key
+
+
+def _compared(value: Any) -> Any:
+    """What an argument is equal by: neither is `1` the same as `1.0`, nor `0.0` as `-0.0`."""
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_compared, cast("Sequence[Any]", value))
+    if isinstance(value, dict):
+        return dict, *((k, _compared(v)) for k, v in cast("dict[str, Any]", value).items())
+    return type(value), repr(value) if isinstance(value, float) else value

@@ -77,9 +77,10 @@ class Expr:
         """A derived fact, computed once for the life of the node."""
         if self._memo is None:
             self._memo = {}
-        if name not in self._memo:
-            self._memo[name] = compute(self)
-        return self._memo[name]
+        elif name in self._memo:
+            return self._memo[name]
+        found = self._memo[name] = compute(self)
+        return found
 
     def knows(self, name: str) -> bool:
         return self._memo is not None and name in self._memo
@@ -166,6 +167,7 @@ REBUILD: dict[str, Callable[[Expr, tuple[Expr, ...]], Expr]] = {}
 
 def substitute(root: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
     """Replace every occurrence of the keys at once; what replaces them is not looked into."""
+    mapping = {k: v for k, v in mapping.items() if k is not v or k.op != "var"}
     others = any_inside(root, mapping)
     if not others and free_vars(root).isdisjoint(mapping):
         return root
@@ -213,7 +215,9 @@ def _own_buffer(node: Expr) -> frozenset[str]:
 
 def _gathered(root: Expr, name: str, own: Callable[[Expr], frozenset[Any]]) -> frozenset[Any]:
     """What `own` gives for the nodes under `root` together, remembered at each of them."""
-    stack = [] if root.knows(name) else [root]  # not recursive: expressions can be deep
+    if root.knows(name):
+        return _known(root, name)
+    stack = [root]  # not recursive: expressions can be deep
     while stack:
         node = stack[-1]
         below = () if node.op == "var" else node.src

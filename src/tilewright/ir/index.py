@@ -23,8 +23,13 @@ MOST_TERMS = 20  # of a sum whose sign is looked for: a proof about more takes s
 IndexLike = Expr | int
 
 
+@functools.lru_cache(1 << 12)
+def literal(value: int) -> Expr:
+    return const(value)
+
+
 def as_index(value: IndexLike) -> Expr:
-    return value if isinstance(value, Expr) else const(value)
+    return value if isinstance(value, Expr) else literal(value)
 
 
 def value_of(e: Expr) -> int | None:
@@ -66,10 +71,10 @@ def from_poly(p: Poly) -> Expr:
     terms: list[Expr] = []
     for monomial in sorted((m for m in p if m), key=lambda m: [_order(a) for a in m]):
         coefficient = p[monomial]
-        factors = monomial if coefficient == 1 else (*monomial, const(coefficient))
+        factors = monomial if coefficient == 1 else (*monomial, literal(coefficient))
         terms.append(factors[0] if len(factors) == 1 else make("imul", INDEX, factors))
     if () in p:
-        terms.append(const(p[()]))
+        terms.append(literal(p[()]))
     if not terms:
         return ZERO
     return terms[0] if len(terms) == 1 else make("iadd", INDEX, tuple(terms))

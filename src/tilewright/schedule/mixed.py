@@ -99,7 +99,7 @@ def _contiguous(nests: Sequence[Nest]) -> Expr | None:
     indices = [n.src[0] for m in nests for n in loads(*m.exprs)]
     if not indices:
         return None
-    most = max(indices, key=_points)
+    most = max(indices, key=lambda i: i.memo("points", _points))
     return next((v for v in sorted(free_vars(most), key=lambda v: v.key)
                  if ix.coefficient(most, v) is ix.ONE), None)  # fmt: skip
 
