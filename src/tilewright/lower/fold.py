@@ -15,6 +15,7 @@ from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars
 from tilewright.lower.context import Fill, Lowering
+from tilewright.lower.layouts import along_operands
 from tilewright.lower.promote import compute_type
 from tilewright.lower.tensor import Size, Tensor, cost, is_stored, placeholders, pointwise
 
@@ -79,7 +80,8 @@ def keep(ctx: Lowering, t: Tensor) -> Tensor:
     work, reads = cost(t.body)
     if is_stored(t) or (work <= KEEP_WORK and reads <= KEEP_READS):
         return t
-    return ctx.realize(t)
+    users = () if ctx.node is None else (ctx.node,)
+    return ctx.realize(t, along_operands(t, ix.contiguous_strides(t.size), users))
 
 
 def fold(ctx: Lowering, kind: str, t: Tensor, dims: Sequence[int], keepdim: bool,

@@ -22,6 +22,7 @@ from tilewright.ir.expr import Expr, const, free_vars, loads, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
 from tilewright.lower.context import Lowering, as_view, is_number, is_plain
+from tilewright.lower.layouts import along_operands, is_for_loops
 from tilewright.lower.opaque import fallback, opaque_arguments, same_layout, storage_of
 from tilewright.lower.sizes import symbols_of, unbacked, undefined
 from tilewright.lower.table import LOWERINGS, Unsupported
@@ -275,7 +276,9 @@ def _settle_one(ctx: Lowering, node: torch.fx.Node, t: Tensor, fake: torch.Tenso
         return _claim(ctx, t, fake)
     if holder is not None and should_store(ctx, holder, t):
         is_result = any(user.op == "output" for user in holder.users)
-        return ctx.realize(t, ctx.strides(fake, is_result))
+        stride = ctx.strides(fake, is_result)
+        along = along_operands(t, stride, holder.users) if is_for_loops(holder) else None
+        return ctx.realize(t, along or stride)
     return t
 
 
