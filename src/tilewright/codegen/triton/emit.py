@@ -25,6 +25,7 @@ from tilewright.codegen.triton.text import (
     cast,
     drawn,
     fp8_at_once,
+    fp8_read,
     number,
     random_block,
 )
@@ -59,7 +60,7 @@ class Writer:
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
         self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
         self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
-        self.fp8: Collection[torch.dtype] = ()  # types that the card itself rounds to
+        self.fp8: Collection[torch.dtype] = ()  # types that the card itself converts
         self.made: Mapping[str, Expr] = {}  # the values of buffers that the kernel makes
         self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
         self.joint: dict[Expr, tuple[str, Expr]] = {}  # functions of functions, as one
@@ -359,6 +360,8 @@ class Writer:
             return text.format(*(self.operand(s) for s in self._needs(node)))
         if (found := whole(node)) is not None:
             return self._whole(found)
+        if node.op == "cast" and node.src[0].dtype in self.fp8:
+            return fp8_read(self.operand(node.src[0]), node.src[0].dtype, node.dtype)
         if node.op == "cast" and node.dtype in self.fp8:
             source = node.src[0]
             return fp8_at_once(self.operand(source), source, node.dtype, self.made)

@@ -104,6 +104,12 @@ def fp8_at_once(text: str, source: Expr, to: torch.dtype, made: Mapping[str, Exp
     return f"tri_fp8.at_once({', '.join(arguments)})"
 
 
+def fp8_read(text: str, source: torch.dtype, to: torch.dtype) -> str:
+    """The other way."""
+    *facts, _ = _fp8(source, "from").split(", ")
+    return cast(f"tri_fp8.given({', '.join((text, *facts))})", torch.float32, to)
+
+
 def _is_within(e: Expr, largest: float) -> bool:
     """Whether a value was cut off at both sides."""
     sides: set[str] = set()
