@@ -321,7 +321,9 @@ def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
     if sum(user.target not in SHAPED_ALIKE for user in holder.users) > 1:
         if reads > 1 and any(user.op == "output" for user in holder.users):
             return True  # it is stored anyway: the others read one buffer in place of several
-        if work < SPREAD_WORK and _is_made_of_little(ctx, holder, t):
+        if work < SPREAD_WORK and (
+            _is_made_of_little(ctx, holder, t) or (reads <= 1 and _are_places(holder))
+        ):
             return False
         return work >= 4 or reads > config.realize_reads_threshold
     return work >= SPREAD_WORK and _is_spread(holder)
@@ -342,6 +344,12 @@ def _is_made_of_little(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
     computed = all(torch.Tag.pointwise in getattr(u.target, "tags", ()) or u.target in _SUMS
                    for u in holder.users)  # fmt: skip
     return own >= LARGE and 0 < MANY_TIMES * size <= own and computed and len(holder.users) <= 3
+
+
+def _are_places(holder: torch.fx.Node) -> bool:
+    """Whether these only say where something is, as the block and the slot of a cache: for whole
+    rows of it they are computed again for nothing, and to store them is a kernel more."""
+    return all(user.target in (aten.index.Tensor, aten.index_put.default) for user in holder.users)
 
 
 def _is_spread(holder: torch.fx.Node) -> bool:
