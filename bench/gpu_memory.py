@@ -8,6 +8,7 @@ bandwidth measured in the same run, over the time it took. Kernels are compiled 
 first: compile time is not measured here.
 
 `--usual` measures programs of more kinds, `--written` pieces of programs as users write them,
+`--served` what a server of models does between its products,
 `--random N --seed S` programs that are drawn, of the kinds that models have.
 """
 
@@ -32,6 +33,7 @@ from bench.drawn_programs import drawn
 from bench.gpu_programs import PROGRAMS, GpuProgram
 from bench.kernels import copy_bandwidth
 from bench.measure import clone, compile_with, difference, geomean, leaves, run_all
+from bench.served_programs import SERVED
 from bench.usual_programs import USUAL
 from bench.written_programs import WRITTEN
 from tilewright.tune.clock import between
@@ -57,6 +59,8 @@ def run_program(program: GpuProgram, fn: Callable[..., Any], args: Args,
 
 
 def fewest_bytes(program: GpuProgram, args: Args, result: Any) -> int:
+    if program.moved is not None:
+        return program.moved(args, result)
     passes = 2 if program.backward else 1
     moved = sum(t.nbytes for t in leaves(args)) + sum(t.nbytes for t in leaves(result))
     moved += passes * sum(args[k].nbytes for k in program.again)
@@ -227,11 +231,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of those")
     parser.add_argument("--usual", action="store_true", help="programs of more kinds")
     parser.add_argument("--written", action="store_true", help="programs as users write them")
+    parser.add_argument("--served", action="store_true", help="programs of servers of models")
     parser.add_argument("--out", type=Path, help="a JSON file of all times")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     backends = options.backends.split(",")
-    programs = USUAL if options.usual else WRITTEN if options.written else PROGRAMS
+    lists = ((options.usual, USUAL), (options.written, WRITTEN), (options.served, SERVED))
+    programs = next((found for asked, found in lists if asked), PROGRAMS)
     if options.random:
         programs = drawn(options.random, options.seed)
     chosen = [p for p in programs

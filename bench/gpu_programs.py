@@ -21,7 +21,8 @@ F32 = torch.float32
 @dataclass(frozen=True)
 class GpuProgram:
     """`again` says which inputs must be read a second time: what no cache or processor can hold
-    from one use to the next. `random` programs are not compared with eager."""
+    from one use to the next. `random` programs are not compared with eager. `moved` says the fewest
+    bytes, of arguments and result, where these are touched in part or written in place."""
 
     name: str
     fn: Callable[..., Any]
@@ -29,6 +30,7 @@ class GpuProgram:
     backward: bool = False
     again: tuple[int, ...] = ()
     random: bool = False
+    moved: Callable[[tuple[Any, ...], Any], int] | None = None
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
