@@ -93,6 +93,15 @@ def test_what_is_read_is_loaded_once(fn: Fn, args: tuple[Tensor, ...], accesses:
     assert made.shared == made.spills == 0 and made.widest("ld.global") == 16
 
 
+def test_rows_of_two_results_are_stored_once() -> None:
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.avg_pool2d(x, 3, 1, 1), F.max_pool2d(x, 3, 1, 1).float()
+
+    (kernel,) = kernels_of(both, _bfloat16(16, 64, 56, 56))
+    assert "tri_rows.apart" in kernel.text and kernel.text.count("tl.store") == 4
+    build(kernel)
+
+
 @pytest.mark.parametrize(("fn", "shape"), [
     (lambda x: F.avg_pool2d(x, 2), (64, 64, 32, 32)),
     (lambda x: F.interpolate(x, scale_factor=2.0), (64, 64, 32, 32)),

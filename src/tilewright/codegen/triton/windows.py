@@ -217,7 +217,7 @@ class _Pieces(Doubles):
         self.loaded = _pieces(self.nodes, buffers)
         stores = [(s.buffer, s.index, ()) for m in members for s in m.stores]
         self.stored = _pieces(stores, buffers)
-        self._values: dict[Expr, str] = {}
+        self._values: dict[tuple[str, Expr], str] = {}  # of results that are not whole yet
 
     def load(self, node: Expr) -> str:
         piece = self.loaded[node.arg, node.src[0], node.src[1:]]
@@ -245,8 +245,8 @@ class _Pieces(Doubles):
         support = w.support(piece.index)
         if w.support(store.value) != support:
             value = w.let(f"tl.broadcast_to({value}, {w.shape(support)})")
-        self._values[store.index] = value
-        places = [ix.add(piece.index, k) for k in range(piece.size)]
+        self._values[store.buffer, store.index] = value
+        places = [(store.buffer, ix.add(piece.index, k)) for k in range(piece.size)]
         if all(p in self._values for p in places):
             whole = f"tri_rows.{JOINED[piece.size]}({', '.join(self._values[p] for p in places)})"
             place = f"({w.index(piece.index)})[:, None] + tl.arange(0, {piece.size})[None, :]"
