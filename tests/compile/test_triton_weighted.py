@@ -30,10 +30,16 @@ def _cross(x: Tensor, y: Tensor) -> Tensor:
     return (torch.softmax(x, -1) * y).sum(-1)
 
 
+def _distilled(x: Tensor, y: Tensor) -> Tensor:
+    """Two sums of the same powers, each relative to its own largest value."""
+    return (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1)
+
+
 @pytest.mark.parametrize(
     ("fn", "length"),
-    [(_divergence, 20000), (_divergence, 18001), (_entropy, 20000), (_cross, 18001)],
-)
+    [(_divergence, 20000), (_divergence, 18001), (_entropy, 20000), (_cross, 18001),
+     (_distilled, 20000)],
+)  # fmt: skip
 def test_one_walk(fn: Callable[[Tensor, Tensor], Tensor], length: int) -> None:
     """By one program, or by several that meet once."""
     x, y = _normal(16, length), _normal(16, length, seed=1)

@@ -118,7 +118,7 @@ class OnlineFold(Fold):
         super().__init__(pair.largest, fold.axis, w)
         self.side, self.apart = side, apart
         self.combine = "tri.softmax"
-        self.pair: Pair | None = None
+        self.bases: dict[Expr, Expr] = {}  # of sums, what they are relative to
         self.weighted: Weighted | None = None
         self.join(pair)
         self._top = self._total = self._product = self._middle = ""
@@ -128,7 +128,7 @@ class OnlineFold(Fold):
         if isinstance(pair, Weighted):
             self.weighted, self.combine = pair, "tri_rows.softmax_with"
         else:
-            self.pair = pair
+            self.bases[pair.total] = pair.base
 
     @property
     def _names(self) -> list[str]:
@@ -213,8 +213,8 @@ class OnlineFold(Fold):
     def finish(self, total: Expr) -> None:
         """A sum, relative to what the program has it relative to."""
         w = self.w
-        if self.pair is not None and total is self.pair.total:
-            base = w.operand(self.pair.base)
+        if total in self.bases:
+            base = w.operand(self.bases[total])
             w.know(total, w.let(f"{self._total} * tri.exp({self._top} - {base})"))
             return
         assert self.weighted is not None
