@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.compile.as_cuda import as_cuda
 from tilewright import config, metrics
 from tilewright.runtime.triton_build import TritonConfig, TritonSource
+from tilewright.schedule import group
 from tilewright.testing import run_and_get_code
 from tilewright.tune import kernels
 
@@ -155,3 +156,18 @@ def test_ck_8_the_largest_is_tuned_first() -> None:
 def test_ck_8_descent_starts_with_the_largest() -> None:
     first = next(iter(kernels._neighbours(SOURCE, SOURCE.configs[0])))
     assert dict(first.constants) == {"XBLOCK0": 512, "XBLOCK1": 64}
+
+
+@pytest.mark.parametrize(("parameters", "launches"), [(3, 3), (4, 1), (7, 2)])
+def test_steps_of_many_parameters_share_launches(
+    parameters: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "MANY_ALIKE", 4)
+    monkeypatch.setattr(group, "ALIKE_TOGETHER", 6)
+
+    def step(*x: Tensor) -> list[Tensor]:
+        pairs = zip(x[:parameters], x[parameters:], strict=True)
+        return [p - 0.1 * (g + 0.01 * p) for p, g in pairs]
+
+    given = [torch.randn(3 + k, 5) for k in range(parameters)] * 2
+    assert launched(step, *given, asked=False)[0] == launches

@@ -37,6 +37,9 @@ MOST_SHARED = 32 << 20  # bytes a kernel that shares its launch moves: a few mic
 PIECES_APART = 4  # small kernels of a card that fill one buffer; more of them share launches
 PIECES_TOGETHER = 32  # by so many
 SMALL_PIECE = 4 << 20  # bytes it moves: a fourth of the time of a launch (H200: 4.4 us, 2026-11-15)
+MANY_ALIKE = 8  # kernels of a card from arguments to results; so many share launches
+ALIKE_TOGETHER = 64  # by so many
+KEPT = 1 << 16  # bytes of what is not an argument or a result that these may have
 IN_TURNS = 512  # bytes a kernel writes before another one's follow
 LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
@@ -314,7 +317,8 @@ class Search:
     def combine(self) -> None:
         """Let groups that need nothing of each other share a launch: those that fill parts of one
         buffer (on a card if they are many: a launch takes as long as a small kernel), and all that
-        are alike where `combo_kernels` asks for it."""
+        are alike where `combo_kernels` asks for it, or where they are many that take arguments to
+        results, as an optimizer's step of each parameter."""
         ranked = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
                   if not self.shape[k].serial]  # fmt: skip
         for ks in self._writers().values():
@@ -326,15 +330,23 @@ class Search:
             elif len(ks) > PIECES_APART:
                 small = [k for k in ks if self._may_share(k, SMALL_PIECE)]
                 self._share_launches(small, PIECES_TOGETHER)
-        if config.combo_kernels:
-            fit = [k for k in ranked if self._may_share(k, MOST_SHARED)]
-            kinds: dict[tuple[torch.device, bool, int], list[int]] = {}
-            for k in fit:
-                kind = combo_kind(self.shape[k])
-                if kind is not None and k not in self.launch:
-                    kinds.setdefault((self.device[k], *kind), []).append(k)
-            for ks in kinds.values():
+        kinds: dict[tuple[torch.device, bool, int], list[int]] = {}
+        for k in (k for k in ranked if self._may_share(k, MOST_SHARED)):
+            kind = combo_kind(self.shape[k])
+            if kind is not None and k not in self.launch:
+                kinds.setdefault((self.device[k], *kind), []).append(k)
+        for (device, _, walks), ks in kinds.items():
+            if config.combo_kernels:
                 self._share_launches(ks, config.combo_kernel_max_num_nodes)
+            elif device.type == "cuda" and walks == 1:
+                ks = [k for k in ks if self._keeps_little(k)]
+                self._share_launches(ks if len(ks) >= MANY_ALIKE else (), ALIKE_TOGETHER)
+
+    def _keeps_little(self, k: int) -> bool:
+        """Whether all that is large of what a kernel touches is an argument or a result, as of an
+        optimizer's: when it runs is nothing to the memory of others."""
+        return all(b in self.prices.keep or self.prices.of(b, touch) <= KEPT
+                   for b, touch in self.touch[k].items())  # fmt: skip
 
     def _may_share(self, k: int, most: int) -> bool:
         """On a card a launch is shared by kernels that move little, and are not to be cut into
