@@ -39,6 +39,7 @@ PIECES_TOGETHER = 32  # by so many
 SMALL_PIECE = 4 << 20  # bytes it moves: a fourth of the time of a launch (H200: 4.4 us, 2026-11-15)
 MANY_ALIKE = 8  # kernels of a card from arguments to results; so many share launches
 ALIKE_TOGETHER = 64  # by so many
+MOST_ALIKE = 256 << 20  # bytes that each moves
 KEPT = 1 << 16  # bytes of what is not an argument or a result that these may have
 IN_TURNS = 512  # bytes a kernel writes before another one's follow
 LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
@@ -331,7 +332,8 @@ class Search:
                 small = [k for k in ks if self._may_share(k, SMALL_PIECE)]
                 self._share_launches(small, PIECES_TOGETHER)
         kinds: dict[tuple[torch.device, bool, int], list[int]] = {}
-        for k in (k for k in ranked if self._may_share(k, MOST_SHARED)):
+        most = MOST_SHARED if config.combo_kernels else MOST_ALIKE
+        for k in (k for k in ranked if self._may_share(k, most)):
             kind = combo_kind(self.shape[k])
             if kind is not None and k not in self.launch:
                 kinds.setdefault((self.device[k], *kind), []).append(k)
