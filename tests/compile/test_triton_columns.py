@@ -226,6 +226,15 @@ def test_a_place_is_looked_for_row_after_row(dtype: torch.dtype) -> None:
     assert made.widest("ld.global") == 16 and made.spills == 0
 
 
+def test_places_in_enlarged_rows_are_looked_for_along_them() -> None:
+    def classes(x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=4, mode="bilinear").argmax(1)
+
+    with mock.patch.object(unrolled, "FEWEST", 0):
+        (kernel,) = check(classes, torch.randn(2, 5, 6, 8))
+    assert "tl.static_range(0, 5)" in kernel.text and "% (32)" in kernel.text
+
+
 def test_short_columns_that_are_only_folded_belong_to_one_thread_each() -> None:
     (kernel,) = kernels_of(lambda x: x.mean(0), torch.empty(26, 872, 1571, dtype=BF16))
     made = build(kernel)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from tilewright.codegen.triton.blocks import Config, folds, vector_of
 from tilewright.codegen.triton.column_configs import LONGEST_OF_THREAD, at_once
 from tilewright.codegen.triton.shape import Shape
+from tilewright.ir import index as ix
+from tilewright.ir.expr import free_vars, loads
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
@@ -22,7 +24,7 @@ FEWEST = 4  # programs for each processor
 def unrolled(program: Program, shape: Shape, target: Target) -> Shape:
     """The shape with columns that are walked so, where there are many and sixteen bytes of a row
     are loaded at once (H200: argmax over 1 of 64x21x256x256 bfloat16 53 us, 61 us as one block; of
-    100x61x16384 58 us, 57 us)."""
+    100x61x16384 58 us, 57 us), or rows are enlarged: neighbours read the same."""
     if shape.rank != 2 or not shape.across or not shape.persistent or shape.serial or shape.ragged:
         return shape
     if len(shape.segments) > 2 or len(shape.inner) != 1 or not folds(shape, "argmin", "argmax"):
@@ -33,9 +35,17 @@ def unrolled(program: Program, shape: Shape, target: Target) -> Shape:
         return shape
     vector = vector_of(program, shape)
     many = shape.parallel[0].likely >= FEWEST * 32 * WARPS * vector * target.sms
-    if not many or at_once(program, shape) < vector:
+    if not many or (at_once(program, shape) < vector and not _are_enlarged(shape)):
         return shape
     return replace(shape, persistent=False, ahead=False, unrolled=True)
+
+
+def _are_enlarged(shape: Shape) -> bool:
+    """Whether places in rows are computed, as those of an image between which others are made."""
+    flat = shape.flat()
+    x = flat.parallel[0].var
+    return any(ix.coefficient(n.src[0], x) is None and x in free_vars(n.src[0])
+               for m in flat.members for n in loads(*m.exprs))  # fmt: skip
 
 
 def of_unrolled(program: Program, shape: Shape) -> Iterable[Config]:
