@@ -89,8 +89,9 @@ class Target:
 FEW = 4096  # elements of a tensor that is scattered into, where many meet
 MEET = 256  # points for each of them
 COPIES = 1024
-ROOM = 1 << 18  # elements of all of them (H200: 32 x 16 places of 1048576 x 16 points 54 us, 100 us by
-# a quarter of it; 441 of 4194304 54 us, 61 us)
+# elements of all of them (H200: 32 x 16 places of 1048576 x 16 points 54 us, 100 us by a quarter of
+# it; 441 of 4194304 54 us, 61 us)
+ROOM = 1 << 18
 CHOSEN = 8  # elements of each row that every other is compared with
 
 
