@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tilewright.ir.expr import INDEX, REBUILD, Expr, const, free_vars, make, substitute, syms
 from tilewright.ir.ops import INDEX_OPS
@@ -492,11 +492,14 @@ def settled_strides(sizes: Sequence[Expr], strides: Sequence[Expr]) -> tuple[Exp
     return tuple(reversed(found))
 
 
-REBUILD.update(
-    iadd=lambda node, src: add(*src),
-    imul=lambda node, src: mul(*src),
-    ifloordiv=lambda node, src: floordiv(*src),
-    imod=lambda node, src: mod(*src),
-    imin=lambda node, src: minimum(*src),
-    imax=lambda node, src: maximum(*src),
-)
+_CONSTRUCTORS: dict[str, Callable[..., Expr]] = {
+    "iadd": add, "imul": mul, "ifloordiv": floordiv, "imod": mod, "imin": minimum, "imax": maximum,
+}  # fmt: skip
+
+
+@functools.lru_cache(1 << 14)  # the layers of a network, and the nests of one, have many in common
+def _rebuilt(op: str, src: tuple[Expr, ...]) -> Expr:
+    return _CONSTRUCTORS[op](*src)
+
+
+REBUILD.update(dict.fromkeys(_CONSTRUCTORS, lambda node, src: _rebuilt(node.op, src)))
