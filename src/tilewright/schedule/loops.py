@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,8 +42,14 @@ def rename(nest: Nest, names: Mapping[Expr, Expr]) -> Nest:
     names = {v: u for v, u in names.items() if v is not u}
     if not names.keys() & {*nest.loops, *nest.reduce}:
         return nest
-    return substitute_nest(nest, names, [names.get(v, v) for v in nest.loops],
-                           [names.get(v, v) for v in nest.reduce])  # fmt: skip
+    return _renamed(nest, tuple(names.items()))
+
+
+@functools.lru_cache(1 << 10)  # each way to run groups together asks for the same names
+def _renamed(nest: Nest, names: tuple[tuple[Expr, Expr], ...]) -> Nest:
+    to = dict(names)
+    return substitute_nest(nest, to, [to.get(v, v) for v in nest.loops],
+                           [to.get(v, v) for v in nest.reduce])  # fmt: skip
 
 
 def halves(v: Expr, inner: Expr, loops: Iterable[Expr]) -> tuple[Expr, Expr]:
