@@ -107,3 +107,22 @@ def test_scales_of_odd_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     with as_cuda():
         found = torch.compile(of_channels, backend="tilewright")(*args)
     assert_close(found, of_channels(*args))
+
+
+def both_sums(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = x * scale
+    return x.sum((0, 1)).bfloat16(), scaled.sum(1)
+
+
+def test_few_pictures_have_programs_for_their_pieces() -> None:
+    first, *_ = for_card(both_sums, torch.empty(16, 3136, 192), torch.empty(16, 1, 192))
+    assert first.programs({}) > 132 and ("XBLOCK", 32) in first.config.blocks
+
+
+def test_pieces_of_few_pictures_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, size in (("LARGE", 1 << 10), ("ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):
+        monkeypatch.setattr(mixed, what, size)
+    args = torch.randn(3, 340, 33), torch.randn(3, 1, 33)
+    with as_cuda():
+        found = torch.compile(both_sums, backend="tilewright")(*args)
+    assert_close(found, both_sums(*args), rtol=1e-3, atol=1e-3)

@@ -204,8 +204,9 @@ def _of_short_rows(fit: Fit, target: Target) -> int:
     """
     if not target.is_gpu or len(segments_of(fit.members, fit.outer)) < 2:
         return 0
+    beside = _programs(fit, target)
     rows = hint_product(v.src[0] for v in fit.serial)
-    row = max(work(m) for m in fit.members) // max(rows * _programs(fit, target), 1)
+    row = max(work(m) for m in fit.members) // max(rows * beside, 1)
     if row < NARROWEST:
         return 0
     odd = row % 4 > 0
@@ -213,7 +214,7 @@ def _of_short_rows(fit: Fit, target: Target) -> int:
     times = min((SHORT_ODD_ROW if odd else SHORT_ROW) // row, most)
     if row % 8 and row <= SHORT_ROW:
         times = max(times, 2)
-    return min(_wanted(target) * times, rows // (LONG_CHUNK // 2 if odd else LONG_CHUNK))
+    return min(_wanted(target) * times, rows // (LONG_CHUNK // 2 if odd else LONG_CHUNK) * beside)
 
 
 def _programs(fit: Fit, target: Target, columns: int = TILE) -> int:

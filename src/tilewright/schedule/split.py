@@ -65,6 +65,7 @@ from tilewright.target import Target
 
 BLOCKS = (4096, 2048, 1024)  # elements that are dealt out to chunks in turn
 MUCH = 1 << 22  # elements of which a cache does not keep all
+MOST_FINER = 4  # times as many rounds as chunks are wanted, for each to be one
 MANY = 1024  # partial results of a column that few programs would take long to fold
 
 
@@ -76,6 +77,7 @@ class Cut:
     group: Group
     after: tuple[Group, ...]
     buffers: tuple[Buffer, ...]
+    rounds: bool = False  # a chunk is a round, so that there may be too few of them
 
 
 def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list[Group]]:
@@ -107,8 +109,15 @@ def _cut_into(order: _Order, program: Program, group: Group, target: Target, pri
     """The group's chunks and what folds their results, in chunks too if these are many: the buffers
     this takes."""
     done = cut(program, group, target, private)
-    order.add(done.group)
     made = {b.name: b for b in done.buffers}
+    fit = Fit(done.group.members, done.group.outer)
+    if done.rounds and (loops := starved(fit, target)) and not dependents(fit.members):
+        known = replace(program, buffers={**program.buffers, **made})
+        parts = tuple(replace(m, name=f"{m.name}_part") for m in fit.members)
+        again = replace(done.group, members=parts, serial=loops)
+        made |= _cut_into(order, known, again, target, private)
+    else:
+        order.add(done.group)
     for fold in done.after:
         rows = hint_product(v.src[0] for v in fold.members[0].reduce)
         many = rows >= MANY and not dependents(fold.members)
@@ -334,13 +343,16 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
         members = tuple(made.apart(m, serial) if stays_apart(m, whole, target) else m
                         for m in members)  # fmt: skip
         if not any(folds_over(m, serial) for m in members):
-            return made.result(replace(group, members=members, outer=(*outer, *serial), serial=()))
+            in_rounds = replace(group, members=members, outer=(*outer, *serial), serial=())
+            return replace(made.result(in_rounds), rounds=True)
     loop, *rest = serial
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
     in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
     if target.is_gpu and not in_turn:
         members, (loop, *rest) = _finer(members, serial, count)
+        if loop is not serial[0] and hint(loop.src[0]) <= MOST_FINER * count:
+            count = hint(loop.src[0])  # a round each: two might be of two pictures
     if in_turn or (count > 1 and hint(loop.src[0]) > 1):
         inner = hint_product(v.src[0] for v in rest)
         step = _step(members, loop, count) if target.is_gpu else 1
