@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
+from tests.compile.test_triton_in_turn import for_card
 from tilewright.lower import layouts
 from tilewright.testing import run_and_get_code
 
@@ -36,3 +37,16 @@ def test_gradients_of_a_norm_over_channels_that_are_not_last(
     n, c, h, w = shape
     stride = (c * h * w, w, 1, h * w)
     assert f"({n}, {h}, {w}, {c},), ({', '.join(map(str, stride))},)" in "".join(code)
+
+
+def spread(x: Tensor, norm: Tensor, weights: Tensor) -> Tensor:
+    """As the gradient of a normalised mean over the second dimension is."""
+    found = (x / norm + x / (norm + 1)) / (norm + 2)
+    return found[:, None] * weights[..., None]
+
+
+def test_rows_that_are_repeated_are_computed_once() -> None:
+    args = torch.empty(256, 768), torch.empty(256, 1), torch.empty(256, 511)
+    (kernel,) = for_card(spread, *args)
+    before, inside = kernel.text.split("for roffset")
+    assert before.count("div_by_shared(") == 3 and "div_by_shared(" not in inside

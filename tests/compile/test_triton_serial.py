@@ -9,6 +9,7 @@ from tests.compile.interp import TARGET, runner
 from tests.fuzz.build import Build
 from tilewright.codegen.triton.generate import generate
 from tilewright.ir import build
+from tilewright.ir import index as ix
 from tilewright.ir.program import Store
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit
@@ -72,3 +73,29 @@ def test_more_programs_walk_short_rows(rows: int, length: int, programs: int) ->
     scaled = build.op("mul", b.at(x, r, j), b.at(total, r))
     column = b.nest([j], Store(columns, j, build.reduce("sum", scaled)), reduce=[r])
     assert chunks(Fit((row, column), (), (r,)), Target("sm_90")) == programs
+
+
+def test_short_rows_of_several_groups_have_programs_as_rows_without() -> None:
+    b = Build()
+    r, k, j = b.loops(16384, 8, 512)
+    x, total, columns = b.input(16384, 8, 512), b.buffer((16384, 8)), b.buffer((8, 512))
+    row = b.nest(
+        [r, k],
+        Store(
+            total,
+            ix.linearize([r, k], ix.contiguous_strides([16384, 8])),
+            build.reduce("sum", b.at(x, r, k, j)),
+        ),
+        reduce=[j],
+    )
+    scaled = build.op("mul", b.at(x, r, k, j), b.at(total, r, k))
+    column = b.nest(
+        [k, j],
+        Store(
+            columns,
+            ix.linearize([k, j], ix.contiguous_strides([8, 512])),
+            build.reduce("sum", scaled),
+        ),
+        reduce=[r],
+    )
+    assert chunks(Fit((row, column), (k,), (r,)), Target("sm_90")) == 256
