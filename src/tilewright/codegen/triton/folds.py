@@ -13,6 +13,7 @@ import torch
 from tilewright.codegen.triton.emit import NOWHERE, Writer
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import COMBINE, RUNNING, TYPE, cast, neutral
+from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.build import part
 from tilewright.ir.expr import INDEX, Expr, substitute, walk
@@ -267,7 +268,7 @@ class ArgFold(Fold):
         self.w.know(self.node, self.w.let(f"{names[1]}.to(tl.int64)"))
 
     def of_row(self) -> list[str]:
-        top = self._reduced(self._tile, self._extreme)
+        self.top = top = self._reduced(self._tile, self._extreme)
         return [top, self._reduced(
             lambda: self._having(top, self._tile(), self._places()), "tri.minimum")]  # fmt: skip
 
@@ -295,6 +296,15 @@ class ArgFold(Fold):
             self.taken([self.name, f"{self.name}_at"])
         else:
             super().end()
+
+
+def fold_whole(node: Expr, folds: dict[Expr, Fold]) -> None:
+    """Of a row that is one block; with the place of an extreme there is the extreme itself."""
+    fold = folds.pop(node)
+    fold.whole()
+    extreme = build.reduce(fold.kind.removeprefix("arg"), fold.value)
+    if isinstance(fold, ArgFold) and extreme in folds:
+        folds.pop(extreme).taken([fold.top])
 
 
 class WelfordFold(Fold):

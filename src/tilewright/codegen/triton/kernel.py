@@ -22,6 +22,7 @@ from tilewright.codegen.triton.folds import (
     Scanning,
     Together,
     WelfordFold,
+    fold_whole,
     folds_of,
     scans_of,
 )
@@ -453,7 +454,7 @@ class Kernel:
                 continue
             for node in walk(*m.exprs):
                 if node in folds:
-                    folds.pop(node).whole()
+                    fold_whole(node, folds)
             for scan in scans:
                 if scan.node not in set(walk(*m.exprs)):
                     continue
