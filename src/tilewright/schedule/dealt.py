@@ -22,7 +22,7 @@ from tilewright.target import Target
 ACCESS = 16  # bytes of the widest access
 LINE = 128  # bytes of memory that a tile takes of a row
 SHORTEST = 64  # rows of a chunk: what it leaves is then a small part of what it reads
-LONG = 512  # elements of a piece, for any number of pieces to be folded each by itself
+LONG = 480  # elements of a piece, for any number of pieces to be folded each by itself
 MANY_ROWS = 320  # of a chunk that stores what it folds (H200: gelu backwards, 22666x6487 bfloat16:
 # 272 us in 16 chunks, 266 us in 32, 250 us in 64, 263 us in 96)
 LEAST = 16  # where narrow accesses are the alternative; twice as many of moments, which are two
@@ -119,7 +119,8 @@ def in_pieces(fit: Fit, target: Target) -> bool:
     """Whether each piece of a row is to be folded by itself, where what a fold walks is in pieces:
     the serial loops go from one to the next. Of many pieces only long ones: what they leave has to
     be folded (H200: squares of 1070x69x1219 bfloat16 over 0 and 2 52 us, 101 us in chunks; of
-    3000x40x500 38 us either way; of 200000x4x64 36 us, 28 us in chunks)."""
+    3000x40x500 38 us either way; of 200000x4x64 36 us, 28 us in chunks; neighbours' differences of
+    49152 rows of 511 floats 27 us, 44 us in chunks)."""
     *_, along = fit.members[0].reduce or (ix.ZERO,)
     if not target.is_gpu or not fit.serial or not _all_fold(fit, (*fit.serial, along)):
         return False
