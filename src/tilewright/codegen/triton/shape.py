@@ -32,6 +32,7 @@ NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste
 SHORTEST_COLUMN = 64  # rows below which columns are folded at once
 SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
 SHORTEST_ROW = 64  # elements worth looking up where they are once
+SPARSEST_TILE = 256  # elements of a row, a quarter of them empty, that is no tile
 SHORTEST_LEAN = 2048  # elements of a row for which its ends do not matter
 SECTORS = 64  # bytes that memory is read by
 LONGEST_PIECE = 512  # bytes of a row in which those at its ends matter
@@ -732,15 +733,21 @@ def _is_better_flat(program: Program, members: Sequence[Nest], outer: tuple[Expr
     """Whether short rows lie one after the other and begin between two places of sixteen bytes: as
     one they are moved sixteen bytes at once, which is worth more than to load what they have in
     common once (H200: int8 times a float of its row, 140001x711, 80 us, 156 us; images of 17x17
-    bfloat16 scaled by channels 99 us, 186 us; with rows of 5001 that lean 80 us, 78 us)."""
+    bfloat16 scaled by channels 99 us, 186 us; with rows of 5001 that lean 80 us, 78 us); or are so
+    short that much of a tile would be empty (65536 rows of 80 signs times a float of its row 6.7
+    us, 10.0 us as tiles of 128)."""
     length = outer[-1].src[0]
     if hint(length) >= SHORTEST_LEAN and not _is_mostly_wide(program, members, outer[-1]):
         return False
     whole = Axis("x", outer, 0)
+    tile = 1 << (hint(length) - 1).bit_length()
+    sparse = tile <= SPARSEST_TILE and 4 * hint(length) <= 3 * tile
     for s in (s for m in members for s in m.stores):
         piece = 16 // min(program.buffers[s.buffer].dtype.itemsize, 16)
         place = substitute(s.index, whole.places())
-        if hint(length) % piece == 0 or ix.coefficient(place, whole.var) is not ix.ONE:
+        if (hint(length) % piece == 0 and not sparse) or ix.coefficient(
+            place, whole.var
+        ) is not ix.ONE:
             return False
     return True
 
