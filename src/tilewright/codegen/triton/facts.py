@@ -160,10 +160,21 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
     alone = [m for s, axis in shape.segments if axis is None for m in s.members]
     found = loads(*(e for m in alone for e in m.exprs))
     results = [s for m in alone for s in m.stores if s.buffer not in local]
+    if shape.looked_up and not shape.serial:
+        return first(shape, _beside_looked_up(shape, found))
     waits = len(results) > 1 and len(found) <= FEW and not shape.looked_up
     if shape.serial or not (shape.inner or waits):
         return []
     return first(shape, [*found, *(e for e in _folded(shape) if e not in found)])
+
+
+def _beside_looked_up(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
+    """What does not wait for what is looked up, places first (H200: 256 pairs of images of 65536
+    floats, each pair in the parts of a step that is looked up, 47.6 us, 48.4 us)."""
+    plain = [e for e in found if not any(n.op == "index" for n in walk(e))]
+    if len(plain) == len(found) or len(plain) > FEW:
+        return []
+    return sorted(plain, key=lambda e: shape.parallel[-1].var in free_vars(e))
 
 
 def first(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
