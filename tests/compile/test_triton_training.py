@@ -162,6 +162,7 @@ def test_rows_that_no_cache_keeps_are_fetched_ahead(monkeypatch: pytest.MonkeyPa
     """By one program each, where several do not hold them and nothing is loaded that the kernel has
     stored before."""
     monkeypatch.setattr(mixed, "MOST_IN_TURN", 1)
+    monkeypatch.setattr(mixed, "MOST_OF_FEW", 1)
     monkeypatch.setattr(siblings, "SHORTEST", 1 << 40)
 
     def f(x: Tensor) -> Tensor:

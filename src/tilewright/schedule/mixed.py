@@ -40,6 +40,7 @@ CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
 SHARE = 1 << 13  # elements of a row worth a program beside others
 LONGEST_CACHED = 1 << 17  # elements of rows that a card's cache keeps, one for each program
 MOST_IN_TURN = 16  # programs of a row that begin after those of another
+MOST_OF_FEW = 64  # the same of few rows of several buffers, that no cache keeps else
 
 
 def fit_in_order(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
@@ -298,7 +299,9 @@ def in_turn(fit: Fit, target: Target) -> int:
     half of the cache (H200: batch norm of 256 rows of 200704 bfloat16 77.5 us by fours, 80.3 us by
     one each). None: each row has its own, as where several buffers are walked (its backward pass
     124 us by one each, 128, 137 and 173 us by 4, 8 and 16). Of fewer rows than processors so many
-    that all of these have some (64 rows of 802816 76.9 us by 16, 78.5 us by 32, 100 us by one)."""
+    that all of these have some (64 rows of 802816 76.9 us by 16, 78.5 us by 32, 100 us by one), or
+    of long ones that these are in cache (64 rows of two times 603000 floats 177 us by 64, 199 us by
+    16)."""
     rows = ix.value_of(ix.product(v.src[0] for v in fit.outer))
     if not target.is_gpu or not rows or 16 * rows < target.sms:
         return 0
@@ -320,6 +323,8 @@ def in_turn(fit: Fit, target: Target) -> int:
     wanted = 2 * target.sms if few else 0
     while 2 * target.sms * row // count > target.l2 // 2 or rows * count < wanted:
         count *= 2
+    if few and len(walked) > 1 and 2 * target.sms * row // MOST_IN_TURN > target.l2:
+        return min(count, MOST_OF_FEW)
     return min(count, MOST_IN_TURN) if few or count <= MOST_IN_TURN else 0
 
 
