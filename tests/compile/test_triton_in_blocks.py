@@ -21,6 +21,7 @@ IN_TURN = "// (1024)"  # which round it is, of 32 programs
 @pytest.fixture(autouse=True)
 def much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "MUCH", 1)
+    monkeypatch.setattr(split, "BLOCKS", (1024,))
 
 
 def normal(*size: int) -> Tensor:

@@ -63,7 +63,7 @@ from tilewright.schedule.segments import segments_of
 from tilewright.schedule.sizes import hint, hint_product, work
 from tilewright.target import Target
 
-BLOCKS = (4096, 2048, 1024)  # elements that are dealt out to chunks in turn
+BLOCKS = (8192, 4096)  # elements that are dealt out to chunks in turn
 MUCH = 1 << 22  # elements of which a cache does not keep all
 MOST_FINER = 4  # times as many rounds as chunks are wanted, for each to be one
 MANY = 1024  # partial results of a column that few programs would take long to fold
@@ -350,8 +350,9 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
     count = chunks(whole, target)
     in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
     if target.is_gpu and not in_turn:
-        members, (loop, *rest) = _finer(members, serial, count)
-        if loop is not serial[0] and hint(loop.src[0]) <= MOST_FINER * count:
+        members, finer = _finer(members, serial, count)
+        loop, *rest = _longest_first(members, finer, count)
+        if loop not in serial and hint(loop.src[0]) <= MOST_FINER * count:
             count = hint(loop.src[0])  # a round each: two might be of two pictures
     if in_turn or (count > 1 and hint(loop.src[0]) > 1):
         inner = hint_product(v.src[0] for v in rest)
@@ -478,6 +479,17 @@ def _finer(members: tuple[Nest, ...], serial: tuple[Expr, ...], count: int
     return found, (rounds, piece, *rest)
 
 
+def _longest_first(members: Sequence[Nest], serial: tuple[Expr, ...], count: int
+                   ) -> tuple[Expr, ...]:  # fmt: skip
+    """The serial loops with one to cut that has rounds enough, where the first has too few and
+    sizes are not known."""
+    longest = max(serial, key=lambda v: hint(v.src[0]))
+    known = all(ix.value_of(v.src[0]) is not None for v in serial)
+    if known or hint(serial[0].src[0]) >= count or any(map(_in_order, members)):
+        return serial
+    return (longest, *(v for v in serial if v is not longest))
+
+
 def _step(members: Sequence[Nest], loop: Expr, count: int) -> int:
     """What chunks of a loop along memory are multiples of: pieces that are loaded at once, blocks
     if these are many."""
@@ -552,7 +564,10 @@ def _block(fit: Fit, count: int, target: Target) -> int:
         or any(_in_order(m) for m in fit.members)
     ):
         return 0
-    return next((n for n in BLOCKS if size > n * count and size % (n * count) == 0), 0)
+    # with a store in each round more has to be under way (163 us by 4096)
+    stored = any(loop in m.loops for m in fit.members)
+    return next((n for n in BLOCKS[: 1 if stored else None]
+                 if size > n * count and size % (n * count) == 0), 0)  # fmt: skip
 
 
 def _in_order(nest: Nest) -> bool:
