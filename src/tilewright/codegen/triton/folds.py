@@ -13,9 +13,8 @@ import torch
 from tilewright.codegen.triton.emit import NOWHERE, Writer
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import COMBINE, RUNNING, TYPE, cast, neutral
-from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.build import part
+from tilewright.ir.build import part, reduce
 from tilewright.ir.expr import INDEX, Expr, substitute, walk
 from tilewright.ir.program import Nest
 
@@ -298,15 +297,6 @@ class ArgFold(Fold):
             super().end()
 
 
-def fold_whole(node: Expr, folds: dict[Expr, Fold]) -> None:
-    """Of a row that is one block; with the place of an extreme there is the extreme itself."""
-    fold = folds.pop(node)
-    fold.whole()
-    extreme = build.reduce(fold.kind.removeprefix("arg"), fold.value)
-    if isinstance(fold, ArgFold) and extreme in folds:
-        folds.pop(extreme).taken([fold.top])
-
-
 class WelfordFold(Fold):
     """Mean and squared deviations: in two steps of a whole row, else a running pair for several
     values of a block (H200: var of 256 rows of 512 columns 65 us, 81 us with a pair for each)."""
@@ -322,7 +312,7 @@ class WelfordFold(Fold):
 
     def of_row(self) -> list[str]:
         w, count = self.w, self._count()
-        mean = w.let(f"{self._reduced(self._tile, 'tri.add')} / {count}")
+        mean = w.let(f"{self._total() or self._reduced(self._tile, 'tri.add')} / {count}")
 
         def squares() -> str:
             away = w.let(f"{self._tile()} - {mean}")
@@ -331,6 +321,11 @@ class WelfordFold(Fold):
             return f"{away} * {away}"
 
         return [mean, self._reduced(squares, "tri.add"), count]
+
+    def _total(self) -> str | None:
+        """The sum of the row, where it was wanted too."""
+        whole = self.pieces is None and self.ends is None
+        return self.w.known(reduce("sum", self.value, dtype=self.dtype)) if whole else None
 
     def _tiles(self) -> list[str]:
         kind = TYPE[self.dtype]
@@ -619,6 +614,15 @@ class Sorting(Scanning):
 def _fold(node: Expr, axis: Axis | None, w: Writer) -> Fold:
     kinds = {"welford": WelfordFold, "argmax": ArgFold, "argmin": ArgFold}
     return kinds.get(node.arg.kind, Fold)(node, axis, w)
+
+
+def fold_whole(node: Expr, folds: dict[Expr, Fold]) -> None:
+    """Of a row that is one block; with the place of an extreme there is the extreme itself."""
+    fold = folds.pop(node)
+    fold.whole()
+    for other in [f for f in folds.values() if f.value is fold.value]:
+        if isinstance(fold, ArgFold) and fold.kind == f"arg{other.kind}":
+            folds.pop(other.node).taken([fold.top])
 
 
 def folds_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr, Fold]:
