@@ -28,7 +28,7 @@ from tilewright.codegen.triton.shape import (
     is_one_walk,
 )
 from tilewright.ir import index as ix
-from tilewright.ir.expr import free_vars, loads, walk
+from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
@@ -95,11 +95,21 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     even = x.likely >= 8 * target.sms and not (leans or scans or shape.odd)
     if even and 512 <= longest <= 1024 and dear_of_each(shape) > 1:
         yield Config(((x.block, 2), *rows), 2)
+    narrow = all(n.dtype.itemsize == 2 for n in _read(shape)) and not folds_many(shape)
+    if even and narrow and folds(shape, "argmin", "argmax") and 128 <= longest <= 1024:
+        # places are folded too: by few threads (65536 rows of 1000 bfloat16 38 us, 50 us by two
+        # rows of four warps, 41 us of two, 43 us by one row of a warp; 268800 of 80 float16 42 us,
+        # 45 us by four)
+        yield Config(((x.block, (4096 if longest >= 512 else 2048) // longest), *rows), 2)
+    elif even and narrow and longest == 512 and len(_read(shape)) > 1:
+        # no row by two warps (gradients of two normed rows of 512 bfloat16 and what they differ by
+        # 50 us, 67 us by four rows of four warps, 61 us of two, 61 us by one row of a warp)
+        yield Config(((x.block, 2), *rows), 1)
     if x.likely >= 8 * target.sms and folds_many(shape):
         # where rows are used again fewer of them, for what a thread keeps (distances of
         # 65536 rows of 512 bfloat16 that are normed 41 us by two rows of a warp, 54 us by four)
         most = 64 if longest <= LONGEST_OF_WARP else 32
-        share = min(32 if shape.again else 64, max(16, most // power(_rows_read(shape))))
+        share = min(32 if shape.again else 64, max(16, most // power(len(_read(shape)))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest * block // (32 * share), 16))
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
@@ -168,13 +178,13 @@ def _moved(program: Program, shape: Shape) -> int:
     return sum(program.buffers[b].dtype.itemsize for b in moved)
 
 
-def _rows_read(shape: Shape) -> int:
+def _read(shape: Shape) -> set[Expr]:
     """Rows of which a program keeps all, for which it has to have registers (H200: mixtures of ten
     52 us, 103 us; norms and differences of two of 512 bfloat16 35 us, 46 us)."""
     inner = {v for a in shape.inner for v in a.loops}
     made = {b for m in shape.members for b in m.writes}
-    return len({n for m in shape.members for n in loads(*m.exprs) if n.arg not in made
-                and inner & free_vars(n.src[0]) and free_vars(n.src[0]) - inner})  # fmt: skip
+    return {n for m in shape.members for n in loads(*m.exprs) if n.arg not in made
+            and inner & free_vars(n.src[0]) and free_vars(n.src[0]) - inner}  # fmt: skip
 
 
 def folds_one(shape: Shape) -> bool:
@@ -334,8 +344,14 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         choices, aheads = [*choices, choices[1]], [*aheads, 1]
     for (bx, br, warps), ahead in zip(choices, aheads, strict=True):
         rows = tuple((a.block, round_of(a, _piece_of(shape, a, br), 1024)) for a in shape.inner)
-        block = min(bx, power(x.likely))
-        most = clamp(1, block * max(size for _, size in rows) // 32, warps)
+        block, size = min(bx, power(x.likely)), max(size for _, size in rows)
+        if size < LONGEST_OF_WARP and not (shape.fetched or any(a.piece for a in shape.inner)):
+            # of another length they may be long: as many as fill a block (gradients of norms of
+            # 262016 rows of likely 128 bfloat16, and what is around them, 718 us, 2578 us by one)
+            enough = power(max(1, x.likely // (4 * max(target.sms, 1))))
+            fill, warps = (512, 1) if exponentials else (bx * br, warps)
+            block = clamp(block, fill // size, max(block, enough))
+        most = clamp(1, block * size // 32, warps)
         yield Config(((x.block, block), *rows), most, ahead=ahead)
 
 
