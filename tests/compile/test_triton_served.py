@@ -6,9 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.compile.card import results
 from tests.compile.cubin import build
 from tests.compile.interp import check
 from tests.compile.test_triton_rounding import for_card
+from tests.compile.test_triton_stencils import kernels
+from tests.pretend import pretended
 
 
 def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
@@ -44,6 +47,24 @@ def test_rows_that_are_not_folded_are_not_walked_for_the_last() -> None:
     check(mixed, torch.randn(2, 5, 9), torch.randn(2, 9), torch.randn(9))
     x = torch.empty(16, 2047, 2048)
     assert not any(k.text.count("for ") for k in for_card(mixed, x, x[:, 0], x[0, 0]))
+
+
+def rotated(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned, kept = q[..., :8].float(), q[..., 8:]
+    a, b = turned[..., ::2], turned[..., 1::2]
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.cat((turned.to(q.dtype), kept), -1)
+
+
+@pretended
+def test_pairs_of_a_part_of_a_row_are_one() -> None:
+    """Both halves of a pair are loaded once, whether it is turned or kept."""
+    sizes = (2, 5, 3, 20), (5, 1, 4), (5, 1, 4)
+    given = [torch.randn(size).half() for size in sizes]
+    (found,) = results(rotated, *given)
+    torch.testing.assert_close(found, rotated(*given))
+    (kernel,) = kernels(rotated, *sizes, dtype=torch.float16)
+    assert kernel.text.count("tl.load") == 3
 
 
 def penalised(logits: Tensor, counts: Tensor, penalty: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -203,6 +204,36 @@ def drop_masks(nest: Nest) -> Nest:
         return load(node.arg, node.dtype, src[0]) if src[1].arg else const(0, node.dtype)
 
     return replace_exprs(nest, lambda e: rewrite(e, rule))
+
+
+def plainly(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+    """A comparison of places of a piece as one of pieces: `8 * q - 3 >= 0` is `q >= 1`, as is that
+    of all that lies right before a piece. What is read everywhere has no mask."""
+    if node.op == "load" and src[1:] == (build.TRUE,):
+        return load(node.arg, node.dtype, src[0])
+    if node.op not in ("ge", "lt") or src[0].dtype != INDEX or not src[1].is_const:
+        return None
+    terms = dict(ix.poly(ix.sub(*src)))
+    least = -terms.pop((), 0)
+    by = math.gcd(*terms.values()) if terms else 1
+    whole = ix.from_poly({m: c // by for m, c in terms.items()})
+    return build.op(node.op, whole, ix.as_index(-(-least // by)))
+
+
+def read_everywhere(nest: Nest) -> Nest:
+    """What is read here where a comparison holds, and there where it does not, has no mask."""
+    masks: dict[tuple[str, Expr], set[Expr]] = {}
+    for n in loads(*nest.exprs):
+        if len(n.src) > 1:
+            masks.setdefault((n.arg, n.src[0]), set()).add(n.src[1])
+    whole = {place for place, found in masks.items()
+             if any(m.op == "lt" and build.op("ge", *m.src) in found for m in found)}  # fmt: skip
+
+    def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        plain = node.op == "load" and (node.arg, node.src[0]) in whole
+        return load(node.arg, node.dtype, src[0]) if plain else None
+
+    return replace_exprs(nest, lambda e: rewrite(e, rule)) if whole else nest
 
 
 def unroll(nest: Nest, v: Expr) -> Nest:

@@ -15,13 +15,20 @@ from itertools import combinations, takewhile
 
 from tilewright.codegen.triton.backwards import turned_around
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
+from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import accesses, all_loops
-from tilewright.schedule.loops import is_fold, rename, substitute_nest
+from tilewright.schedule.loops import (
+    drop_masks,
+    is_fold,
+    plainly,
+    read_everywhere,
+    rename,
+    substitute_nest,
+)
 from tilewright.schedule.mixed import LONGEST_CACHED
 from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
 from tilewright.schedule.sizes import hint, hint_product
@@ -242,21 +249,24 @@ def shape_of(program: Program, group: Group) -> Shape | str:
 
 def _without_pairs(members: list[Nest], outer: tuple[Expr, ...]
                    ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
-    """A last loop over two points that lie apart in what is read as two stores beside each other,
-    which are one (`doubles.py`)."""
+    """A last loop over two points that lie apart in what is read, or are not made alike, as two
+    stores beside each other, which are one (`doubles.py`)."""
     if len(members) != 1 or len(outer) < 2 or ix.value_of(outer[-1].src[0]) != 2:
         return members, outer
     (nest,), last = members, outer[-1]
     loops = tuple(v for v in nest.loops if v is not last)
     apart = [n for n in loads(*nest.exprs) if last in free_vars(n.src[0])
              and ix.coefficient(n.src[0], last) is not ix.ONE]  # fmt: skip
+    apart += [
+        n for n in walk(*nest.exprs) if n.op in ("lt", "ge") and free_vars(n) == frozenset((last,))
+    ]
     if not apart or nest.reduce or len(loops) != len(outer) - 1 or scatters(nest) or any(
         ix.mod(ix.sub(s.index, last), 2) is not ix.ZERO or s.buffer in nest.reads
         for s in nest.stores):  # fmt: skip
         return members, outer
-    parts = (substitute_nest(nest, {last: ix.as_index(k)}, loops, ()) for k in (0, 1))
-    stores = tuple(s for m in parts for s in m.stores)
-    return [replace(nest, loops=loops, stores=stores)], outer[:-1]
+    parts = (drop_masks(substitute_nest(nest, {last: ix.as_index(k)}, loops, ())) for k in (0, 1))
+    stores = tuple(replace(s, value=rewrite(s.value, plainly)) for m in parts for s in m.stores)
+    return [read_everywhere(replace(nest, loops=loops, stores=stores))], outer[:-1]
 
 
 def otherwise(group: Group, shape: Shape) -> Shape | None:
@@ -754,7 +764,8 @@ def _is_better_flat(program: Program, members: Sequence[Nest], outer: tuple[Expr
 
 def _is_mostly_wide(program: Program, members: Sequence[Nest], column: Expr) -> bool:
     """Whether most of what rows move is wide, which does not lean (H200: bfloat16 and int32 to
-    floats, 1024x50257, 121 us, 156 us; bfloat16 to floats, 2048x50257, 152 us, 167 us)."""
+    floats, 1024x50257, 121 us, 156 us; floats over one of their row, 2048x50257, 196 us, 215 us;
+    16384x5001 times such a one, and a sum with bfloat16, 194 us, 219 us)."""
     places = {(n.arg, n.src[0]) for m in members for n in loads(*m.exprs)}
     places |= {(s.buffer, s.index) for m in members for s in m.stores}
     sizes = [program.buffers[b].dtype.itemsize for b, i in places if column in free_vars(i)]

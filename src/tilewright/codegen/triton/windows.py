@@ -21,12 +21,11 @@ from tilewright.codegen.triton.facts import span
 from tilewright.codegen.triton.kernel import Kernel
 from tilewright.codegen.triton.made import TritonKernel
 from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
-from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import INDEX, Expr, free_vars, load, loads, rewrite, substitute, var, walk
+from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
-from tilewright.schedule.loops import substitute_nest, unused
+from tilewright.schedule.loops import plainly, substitute_nest, unused
 from tilewright.schedule.segments import Segment
 from tilewright.target import Target
 
@@ -138,7 +137,7 @@ def _written_out(program: Program, shape: Shape, counts: Mapping[Expr, int]) -> 
     for m in shape.members:
         new = tuple(pieces.get(v, v) for v in m.loops)
         each = [substitute_nest(m, point, new, ()) for point in points]
-        stores = [replace(s, value=rewrite(s.value, _plainly)) for n in each for s in n.stores]
+        stores = [replace(s, value=rewrite(s.value, plainly)) for n in each for s in n.stores]
         members.append(replace(each[0], stores=tuple(stores)))
     axis = Axis("x", tuple(pieces.get(v, v) for v in loops), 0)
     (segment, _), *_ = shape.segments
@@ -147,20 +146,6 @@ def _written_out(program: Program, shape: Shape, counts: Mapping[Expr, int]) -> 
                    looked_up=False)  # fmt: skip
     places = _places(_along(form, axis.loops[-1]))
     return form, len(set(_pieces(places, program.buffers).values()))
-
-
-def _plainly(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
-    """A comparison of places of a piece as one of pieces: `8 * q - 3 >= 0` is `q >= 1`, as is that
-    of all that lies right before a piece. What is read everywhere has no mask."""
-    if node.op == "load" and src[1:] == (build.TRUE,):
-        return load(node.arg, node.dtype, src[0])
-    if node.op not in ("ge", "lt") or src[0].dtype != INDEX or not src[1].is_const:
-        return None
-    terms = dict(ix.poly(ix.sub(*src)))
-    least = -terms.pop((), 0)
-    by = math.gcd(*terms.values()) if terms else 1
-    whole = ix.from_poly({m: c // by for m, c in terms.items()})
-    return build.op(node.op, whole, ix.as_index(-(-least // by)))
 
 
 # ---- pieces
