@@ -85,3 +85,9 @@ def test_bytes_are_read_as_floats_by_an_instruction() -> None:
         check(lambda x: x.float() * 2, x.to(dtype))
         (kernel,) = for_card(lambda x: x.float() * 2, torch.empty(4096, 4096).to(dtype))
         assert ".e4m3x2" in (ptx := build(kernel).ptx) or ".e5m2x2" in ptx
+
+
+def test_short_rows_with_wide_weights_are_many_of_a_program() -> None:
+    rows, query = torch.zeros(524288, 384, dtype=torch.int8), torch.empty(384)
+    (kernel,) = for_card(lambda x, y: (x.float() * y).sum(-1), rows, query)
+    assert dict(kernel.config.blocks)["XBLOCK"] == 16
