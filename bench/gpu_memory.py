@@ -9,6 +9,7 @@ first: compile time is not measured here.
 
 `--usual` measures programs of more kinds, `--written` pieces of programs as users write them,
 `--served` what a server of models does between its products,
+`--trained` more of training, its optimizers among them,
 `--random N --seed S` programs that are drawn, of the kinds that models have.
 """
 
@@ -34,6 +35,7 @@ from bench.gpu_programs import PROGRAMS, GpuProgram
 from bench.kernels import copy_bandwidth
 from bench.measure import clone, compile_with, difference, geomean, leaves, run_all
 from bench.served_programs import SERVED
+from bench.trained_programs import TRAINED
 from bench.usual_programs import USUAL
 from bench.written_programs import WRITTEN
 from tilewright.tune.clock import between
@@ -232,11 +234,13 @@ def main() -> None:
     parser.add_argument("--usual", action="store_true", help="programs of more kinds")
     parser.add_argument("--written", action="store_true", help="programs as users write them")
     parser.add_argument("--served", action="store_true", help="programs of servers of models")
+    parser.add_argument("--trained", action="store_true", help="more programs of training")
     parser.add_argument("--out", type=Path, help="a JSON file of all times")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     backends = options.backends.split(",")
-    lists = ((options.usual, USUAL), (options.written, WRITTEN), (options.served, SERVED))
+    lists = ((options.usual, USUAL), (options.written, WRITTEN), (options.served, SERVED),
+             (options.trained, TRAINED))  # fmt: skip
     programs = next((found for asked, found in lists if asked), PROGRAMS)
     if options.random:
         programs = drawn(options.random, options.seed)
