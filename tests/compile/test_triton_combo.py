@@ -171,3 +171,9 @@ def test_steps_of_many_parameters_share_launches(
 
     given = [torch.randn(3 + k, 5) for k in range(parameters)] * 2
     assert launched(step, *given, asked=False)[0] == launches
+
+
+def test_blocks_by_as_many_threads_as_others_need_end_where_the_data_does() -> None:
+    """768 elements are whole blocks of one warp, but none of four."""
+    count, text = launched(six, *(torch.randn(n) for n in (400_000, 768, 768)))
+    assert count == 1 and text.count("xmask = ") == 3

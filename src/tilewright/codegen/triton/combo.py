@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tilewright.codegen.triton.blocks import Config
 from tilewright.codegen.triton.facts import imports
@@ -26,9 +27,16 @@ MOST_CONFIGS = 12
 
 def combined(program: Program, parts: Sequence[tuple[Group, Shape]], target: Target, name: str,
              wide: bool) -> TritonKernel:  # fmt: skip
-    made = [Kernel(program, group, shape, target, wide) for group, shape in parts]
+    own = [Kernel(program, group, shape, target, wide) for group, shape in parts]
+    warps = max(k.configs[0].num_warps for k in own)
+
+    def of(wide: bool) -> list[Kernel]:
+        return [Kernel(program, group, shape, target, wide, _by_all(k.configs, warps))
+                for k, (group, shape) in zip(own, parts, strict=True)]  # fmt: skip
+
+    made = of(wide)
     if len({k.w.index_type for k in made}) > 1:  # all count alike, or numbers have two types
-        made = [Kernel(program, group, shape, target, True) for group, shape in parts]
+        made = of(True)
     made.sort(key=lambda k: -k.work)
     first = made[0]
     early = all(k.early for k in made)
@@ -99,13 +107,18 @@ def _configs(lists: Sequence[Sequence[Config]]) -> list[Config]:
 
 
 def _joined(chosen: Sequence[Config]) -> Config:
-    """Constants are numbered by list. As many threads as the largest needs: too few spill. What
-    folds nothing has longer blocks then: a thread has as much under way as it was to have (H200:
-    AdamW of 45 parameters, some of them one short row, 650 us by half of it)."""
-    warps = max(c.num_warps for c in chosen)
-    blocks: list[tuple[str, int]] = []
-    for k, c in enumerate(chosen):
-        flat = len(c.constants) == 1
-        blocks += [(f"{b}{k}", size * (warps // c.num_warps if flat else 1))
-                   for b, size in c.constants]  # fmt: skip
-    return Config(tuple(blocks), warps, max(c.num_stages for c in chosen))
+    """Constants are numbered by list. As many threads as the largest needs: too few spill."""
+    blocks = tuple((f"{b}{k}", size) for k, c in enumerate(chosen) for b, size in c.constants)
+    return Config(blocks, max(c.num_warps for c in chosen), max(c.num_stages for c in chosen))
+
+
+def _by_all(own: Sequence[Config], warps: int) -> tuple[Config, ...]:
+    """Configurations of one of the kernels by as many threads as all have: the text depends on it,
+    as where several threads have an element. What folds nothing has longer blocks then, so that a
+    thread has as much under way as it was to have (H200: AdamW of 45 parameters, some of them one
+    short row, 650 us by half of it)."""
+    found: list[Config] = []
+    for c in (c for c in own if c.num_warps <= warps):
+        times = warps // c.num_warps if len(c.constants) == 1 else 1
+        found.append(replace(c, blocks=tuple((b, times * n) for b, n in c.blocks), num_warps=warps))
+    return tuple(dict.fromkeys(found))
