@@ -80,6 +80,18 @@ def test_what_is_normalised_has_other_programs_than_its_running_means(columns: i
     assert ["_poi_" in k.name for k in made] == [False, False, True]
 
 
+def test_what_columns_are_folded_of_is_computed_again() -> None:
+    """The loads of both kernels are the same with it: a store is saved."""
+
+    def gradient(way: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        way = torch.where(x * scale > 0, way, 0.0)
+        return (way - way.mean(0) - x * (way * x).mean(0)) * scale
+
+    rows = torch.empty(1 << 17, 384)
+    first, *_ = for_card(gradient, rows, rows, torch.empty(384))
+    assert first.text.count("tl.store") == 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_taken_apart_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for what, size in (("LARGE", 1 << 10), ("ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):

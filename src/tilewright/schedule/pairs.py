@@ -90,8 +90,9 @@ def again(program: Program, maker: Nest, reader: Nest) -> Nest | None:
     (store,) = maker.stores
     buffer = program.buffers[store.buffer]
     cost = sum(TABLE[n.op].cost for n in walk(store.value) if n.op in TABLE)
-    read = sum(hint_bytes(program.buffers[b]) for b in maker.reads)
-    if buffer.kind != "temporary" or cost > MOST_WORK or read > 2 * hint_bytes(buffer):
+    more = sum(hint_bytes(program.buffers[b]) for b in maker.reads - reader.reads)
+    little = hint_bytes(buffer) // 8  # beside a store and a load of it
+    if buffer.kind != "temporary" or cost > MOST_WORK or more > 2 * hint_bytes(buffer) + little:
         return None
     return inlined(reader, maker, buffer)
 
