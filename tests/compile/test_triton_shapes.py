@@ -32,6 +32,18 @@ def _families(kernels: list[Any]) -> list[str]:
     return [k.name.split("_")[1] for k in kernels]
 
 
+# ---- every second element
+
+
+@pytest.mark.parametrize("size", [(2, 3, 8, 32), (3, 2, 6, 10)])
+def test_images_are_taken_apart_in_pairs(size: tuple[int, ...]) -> None:
+    check(lambda x: F.pixel_unshuffle(x, 2), _normal(*size, dtype=torch.bfloat16))
+    check(lambda x: F.pixel_unshuffle(x, 2).relu() + 1, _normal(*size))
+    (kernel,) = kernels_of(lambda x: F.pixel_unshuffle(x, 2), _normal(4, 8, 64, 64).bfloat16())
+    made = build(kernel)
+    assert made.widest("ld.global") == 16 and made.widest("st.global") >= 8
+
+
 # ---- rows that are looked up
 
 

@@ -14,21 +14,15 @@ from functools import cached_property
 from itertools import combinations, takewhile
 
 from tilewright.codegen.triton.backwards import turned_around
+from tilewright.codegen.triton.halves import without_pairs
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
+from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import accesses, all_loops
-from tilewright.schedule.loops import (
-    drop_masks,
-    is_fold,
-    plainly,
-    read_everywhere,
-    rename,
-    substitute_nest,
-)
+from tilewright.schedule.loops import is_fold, rename, substitute_nest
 from tilewright.schedule.mixed import LONGEST_CACHED
 from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
 from tilewright.schedule.sizes import hint, hint_product
@@ -208,7 +202,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
         return "the length of a loop depends on another in an unknown way"
     members, outer = _ordered(list(group.members), without_scan(group))
     if not group.serial and not ragged:
-        members, outer = _without_pairs(members, outer)
+        members, outer = without_pairs(members, outer)
         # pieces of a concatenation are as long as their rows together (H200: three of 359x24x1747
         # bfloat16 side by side 45 us, 73 us with a place in its row for each element)
         members, outer, _ = merge_loops(members, outer, compared=True)
@@ -245,28 +239,6 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
     return cannot_hand_over(group, shape) or cannot_share(shape) or shape
-
-
-def _without_pairs(members: list[Nest], outer: tuple[Expr, ...]
-                   ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
-    """A last loop over two points that lie apart in what is read, or are not made alike, as two
-    stores beside each other, which are one (`doubles.py`)."""
-    if len(members) != 1 or len(outer) < 2 or ix.value_of(outer[-1].src[0]) != 2:
-        return members, outer
-    (nest,), last = members, outer[-1]
-    loops = tuple(v for v in nest.loops if v is not last)
-    apart = [n for n in loads(*nest.exprs) if last in free_vars(n.src[0])
-             and ix.coefficient(n.src[0], last) is not ix.ONE]  # fmt: skip
-    apart += [
-        n for n in walk(*nest.exprs) if n.op in ("lt", "ge") and free_vars(n) == frozenset((last,))
-    ]
-    if not apart or nest.reduce or len(loops) != len(outer) - 1 or scatters(nest) or any(
-        ix.mod(ix.sub(s.index, last), 2) is not ix.ZERO or s.buffer in nest.reads
-        for s in nest.stores):  # fmt: skip
-        return members, outer
-    parts = (drop_masks(substitute_nest(nest, {last: ix.as_index(k)}, loops, ())) for k in (0, 1))
-    stores = tuple(replace(s, value=rewrite(s.value, plainly)) for m in parts for s in m.stores)
-    return [read_everywhere(replace(nest, loops=loops, stores=stores))], outer[:-1]
 
 
 def otherwise(group: Group, shape: Shape) -> Shape | None:
