@@ -358,7 +358,9 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         block, size = min(bx, power(x.likely)), max(size for _, size in rows)
         if size < LONGEST_OF_WARP and not (shape.fetched or any(a.piece for a in shape.inner)):
             # of another length they may be long: as many as fill a block (gradients of norms of
-            # 262016 rows of likely 128 bfloat16, and what is around them, 718 us, 2578 us by one)
+            # 262016 rows of likely 128 bfloat16, and what is around them, 718 us, 2578 us by one);
+            # of exponentials by one warp, or rows are shared (focal loss of 500001 rows of likely
+            # 81 floats, both passes 249 us, 840 us by one row of four warps, 1179 us by sixteen)
             enough = power(max(1, x.likely // (4 * max(target.sms, 1))))
             fill, warps = (512, 1) if exponentials else (bx * br, warps)
             block = clamp(block, fill // size, max(block, enough))
