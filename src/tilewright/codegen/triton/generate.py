@@ -26,6 +26,7 @@ from tilewright.codegen.triton.sliding import sliding
 from tilewright.codegen.triton.tiles import in_tiles
 from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.under_way import under_way
+from tilewright.codegen.triton.unmasked import unmasked
 from tilewright.codegen.triton.unrolled import unrolled
 from tilewright.codegen.triton.walk import walking
 from tilewright.codegen.triton.windows import windows
@@ -45,6 +46,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
              wide: bool = False) -> TritonKernel:  # fmt: skip
     """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
     parts: list[tuple[Group, Shape]] = []
+    group = unmasked(program, group)
     for whole in group.kernels:
         part, shape = whole, shape_of(program, whole)
         if isinstance(shape, str) and part.shared:  # then each row has a program of its own
