@@ -45,7 +45,7 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     folded = len(walks) == 1 and all(m.reduce for m in walks[0].members)
     wide = 32 * vector
     piece = shape.pieces(x) if looks_up(shape) else 0
-    if folded and 32 <= piece < 2 * wide:  # so what is looked up is the same for all of a program
+    if 32 <= piece < 2 * wide:  # so what is looked up is the same for all of a program
         yield Config(((x.block, piece), *rows), piece // 32)
         return
     if folded and longest <= LONGEST_OF_THREAD and x.likely >= 4 * wide * target.sms:
