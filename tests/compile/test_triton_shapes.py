@@ -32,6 +32,42 @@ def _families(kernels: list[Any]) -> list[str]:
     return [k.name.split("_")[1] for k in kernels]
 
 
+# ---- the order of rows
+
+
+def test_products_of_all_rows_are_stored_one_after_the_other() -> None:
+    def crossed(x: Tensor) -> Tensor:
+        return (x[:, :, None] * x[:, None]).sum(-1)
+
+    (kernel,) = check(crossed, _normal(50, 6, 16), rtol=1e-4, atol=1e-4)
+    assert re.search(r"tl\.store\(p1 \+ \(xbase\)", kernel.text)
+    (kernel,) = kernels_of(crossed, torch.empty(16384, 26, 16))
+    assert kernel.config.kwargs["XBLOCK"] == 256
+
+
+def test_places_that_planes_have_in_common_are_loaded_once_for_several() -> None:
+    def shares(x: Tensor, table: Tensor, places: Tensor) -> Tensor:
+        return (x.float() + table[places].permute(2, 0, 1)).softmax(-1).to(x.dtype)
+
+    x, places = _normal(2, 4, 8, 64, dtype=torch.bfloat16), torch.randint(-3, 3, (8, 64))
+    (kernel,) = check(shares, x, _normal(3, 4), places)
+    (plane,) = re.findall(r"tl\.load\(p0 \+ \(\(rbase \+ (t\d+)", kernel.text)
+    assert re.search(rf"{plane} = \(tl\.full\(\[1, 1\], 0, tl\.int32\) \+ xfirst\)", kernel.text)
+
+
+def test_neighbours_of_points_are_looked_up_once_for_all_channels() -> None:
+    def nearest(x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        found = x[:, places]
+        most = found.amax(2, keepdim=True)
+        return most, found == most
+
+    check(nearest, _normal(2, 9, 32), torch.randint(0, 9, (9, 4)))
+    (kernel,) = kernels_of(
+        nearest, torch.empty(16, 4096, 64), torch.zeros(4096, 16, dtype=torch.int64)
+    )
+    assert kernel.config.kwargs["XBLOCK"] == 64
+
+
 # ---- every second element
 
 

@@ -101,13 +101,17 @@ def reads_rows(shape: Shape) -> bool:
 
 
 def in_pairs(shape: Shape) -> bool:
-    """Whether rows that are looked up are folded with others of the same table: they come from the
-    cache, and what threads do to meet is seen."""
+    """Whether rows are folded with others, all of which come again with others, be it that they are
+    looked up in one table: they come from the cache, and what threads do to meet is seen."""
     own = {v for a in shape.inner for v in a.loops}
-    rows = {n for m in shape.members for n in loads(*m.exprs)
-            if is_looked_up(n.src[0]) and own & free_vars(n.src[0])}  # fmt: skip
+    outer = {v for a in shape.parallel for v in a.loops}
+    rows = {n for m in shape.members for n in loads(*m.exprs) if own & free_vars(n.src[0])}
+    found = {n.arg for n in rows if is_looked_up(n.src[0])}
+    looked_up = [n for n in rows if n.arg in found]
+    again = len(looked_up) > len(found) or not found
     stored = any(own & free_vars(s.index) for m in shape.members for s in m.stores)
-    return not stored and len(rows) > len({n.arg for n in rows})
+    return not stored and again and len(rows) > 1 and all(
+        n in looked_up or outer - free_vars(n.src[0]) for n in rows)  # fmt: skip
 
 
 def walked_by(shape: Shape) -> set[str]:

@@ -34,6 +34,7 @@ from tilewright.target import Target
 
 LONGEST_OF_WARP = 1024  # elements of a row that one warp folds
 LEAST_MOVED = 2560  # bytes of the rows of a program
+OF_PAIRS = 4096  # elements of a tile of rows that come from the cache
 
 
 def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
@@ -50,6 +51,8 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
             for a in shape.inner]  # fmt: skip
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
+    if longest <= 32 and enough >= OF_PAIRS // longest and in_pairs(shape):
+        yield Config(((x.block, OF_PAIRS // longest), *rows), 4)
     if shape.packed:  # a thread has 32 elements; one warp alone would not turn them in memory
         for warps in (4, 2):
             yield Config(((x.block, 32 * warps // max(1, longest // 32)), *rows), warps)
@@ -160,7 +163,7 @@ def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
     if (axis.size or 1) <= 32:  # of single floats each thread has two (60 us, 67 us by one)
         yield Config(((x.block, 32), (axis.block, shape.held)), 2)
     if in_pairs(shape):  # little of it comes from memory (174 us, 184 us by half of it)
-        yield Config(((x.block, 4096 // shape.held), (axis.block, shape.held)), 4)
+        yield Config(((x.block, OF_PAIRS // shape.held), (axis.block, shape.held)), 4)
     threads = shape.held // (axis.piece or vector_of(program, shape))
     rows = max(1, 32 // threads)
     moved = _moved(program, shape)

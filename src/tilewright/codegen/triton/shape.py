@@ -406,7 +406,7 @@ def _ordered(members: list[Nest], outer: tuple[Expr, ...]
     if main is None:
         return members, outer
     every = tuple(dict.fromkeys(v for m in members for v in all_loops(m)))
-    strides = _reaches(main, every)
+    strides = {**_reaches(main, every), **_beside_others(members, main, outer)}
     ordered: list[Nest] = []
     for m in members:
         if is_fold(m, "scan"):
@@ -416,7 +416,32 @@ def _ordered(members: list[Nest], outer: tuple[Expr, ...]
         mine = strides if own is None else {**_reaches(own, all_loops(m)), **{
             v: s for v, s in strides.items() if s < 1 << 40}}  # fmt: skip
         ordered.append(replace(m, loops=_sorted(m.loops, mine), reduce=_sorted(m.reduce, mine)))
-    return ordered, _sorted(outer, strides)
+    return ordered, _in_common_first(ordered, _sorted(outer, strides))
+
+
+def _in_common_first(members: list[Nest], outer: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The loops with those first that rows are read along which others have in common, where these
+    are most of what is read, as places of eight bytes: a program with several rows loads them once
+    (H200: biases of 1024x1024 looked up for 128 planes of bfloat16 220 us, 375 us)."""
+    made = frozenset[str]().union(*(m.writes for m in members))
+    rows = {n for m in members for n in loads(*m.exprs)
+            if free_vars(n.src[0]) - set(outer) and n.arg not in made}  # fmt: skip
+    own = sum(n.dtype.itemsize for n in rows if free_vars(n.src[0]) >= set(outer))
+    common = [n for n in rows if n.dtype.itemsize == 8 and set(outer) & free_vars(n.src[0])]
+    shared = [v for v in outer if any(v in free_vars(n.src[0]) for n in common)]
+    if len(common) != 1 or len(shared) == len(outer) or not 0 < 4 * own <= 8:
+        return outer
+    return (*shared, *(v for v in outer if v not in shared))
+
+
+def _beside_others(members: list[Nest], main: Expr, outer: tuple[Expr, ...]) -> dict[Expr, int]:
+    """Strides along shared loops that what is read most does not have, as that over the second of
+    two rows that are multiplied: those of results, which are stored one after the other then."""
+    found: dict[Expr, int] = {}
+    for s in (s for m in members if m.reduce for s in m.stores):
+        steps = [(v, ix.coefficient(s.index, v)) for v in outer if v not in free_vars(main)]
+        found |= {v: abs(hint(step)) for v, step in steps if step is not None and hint(step)}
+    return found
 
 
 # ---- axes of segments
