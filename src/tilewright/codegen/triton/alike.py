@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 from tilewright.codegen.triton import generate as triton
@@ -18,6 +18,8 @@ from tilewright.schedule.group import Group
 from tilewright.target import Target
 
 Key = tuple[Hashable, ...]
+FACTS = tuple(f.name for f in fields(Group) if f.name not in
+              ("members", "parts", "call", "local", "refused"))  # fmt: skip
 
 
 class Likeness(NamedTuple):
@@ -27,11 +29,11 @@ class Likeness(NamedTuple):
 
 def likeness(program: Program, group: Group) -> Likeness:
     """All of a group that its kernel depends on, with numbers for its buffers."""
-    key: list[Hashable] = [len(group.parts)]
+    key: list[Hashable] = [len(group.parts), *(getattr(group, fact) for fact in FACTS)]
     places: dict[str, int] = defaultdict(itertools.count().__next__)  # of the buffers
     rows: dict[Expr, Hashable] = {}  # the number of a node's row; what reads nothing is its own
     for part in group.kernels:
-        key += [part.outer, part.serial, part.shared, part.in_turn, part.back]
+        key += [getattr(part, fact) for fact in FACTS]
         for nest in part.members:
             key += [nest.loops, nest.reduce]
             for node in walk(*nest.exprs):
@@ -43,8 +45,7 @@ def likeness(program: Program, group: Group) -> Likeness:
                     key.append((node.op, node.dtype, arg, *(rows[s] for s in node.src)))
             key += [(places[s.buffer], s.mode, *(rows[e] for e in s.exprs)) for s in nest.stores]
         key.append(frozenset(places[name] for name in part.local if name in places))
-    for b in map(program.buffers.__getitem__, places):
-        key.append((b.dtype, b.device, b.size, b.stride, b.kind))
+    key += [replace(program.buffers[name], name="") for name in places]
     return Likeness(tuple(key), tuple(places))
 
 
