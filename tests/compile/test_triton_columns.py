@@ -331,3 +331,10 @@ def test_what_rows_and_columns_have_in_common_does_not_keep_a_product_in_memory(
 
     made = for_card(fn, torch.empty(4096, 4096), torch.empty(4096), torch.empty(4096))
     assert sum(any(p.name == "arg0" for p in kernel.params) for kernel in made) == 2
+
+
+def test_folds_of_several_buffers_have_few_rows_at_once() -> None:
+    x, y = (torch.empty(400, 300, 512, dtype=torch.bfloat16) for _ in range(2))
+    (one,) = kernels_of(lambda x: x.sum(1), x)
+    (two,) = kernels_of(lambda x, y: (x * y).sum(1), x, y)
+    assert [k.config.kwargs["RBLOCK"] for k in (one, two)] == [64, 32]

@@ -199,7 +199,9 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     them together have as much under way as one would (sum of 116864 rows of 1155 bfloat16, dealt
     out to 1155 programs: 66 us by 64 rows, 71 us by 128, 76 us by 256; argmax of 1024 rows of 54784
     31 us by 32, 34 us by 64, 57 us by 256; bias and gelu backwards of 267421x512 219 us by 64, 234
-    us by 128, of 22666x6487, dealt out to 6487 programs, 241 us and 375 us). Of many short columns
+    us by 128, of 22666x6487, dealt out to 6487 programs, 241 us and 375 us); half as many of
+    several buffers where nothing is stored (products of 400x300x512 bfloat16 over 1 62 us by 32,
+    67 us by 64; but bias and gelu backwards 231 us by 32). Of many short columns
     programs take turns anyway (sum over 1 of 1157x167x256 bfloat16 27 us by 64 rows of two warps,
     34 us ahead with four)."""
     x = shape.parallel[0]
@@ -222,9 +224,10 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     stored = len(shape.segments) == 1 and any(not m.reduce for m in shape.members)
     if together > 1 and (stored or not exponentials) and choices[0][0] == bx:
         most, each = (128, 32) if places else (256, share)
-        br = clamp(most // 4, below(most // (below(together) * count)), most)
+        least = most // 8 if count > 1 and not stored else most // 4
+        br = clamp(least, below(most // (below(together) * count)), most)
         if all(a.likely > 2 * br for a in shape.inner):
-            choices.insert(0, (bx, br, each, 3))
+            choices.insert(0, (bx, br, each, 4 if br < 64 else 3))
     if folds(shape, "welford"):
         choices = [(bx, 128, 16 * vector, 1), (bx, 64, 4 * vector, 4), (bx, 128, 8 * vector, 3),
                    (bx, 128, 8 * vector, 1)]  # fmt: skip
