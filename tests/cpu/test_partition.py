@@ -90,6 +90,7 @@ def test_losses_of_each_element_are_found_again() -> None:
     x, y = leaf(9, 5), torch.rand(9, 5)
     assert saved(function, x, y) == [(torch.float32, 45), (torch.float32, 45)]
     check(function, x, y)
+    check(function, x, y, dynamic=True)
 
 
 def test_an_operand_of_a_product_is_kept_once() -> None:

@@ -342,10 +342,10 @@ def _is_exact(node: Node) -> bool:
 
 def _is_of_each(node: Node) -> bool:
     """Whether a loss is left as it is of each element."""
-    value = node.meta["val"]
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(node.meta["val"], torch.Tensor):
         return False
-    return all(value.numel() >= i.meta["val"].numel() for i in node.all_input_nodes)
+    counts = [size(n) // n.meta["val"].dtype.itemsize for n in (node, *node.all_input_nodes)]
+    return counts[0] >= max(counts)
 
 
 def _is_number(node: Node) -> bool:
