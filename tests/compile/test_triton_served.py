@@ -91,3 +91,16 @@ def test_short_rows_with_wide_weights_are_many_of_a_program() -> None:
     rows, query = torch.zeros(524288, 384, dtype=torch.int8), torch.empty(384)
     (kernel,) = for_card(lambda x, y: (x.float() * y).sum(-1), rows, query)
     assert dict(kernel.config.blocks)["XBLOCK"] == 16
+
+
+def embedded(ids: Tensor, kinds: Tensor, table: Tensor, others: Tensor) -> Tensor:
+    return F.layer_norm(table[ids] + others[kinds], table.shape[-1:])
+
+
+def test_several_rows_that_are_looked_up_are_in_tiles_of_a_warp() -> None:
+    ids = torch.randint(0, 2, (70, 512))
+    few = ids[:3, :5].clone()
+    check(embedded, few, few, torch.randn(9, 40), torch.randn(2, 40), rtol=1e-5, atol=1e-5)
+    tables = [torch.empty(n, 768).bfloat16() for n in (9, 2)]
+    (kernel,) = for_card(embedded, ids, ids.clone(), *tables)
+    assert dict(kernel.config.blocks) == {"XBLOCK": 1, "RBLOCK": 256}

@@ -18,7 +18,14 @@ from tilewright.codegen.triton.folds import folded_type
 from tilewright.codegen.triton.held import PLACES
 from tilewright.codegen.triton.leaning import leaning, looks_up, rows_alike
 from tilewright.codegen.triton.pairs import PAIR
-from tilewright.codegen.triton.shape import MANY, Shape, cannot_hand_over, scatters, uses
+from tilewright.codegen.triton.shape import (
+    MANY,
+    Shape,
+    cannot_hand_over,
+    is_looked_up,
+    scatters,
+    uses,
+)
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
@@ -59,8 +66,9 @@ def _of_even(shape: Shape, size: int) -> int:
     with exponentials (cross entropy of 131072 rows of 1000 bfloat16 62 us, 100 us), short ones that
     leave much of it empty (layer norm of 160 69 us, 85 us; but of two of them 71 us, 67 us, and of
     160 floats 68 us, 66 us), and such with a mask of each element that do (softmax of 2504 float16
-    54 us, 64 us) or that are quantized (int8 of 1280 float16 105 us, 113 us). Also pairs of rows
-    (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
+    54 us, 64 us) or that are quantized (int8 of 1280 float16 105 us, 113 us), or that are made of
+    several rows which are looked up (layer norm of three of 768 55 us, 62 us; of one 77 us, 48 us),
+    by a warp each. Also pairs of rows (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
     nodes = [n for m in shape.members for n in walk(*m.exprs)]
     empty = 4 * size <= 3 * power(size)
     rows = _rows(shape)
@@ -71,6 +79,8 @@ def _of_even(shape: Shape, size: int) -> int:
     quantized = any(
         n.op == "cast" and n.dtype.itemsize == 1 for n in nodes if n.dtype != torch.bool
     )
+    if empty and 2 * WARP < size < 4 * WARP and sum(is_looked_up(n.src[0]) for n in rows) > 1:
+        return WARP
     tiled = folded or in_pairs(shape) or (empty and (masked or short or quantized))
     return max(FEWEST, power(size / MOST)) if tiled else 0
 
