@@ -32,6 +32,14 @@ def test_values_around_zeros() -> None:
     torch.testing.assert_close(found, [expected[0], *expected[1]])
 
 
+@pretended
+def test_sums_of_sixteen_bits_that_cancel() -> None:
+    x, direction = (3 * torch.randn(5, 9, 5).bfloat16() for _ in range(2))
+    _, found = results(with_gradients(products, (0,)), x, direction)
+    exact = with_gradients(products, (0,))(x.double(), direction.double())[1][0]
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
+
+
 def test_scans_of_a_gradient_do_not_grow_with_the_row() -> None:
     with FakeTensorMode(), decompositions.keep_whole(), enable_python_dispatcher():
         x = torch.empty(5, 40)
