@@ -76,8 +76,8 @@ def test_values_of_differences() -> None:
 
 @pretended
 def test_differences_are_folded_by_many_programs() -> None:
-    made = kernels(differences, (96, 512, 512))
-    assert all(k.programs({}) >= TARGET.sms for k in made[:2])
+    walks = [k for k in kernels(differences, (96, 512, 512)) if "tl.abs(" in k.text]
+    assert len(walks) == 2 and all(k.programs({}) >= TARGET.sms for k in walks)
 
 
 @pretended

@@ -247,7 +247,7 @@ def idles(fit: Fit, target: Target) -> bool:
     # columns that are held are read once, others again in any case (H200: batch norm of 131072 rows
     # of 384 floats 3.2 ms by 24 programs; 16384 rows of 2048 with gradients 366 us, 308 us cut)
     held = 16 * (most // hint_product(v.src[0] for v in fit.outer)) <= LONGEST_KEPT
-    return _contiguous(fit.members) in fit.outer and not held and programs < 2 * target.sms
+    return _contiguous(fit.members) in fit.outer and not held and programs <= target.sms
 
 
 def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
