@@ -60,11 +60,19 @@ def shares(x: Tensor) -> Tensor:
     return x.float().softmax(-1).to(x.dtype)
 
 
+def _whole(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def dropped(x: Tensor) -> Tensor:
+    return torch.native_dropout(x.softmax(-1), 0.1, True)[0]
+
+
 @pretended
 def test_shares_of_sixteen_bits_follow_from_their_input() -> None:
     """In float32 they are stored for no one; a result that is stays whole."""
-    wide = torch.float32
-    for function, dtype, kept in ((shares, torch.bfloat16, 0), (lambda x: x.softmax(-1), wide, 1)):
+    narrow, wide = torch.bfloat16, torch.float32
+    for function, dtype, kept in ((shares, narrow, 0), (_whole, wide, 1), (dropped, wide, 1)):
         with FakeTensorMode():
             x = torch.empty(5, 40, dtype=dtype, device="cuda")
             gm = make_fx(with_gradients(function, (0,)))(x, x)

@@ -151,10 +151,14 @@ def _softmax(make: _Builder) -> None:
     backward, users = aten._softmax_backward_data.default, list(_users(make.node))
     others = [u for u in users if u.target is not backward]
     wide = result.device.type == "cuda" and result.dtype == torch.float32
-    narrowed = all(u.op == "call_function" and make.fuses(u)
-                   and u.meta["val"].dtype.itemsize == 2 for u in others)  # fmt: skip
+    narrowed = all(u.op == "call_function" and make.fuses(u) and _is_narrow(u.meta["val"])
+                   for u in others)  # fmt: skip
     if wide and narrowed and len(others) < len(users):
         _log_softmax(make)
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype.itemsize == 2
 
 
 # ---- normalised values
