@@ -9,7 +9,7 @@ first: compile time is not measured here.
 
 `--usual` measures programs of more kinds, `--written` pieces of programs as users write them,
 `--served` what a server of models does between its products,
-`--trained` more of training, its optimizers among them,
+`--trained` more of training, its optimizers among them, `--various` programs of many fields,
 `--random N --seed S` programs that are drawn, of the kinds that models have.
 """
 
@@ -37,6 +37,7 @@ from bench.measure import clone, compile_with, difference, geomean, leaves, run_
 from bench.served_programs import SERVED
 from bench.trained_programs import TRAINED
 from bench.usual_programs import USUAL
+from bench.various_programs import VARIOUS
 from bench.written_programs import WRITTEN
 from tilewright.tune.clock import between
 
@@ -235,12 +236,13 @@ def main() -> None:
     parser.add_argument("--written", action="store_true", help="programs as users write them")
     parser.add_argument("--served", action="store_true", help="programs of servers of models")
     parser.add_argument("--trained", action="store_true", help="more programs of training")
+    parser.add_argument("--various", action="store_true", help="programs of many fields")
     parser.add_argument("--out", type=Path, help="a JSON file of all times")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     backends = options.backends.split(",")
     lists = ((options.usual, USUAL), (options.written, WRITTEN), (options.served, SERVED),
-             (options.trained, TRAINED))  # fmt: skip
+             (options.trained, TRAINED), (options.various, VARIOUS))  # fmt: skip
     programs = next((found for asked, found in lists if asked), PROGRAMS)
     if options.random:
         programs = drawn(options.random, options.seed)
