@@ -10,6 +10,7 @@ first: compile time is not measured here.
 `--usual` measures programs of more kinds, `--written` pieces of programs as users write them,
 `--served` what a server of models does between its products,
 `--trained` more of training, its optimizers among them, `--various` programs of many fields,
+`--small` programs of small sizes, whose inputs stay in the cache,
 `--random N --seed S` programs that are drawn, of the kinds that models have.
 """
 
@@ -35,6 +36,7 @@ from bench.gpu_programs import PROGRAMS, GpuProgram
 from bench.kernels import copy_bandwidth
 from bench.measure import clone, compile_with, difference, geomean, leaves, run_all
 from bench.served_programs import SERVED
+from bench.small_programs import SMALL
 from bench.trained_programs import TRAINED
 from bench.usual_programs import USUAL
 from bench.various_programs import VARIOUS
@@ -45,6 +47,7 @@ BACKENDS = ("eager", "inductor", "tilewright")
 OURS = BACKENDS[-1]
 LEAST = 1000.0  # microseconds a graph lasts
 MOST_CALLS = 50
+MOST_SETS = 64
 CACHE = 240 << 20  # bytes of which nothing is left in a card's cache when they are read again
 ROUNDS = 9
 AHEAD = 60.0  # seconds for compiling ahead; what is left is compiled when it is measured
@@ -134,7 +137,7 @@ def measured(program: GpuProgram, backends: Sequence[str], bandwidth: float) -> 
     expected = run_program(program, program.fn, clone(args))
     size = sum(t.nbytes for t in (*leaves(args), *leaves(expected)))
     row: dict[str, Any] = {"bytes": fewest_bytes(program, args, expected)}
-    sets = [args, *(program.inputs() for _ in range(CACHE // size))]
+    sets = [args, *(program.inputs() for _ in range(min(MOST_SETS, CACHE // size)))]
     given = [torch.ones_like(o) for o in leaves(expected[0])] if program.backward else None
     recorded: dict[str, Recorded] = {}
     for backend in backends:
@@ -237,12 +240,14 @@ def main() -> None:
     parser.add_argument("--served", action="store_true", help="programs of servers of models")
     parser.add_argument("--trained", action="store_true", help="more programs of training")
     parser.add_argument("--various", action="store_true", help="programs of many fields")
+    parser.add_argument("--small", action="store_true", help="programs of small sizes")
     parser.add_argument("--out", type=Path, help="a JSON file of all times")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     backends = options.backends.split(",")
     lists = ((options.usual, USUAL), (options.written, WRITTEN), (options.served, SERVED),
-             (options.trained, TRAINED), (options.various, VARIOUS))  # fmt: skip
+             (options.trained, TRAINED), (options.various, VARIOUS),
+             (options.small, SMALL))  # fmt: skip
     programs = next((found for asked, found in lists if asked), PROGRAMS)
     if options.random:
         programs = drawn(options.random, options.seed)
