@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
+from tests.compile.interp import check
 from tests.compile.test_triton_in_turn import for_card
 from tilewright.testing import run_and_get_code
 
@@ -80,3 +81,18 @@ def test_a_mean_and_deviations_have_one_sum() -> None:
         found, (code,) = run_and_get_code(torch.compile(normed, backend="tilewright"), x)
     assert code.count("tl.reduce(") == 2
     assert_close(found, normed(x), rtol=1e-4, atol=1e-4)
+
+
+def contrasted(s: Tensor, labels: Tensor) -> Tensor:
+    own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
+    same = (labels[:, None] == labels[None]) & ~own
+    logs = s - s.exp().masked_fill(own, 0).sum(1, keepdim=True).log()
+    return (logs * same).sum(1) / same.sum(1).clamp(min=1)
+
+
+def test_labels_compared_with_themselves_are_of_one_axis() -> None:
+    """Rows and labels are folded over the same places, though labels are read at rows first."""
+    torch.manual_seed(0)
+    check(contrasted, torch.randn(48, 48), torch.randint(5, (48,)))
+    (kernel,) = for_card(contrasted, torch.empty(4096, 4096), torch.zeros(4096, dtype=torch.int64))
+    assert "R1BLOCK" not in kernel.text and kernel.text.count("tl.load(") == 3

@@ -207,3 +207,15 @@ def test_columns_that_all_run_at_once_have_rows_under_way() -> None:
 def test_few_columns_are_shared() -> None:
     (kernel,) = kernels_of(lambda x: x.cumsum(0), torch.empty(8192, 8192, dtype=BF16))
     assert kernel.config.num_warps > 1
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_places_that_nobody_asks_for_are_neither_scanned_nor_stored(largest: bool) -> None:
+    """Of two zeros the later one counts, and a NaN stays."""
+    x = _numbers(6, 800, dtype=torch.float32)
+    x[2] = torch.zeros(800).copysign(x[2])
+    x[3, 300] = torch.nan
+    (kernel,) = check(lambda x: (x.cummax(-1) if largest else x.cummin(-1))[0], x)
+    assert "tl.int64" not in kernel.text and kernel.text.count("tl.store(") == 1
+    signs = lambda x: torch.signbit((x.cummax(-1) if largest else x.cummin(-1))[0])  # noqa: E731
+    check(signs, x[2:3])

@@ -315,6 +315,17 @@ def later_min(a, i, b, j):
 
 
 @jit
+def later_of_max(a, b):
+    """The largest so far, which of two zeros is the later one; a NaN stays."""
+    return tl.where((b >= a) | (b != b), b, a)
+
+
+@jit
+def later_of_min(a, b):
+    return tl.where((b <= a) | (b != b), b, a)
+
+
+@jit
 def last_max(a, i, b, j):
     """The same of sets in any order."""
     take = (b > a) | ((b != b) & (a == a)) | (((b == a) | ((b != b) & (a != a))) & (j > i))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tilewright import config, metrics
-from tilewright.ir.program import Nest, Program
+from tilewright.ir.program import Nest, Node, Program
 from tilewright.schedule.after import stored_by_scans
 from tilewright.schedule.back import alternate
 from tilewright.schedule.carve import Limits, carved
@@ -47,7 +47,7 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     live = _live(program)
     program = replace(program, buffers=dict(program.buffers))
     nodes = written_out(program, [split_divisions(node) if isinstance(node, Nest) else node
-                                  for node in program.nodes if node.name in live])  # fmt: skip
+                                  for node in live])  # fmt: skip
     nodes = improved(program, summed_apart(program, stored_by_scans(program, nodes)))
     search = searched(program, nodes)
     for _ in range(2):  # what reads two such values takes one at a time
@@ -78,19 +78,24 @@ def planned(grouping: Grouping, after: bool = False) -> Schedule:
     return Schedule(program, steps, bytes_, grouping.complete)
 
 
-def _live(program: Program) -> set[str]:
-    """Nodes something visible depends on. An opaque call is kept: it may have effects. What was in
-    a buffer before a call covers it is needed by none."""
+def _live(program: Program) -> list[Node]:
+    """Nodes something visible depends on, in order, with the stores that something reads: the
+    places of a running maximum are often of no use. An opaque call is kept: it may have effects.
+    What was in a buffer before a call covers it is needed by none."""
     needed = program.visible
     needed |= {b.name for b in program.buffers.values() if b.kind == "input"}
-    live: set[str] = set()
+    live: list[Node] = []
     for node in reversed(program.nodes):
-        if not isinstance(node, Nest) or node.writes & needed:
-            live.add(node.name)
-            covered = () if isinstance(node, Nest) else node.covers
-            needed.difference_update(covered)
-            needed |= node.reads.difference(covered)
-    return live
+        if isinstance(node, Nest):
+            stores = tuple(s for s in node.stores if s.buffer in needed | node.reads)
+            if not node.writes & needed:
+                continue
+            node = node if len(stores) == len(node.stores) else replace(node, stores=stores)
+        live.append(node)
+        covered = () if isinstance(node, Nest) else node.covers
+        needed.difference_update(covered)
+        needed |= node.reads.difference(covered)
+    return live[::-1]
 
 
 def _mark_local(program: Program, groups: list[Group]) -> None:

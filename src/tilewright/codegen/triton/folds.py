@@ -442,15 +442,19 @@ class WelfordFold(Fold):
 
 class Scanning:
     """One `scan` node; the carry is what all blocks before this one gave, or, if it runs back, all
-    behind it."""
+    behind it. `placed` says that the places of extremes are scanned with them."""
 
-    def __init__(self, node: Expr, axis: Axis, w: Writer, back: bool = False) -> None:
+    def __init__(self, node: Expr, axis: Axis, w: Writer, back: bool = False,
+                 placed: bool = True) -> None:  # fmt: skip
         self.node, self.axis, self.w, self.back = node, axis, w, back
         self.kind: str = node.arg.kind
-        self.places = self.kind in ("min", "max")
+        self.extremes = self.kind in ("min", "max")
+        self.places = self.extremes and placed
         self.logs = self.kind == "logsumexp"  # of sums beside the largest of what they are of
         self.dtype = folded_type(node.src[0].dtype)
         self.combine = RUNNING[self.kind]
+        if self.extremes and not placed:
+            self.combine = f"tri.later_of_{self.kind}"
         self.support = w.covered(w.support(*node.src) | {axis})
         kind = {"logsumexp": "max", "sort": "min"}.get(self.kind, self.kind)
         self.start = neutral(kind, self.dtype)
@@ -572,11 +576,10 @@ class Scanning:
         w = self.w
         top = w.let(f"tri_logs.log_of({', '.join(names)})") if self.logs else names[0]
         result = cast(top, self.dtype, self.node.src[0].dtype)
-        if not self.places:
-            w.know(self.node, result if result == top else w.let(result))
-            return
-        w.know(part(self.node, 0), result if result == names[0] else w.let(result))
-        w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
+        of = part(self.node, 0) if self.extremes else self.node
+        w.know(of, result if result == top else w.let(result))
+        if self.places:
+            w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
 
 
 class Logarithms(Scanning):
@@ -631,11 +634,16 @@ def folds_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr
     return {node: _fold(node, axis, w) for node in dict.fromkeys(found)}
 
 
-def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool) -> list[Scanning]:
-    found = [n for m in members for n in walk(*m.exprs) if n.op == "scan"]
+def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool, whole: bool = False
+             ) -> list[Scanning]:  # fmt: skip
+    """`whole` says that rows are one tile, in order: where places of extremes are not asked for,
+    they are not needed there to tell which of two equal ones is later, as zeros are."""
+    nodes = list(walk(*(e for m in members for e in m.exprs)))
+    found = [n for n in nodes if n.op == "scan"]
+    placed = {n.src[0] for n in nodes if n.op == "part" and n.arg == 1}
     # of long rows in one block pairs are joined faster (H200: cumulative logarithms of 4394 rows of
     # 8192 bfloat16 106 us, 142 us so; 17578 of 2048 82 us)
     joined = axis.lean is None and axis.likely > LONGEST_OF_LOGS
     kinds = {"sort": Sorting, "logsumexp": Scanning if joined else Logarithms}
-    return [kinds.get(node.arg.kind, Scanning)(node, axis, w, back)
+    return [kinds.get(node.arg.kind, Scanning)(node, axis, w, back, node in placed or not whole)
             for node in dict.fromkeys(found)]  # fmt: skip

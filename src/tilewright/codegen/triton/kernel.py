@@ -446,7 +446,8 @@ class Kernel:
         reducing = [m for m in segment.members if m.reduce]
         folds = {} if axis is None else folds_of(reducing, axis, w)
         self._have_ends(axis, folds)
-        scans = [] if axis is None else scans_of(segment.members, axis, w, self.shape.back)
+        whole = self.lean is None or self.lean.axis is not axis
+        scans = [] if axis is None else scans_of(segment.members, axis, w, self.shape.back, whole)
         for m in segment.members:
             if m.name in self.accumulated:
                 for fold in self.accumulated[m.name]:

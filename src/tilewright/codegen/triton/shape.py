@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, takewhile
+from itertools import combinations, product, takewhile
 
 from tilewright.codegen.triton.backwards import turned_around
 from tilewright.codegen.triton.halves import without_pairs
@@ -482,16 +482,18 @@ def _inner_axes(segments: list[Segment]) -> list[tuple[Segment, Axis | None]]:
 
 
 def _matched(axis: Axis, segment: Segment, earlier: Sequence[Nest]) -> dict[Expr, Expr] | None:
-    """The segment's loops by those of an axis, when a buffer both touch says which is which."""
+    """The segment's loops by those of an axis, when a buffer both touch says which is which, at any
+    of the places they touch it at: labels that are compared with each other are read at a row's and
+    along it. As two axes they would be held twice."""
     if sorted(v.src[0].key for v in axis.loops) != sorted(v.src[0].key for v in segment.inner):
         return None
     for m in segment.members:
         for other in earlier:
             for buffer in sorted((m.reads | m.writes) & (other.reads | other.writes)):
-                names = _by_stride(axis, segment, next(accesses(other, buffer)),
-                                   next(accesses(m, buffer)))  # fmt: skip
-                if names is not None:
-                    return names
+                for theirs, mine in product(accesses(other, buffer), accesses(m, buffer)):
+                    names = _by_stride(axis, segment, theirs, mine)
+                    if names is not None:
+                        return names
     return None
 
 
