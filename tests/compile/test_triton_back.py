@@ -58,3 +58,33 @@ def test_a_kernel_that_writes_where_it_reads_runs_back_too(
         found, (code,) = run_and_get_code(torch.compile(step, backend="tilewright"), *args)
     assert "# memory used again" in code and BACK in code
     assert_close(found, step(*args))
+
+
+def skewed(x: Tensor) -> Tensor:
+    return (x - x.mean(0)).pow(3).mean(0)
+
+
+def standardised(x: Tensor) -> Tensor:
+    return (x - x.mean(0)) / (x.std(0) + 1e-6)
+
+
+def test_columns_are_walked_back_where_others_walked_them_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(back, "LARGE", 1 << 18)
+    x = normal(20011, 64)
+    folds = [k.text for k in for_card(skewed, x) if "for roffset" in k.text]
+    assert [BACK in text for text in folds] == ["rend - roffset" in text for text in folds]
+    assert any(BACK in text for text in folds)
+    with as_cuda():
+        found = torch.compile(skewed, backend="tilewright")(x)
+    assert_close(found, skewed(x), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_left_over_are_no_kernel_to_run_back_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(back, "LARGE", 1 << 18)
+    assert [BACK in k.text for k in for_card(standardised, normal(20011, 50))] == [
+        False,
+        False,
+        True,
+    ]

@@ -10,19 +10,22 @@ from collections.abc import Sequence
 
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
-from tilewright.schedule.sizes import hint_product
+from tilewright.schedule.traffic import moved
 
-LARGE = 8 << 20  # bytes of a buffer: others stay in cache whichever way they are read
+LARGE = 8 << 20  # bytes of a buffer that are touched: fewer stay in cache whichever way that is
 
 
 def alternate(program: Program, groups: Sequence[Group], after: bool) -> None:
     """Mark groups that run back: those that read what the one before them touched on its way
-    forward. `after` says that arguments were just touched so, as by a forward pass."""
+    forward. `after` says that arguments were just touched so, as by a forward pass. What
+    touches little, as the rows that were left over by one, changes nothing of what is in cache."""
     before = {b for b in program.inputs if b in program.buffers} if after else set[str]()
     back = False
+    filled = {b.name for b in program.buffers.values() if b.kind != "temporary"}
     for group in groups:
-        large = {b for b in (group.reads | group.writes) - group.local
-                 if _is_large(program, b)}  # fmt: skip
+        bytes_ = moved(program, group, filled)
+        filled |= group.writes
+        large = {b for b, size in bytes_.items() if size >= LARGE and _is_on_card(program, b)}
         if not large:
             continue
         back = not back and group.call is None and bool(before & large & group.reads)
@@ -31,8 +34,6 @@ def alternate(program: Program, groups: Sequence[Group], after: bool) -> None:
         before = large
 
 
-def _is_large(program: Program, name: str) -> bool:
+def _is_on_card(program: Program, name: str) -> bool:
     buffer = program.buffers.get(name)
-    if buffer is None or buffer.device.type != "cuda":
-        return False
-    return hint_product(buffer.size) * buffer.dtype.itemsize >= LARGE
+    return buffer is not None and buffer.device.type == "cuda"

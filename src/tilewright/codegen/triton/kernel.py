@@ -624,10 +624,11 @@ class Kernel:
                 (self.loop(f"{a}rest, {a}last, {block}"), False)]  # fmt: skip
 
     def _is_back(self, segment: Segment, axis: Axis) -> bool:
-        """Whether the next loop over an axis runs back."""
+        """Whether the next loop over an axis runs back. Of columns that programs walk side by side
+        the first one does too, where what the kernel before it read last is still in cache."""
         if self.shape.back:
             return True
-        forwards = self._forwards.get(axis, False)
+        forwards = self._forwards.get(axis, self.back and self.shape.across)
         ordered = any(n.op == "scan" or (n.op == "reduce" and n.arg.kind in IN_ORDER)
                       for m in segment.members for n in walk(*m.exprs))  # fmt: skip
         self._forwards[axis] = not forwards or ordered
