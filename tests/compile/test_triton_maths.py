@@ -4,6 +4,7 @@ it is put. The interpreter has torch's exponentials and logarithms for the card'
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter
 from tilewright.runtime.interpret import Interpreted
 
@@ -75,6 +77,56 @@ def test_functions_are_off_by_little(name: str, exact: Function, low: float, hig
 def test_logarithms_of_the_smallest_numbers() -> None:
     x = torch.tensor([1e-45, 1e-40, 1.1e-38, 1.2e-38])
     torch.testing.assert_close(_of("tri_maths.fast_log", x), x.log())
+
+
+def _places_off(made: Tensor, true: Tensor, beside: Tensor) -> float:
+    """How far off, in last places of what it is beside."""
+    last = torch.nextafter(beside, torch.full_like(beside, torch.inf)) - beside
+    return float(((made - true) / last).abs().max())
+
+
+@pytest.mark.parametrize(("low", "high", "off"), [
+    (1e-44, 1e-38, 1.0), (1e-38, 0.5, 2.5), (0.5, 1.0, 4.0), (1.0, 3.0, 5.0), (3.0, 5.0, 5.0),
+    (5.0, 4e36, 3.0),
+])  # fmt: skip
+def test_logarithms_of_the_gamma_function(low: float, high: float, off: float) -> None:
+    """Also next to one and two, where there is little of them (CUDA's are off by six places)."""
+    x = torch.logspace(math.log10(low), math.log10(high), COUNT, dtype=torch.float64).float()
+    true = torch.lgamma(x.double())
+    assert _places_off(_of("tri_maths.lgamma", x), true, true.abs().float()) < off
+
+
+def test_logarithms_of_the_gamma_function_of_negative_numbers() -> None:
+    x = -torch.cat((torch.linspace(1e-9, 50, COUNT - 256), torch.logspace(-30, 6, 256)))
+    x = x[x != x.round()].resize_(COUNT).clamp(max=-1e-30)
+    wide = x.double()
+    parts = (math.pi / (wide * torch.sin(math.pi * wide))).abs().log().abs()
+    made, true = _of("tri_maths.lgamma", x), torch.lgamma(wide)
+    assert _places_off(made, true, (parts + torch.lgamma(-wide).abs()).float()) < 4
+
+
+def test_logarithms_of_the_gamma_function_of_what_is_seldom() -> None:
+    x = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, -1.0, -2.0, -1e10, -4.2e36, 4.2e36, 1.0, 2.0,
+         1e-40, -1e-40, -1e-20, -8388607.5]  # fmt: skip
+    x = torch.tensor(x)
+    torch.testing.assert_close(_of("tri_maths.lgamma", x), torch.lgamma(x), equal_nan=True)
+
+
+def test_what_is_seldom_is_behind_a_branch() -> None:
+    """Of each element; doubles are the library's."""
+    (kernel,) = kernels_of(torch.lgamma, torch.empty(1 << 20))
+    assert "tri_maths.lgamma(" in kernel.text
+    made = build(kernel)
+    assert "lg2.approx" not in made.ptx
+    assert made.ptx.count("bra") >= 1
+    (kernel,) = kernels_of(torch.lgamma, torch.empty(1 << 20, dtype=torch.float64))
+    assert "libdevice.lgamma(" in kernel.text
+
+
+def test_special_functions_of_what_many_elements_share_are_computed_once() -> None:
+    kernels = kernels_of(lambda x, t: (torch.lgamma(x + t) - torch.lgamma(t)).mean(),
+                         torch.empty(4096, 2000), torch.empty(2000))  # fmt: skip
+    assert [k.text.count("lgamma(") for k in kernels] == [1, 1, 0]
 
 
 SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 89.0, 88.0, -104.0, -1.0])

@@ -209,6 +209,11 @@ def _library(name: str) -> Callable[..., str]:
     return _call(f"libdevice.{name}")
 
 
+def _own_float(name: str) -> Callable[..., str]:
+    """A function of our own for floats, the library's for doubles."""
+    return lambda e, a: f"{'tri_maths' if e.dtype == torch.float32 else 'libdevice'}.{name}({a})"
+
+
 def _special(name: str) -> Callable[..., str]:
     """A function of our own, in double."""
 
@@ -268,7 +273,7 @@ def _bitcast(e: Expr, a: str) -> str:
 
 LIBRARY = (
     "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
-    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "trunc", "rsqrt",
+    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "trunc", "rsqrt",
     "atan2", "hypot", "copysign", "nextafter",
 )  # fmt: skip
 
@@ -316,6 +321,7 @@ OPS: dict[str, Callable[..., str]] = {
     "ceil": _call("tl.ceil"),
     "round": _library("nearbyint"),
     "sqrt": _call("tri.sqrt"),
+    "lgamma": _own_float("lgamma"),
     "exp": _call("tri.exp"),
     "sigmoid": _call("tri.sigmoid"),
     **{name: _library(name) for name in LIBRARY},
