@@ -42,3 +42,17 @@ def test_a_choice_of_another_place_stays() -> None:
         return torch.where(row < places[None], x[far], x[:1].expand(9, 20)).sum(0)
 
     check(picked, torch.randn(7), torch.randint(0, 50, (20,)), rtol=1e-4, atol=1e-4)
+
+
+def test_where_something_is_sampled_is_computed_once() -> None:
+    """Whether a corner is inside says the same position that it is read at."""
+
+    def warped(image: Tensor, flow: Tensor) -> Tensor:
+        at = flow.movedim(1, -1) * 0.5 + 0.25
+        return F.grid_sample(image, at, align_corners=True)
+
+    image, flow = torch.randn(2, 3, 9, 20), torch.randn(2, 2, 9, 20)
+    flow[0, 0, 0, 0] = float("nan")
+    (kernel,) = check(warped, image, flow, rtol=1e-4, atol=1e-4)
+    assert len(re.findall(r"= tl\.load\(", kernel.text)) == 4 + 2
+    assert kernel.text.count("tl.floor(") == 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewright import config
-from tilewright.ir.expr import INDEX, REBUILD, Expr, Reduce, Scan, const, load, make, rewrite
+from tilewright.ir.expr import INDEX, REBUILD, Expr, Reduce, Scan, const, load, make, rewrite, walk
 from tilewright.ir.index import bounds, known_le, known_lt, known_nonneg
 from tilewright.ir.ops import INDEX_OPS, TABLE
 
@@ -155,11 +155,17 @@ def require(value: Expr, condition: Expr) -> Expr:
 
 
 def guard(value: Expr, mask: Expr) -> Expr:
-    """`value` computed only where `mask`: its loads are not made elsewhere, and give 0 there."""
+    """`value` computed only where `mask`: its loads are not made elsewhere, and give 0 there. What
+    the mask itself is made of is known everywhere, and stays as it is: a position that says whether
+    it is inside is one value, not another one under each mask (H200: bilinear samples of
+    16x3x512x512 floats computed the positions of all four corners five times)."""
     if mask is TRUE:
         return value
+    known = frozenset(walk(mask))
 
     def rule(node: Expr, src: tuple[Expr, ...]) -> Expr | None:
+        if node in known:
+            return node
         if node.op == "load":
             inner = both(src[1], mask) if len(src) == 2 else mask
             return load(node.arg, node.dtype, src[0], inner)

@@ -128,11 +128,12 @@ def _inside(at: Sequence[Expr], sizes: Sequence[Expr]) -> Expr:
     return mask
 
 
-def _indices(at: Sequence[Expr], sizes: Sequence[Expr], mask: Expr) -> list[Expr]:
-    """Whole float positions as indices; zero where they are not inside."""
+def _indices(at: Sequence[Expr], sizes: Sequence[Expr]) -> list[Expr]:
+    """Whole float positions as indices, each zero where it is not inside its own dimension: so one
+    of a row is the same for all elements of it."""
     found: list[Expr] = []
     for c, size in zip(at, sizes, strict=True):
-        i = build.cast(f.where(mask, c, 0.0), torch.int64)
+        i = build.cast(f.where(_inside([c], [size]), c, 0.0), torch.int64)
         found.append(ix.maximum(ix.minimum(i, ix.sub(size, 1)), 0))
     return found
 
@@ -141,7 +142,7 @@ def _pick(source: Tensor, lead: Sequence[Expr], at: Sequence[Expr]) -> Expr:
     """The element at float positions that are whole; zero outside."""
     sizes = source.size[len(lead) :]
     mask = _inside(at, sizes)
-    value = build.guard(source.at([*lead, *_indices(at, sizes, mask)]), mask)
+    value = build.guard(source.at([*lead, *_indices(at, sizes)]), mask)
     return f.where(mask, value, 0.0)
 
 
@@ -218,7 +219,7 @@ def _to_input(ctx: Lowering, sampler: Sampler, grad: Tensor, x: Tensor, grid: Te
 
     def position(*point: Expr) -> list[Expr]:
         at = [t.at for t in chosen(point)]
-        return [*point[:2], *_indices(at, sizes, _inside(at, sizes))]
+        return [*point[:2], *_indices(at, sizes)]
 
     def mask(*point: Expr) -> Expr:
         return _inside([t.at for t in chosen(point)], sizes)
