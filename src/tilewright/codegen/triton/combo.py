@@ -9,6 +9,7 @@ so that they are tuned together; those with most work come first, in the text as
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -184,9 +185,13 @@ def _by_all(own: Sequence[Config], warps: int) -> tuple[Config, ...]:
     """Configurations of one of the kernels by as many threads as all have: the text depends on it,
     as where several threads have an element. What folds nothing has longer blocks then, so that a
     thread has as much under way as it was to have (H200: AdamW of 45 parameters, some of them one
-    short row, 650 us by half of it)."""
+    short row, 650 us by half of it). Blocks have an element for every thread: of a row of fewer
+    that is folded each thread would load all."""
     found: list[Config] = []
     for c in (c for c in own if c.num_warps <= warps):
         times = warps // c.num_warps if len(c.constants) == 1 else 1
-        found.append(replace(c, blocks=tuple((b, times * n) for b, n in c.blocks), num_warps=warps))
+        *rest, (last, size) = ((b, times * n) for b, n in c.blocks)
+        least = 32 * warps // math.prod(n for _, n in rest)
+        size = max(size, least) if rest else size
+        found.append(replace(c, blocks=(*rest, (last, size)), num_warps=warps))
     return tuple(dict.fromkeys(found))
