@@ -35,6 +35,7 @@ from tilewright.schedule.access import all_loops
 from tilewright.schedule.beside import side_by_side
 from tilewright.schedule.dealt import around_rows, dealt, in_pieces
 from tilewright.schedule.group import Group
+from tilewright.schedule.launches import together
 from tilewright.schedule.legality import Fit, align, conflict, first_conflict, is_alone
 from tilewright.schedule.loops import merge, substitute_nest
 from tilewright.schedule.mixed import (
@@ -101,7 +102,7 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
             continue
         buffers.update(_cut_into(order, program, parts[0], target, private))
     program = replace(program, buffers={**program.buffers, **buffers})
-    return program, side_by_side(program, order.all())
+    return program, together(program, side_by_side(program, order.all()))
 
 
 def _cut_into(order: _Order, program: Program, group: Group, target: Target, private: set[str]
