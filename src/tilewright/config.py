@@ -160,7 +160,7 @@ combo_kernel_max_num_nodes: int = option(
     8, "Most kernels in one shared launch.", affects_code=True, check=at_least(1)
 )
 combo_kernel_max_num_args: int = option(
-    250, "Most buffers of one shared launch.", affects_code=True, check=at_least(1)
+    400, "Most buffers of one shared launch.", affects_code=True, check=at_least(1)
 )
 inplace_buffers: bool = option(
     True, "Let a kernel write over an input that nobody reads again.", affects_code=True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build, kernels_of
 from tilewright import config, metrics
 from tilewright.runtime.triton_build import TritonConfig, TritonSource
 from tilewright.schedule import group
@@ -177,3 +178,70 @@ def test_blocks_by_as_many_threads_as_others_need_end_where_the_data_does() -> N
     """768 elements are whole blocks of one warp, but none of four."""
     count, text = launched(six, *(torch.randn(n) for n in (400_000, 768, 768)))
     assert count == 1 and text.count("xmask = ") == 3
+
+
+# ---- kernels that are alike
+
+
+def test_kernels_that_differ_in_their_buffers_are_one_function() -> None:
+    def step(*x: Tensor) -> list[Tensor]:
+        return [p - 0.1 * g for p, g in zip(x[::2], x[1::2], strict=True)]
+
+    sizes = (300, 77, 300, 300, 77, 300, 300)
+    given = [torch.randn(n) for n in sizes for _ in range(2)]
+    count, text = launched(step, *given)
+    assert count == 1 and len(re.findall(r"def part\d", text)) == 2
+    assert "pid < 5 * count" in text and "pid < 2 * count" in text
+
+
+def test_a_buffer_that_all_have_is_not_chosen() -> None:
+    def step(scale: Tensor, *x: Tensor) -> list[Tensor]:
+        return [t.mul_(scale) for t in x]
+
+    count, text = launched(step, torch.tensor(0.5), *(torch.randn(9, 5) for _ in range(3)))
+    assert count == 1 and len(re.findall(r"def part\d", text)) == 1
+    assert len(re.findall(r"\bown\d+ = p\d+", text)) == 3
+
+
+def test_buffers_of_other_types_are_other_functions() -> None:
+    def doubled(*x: Tensor) -> list[Tensor]:
+        return [t + t for t in x]
+
+    given = [torch.randn(50).to(d) for d in (torch.float16, torch.bfloat16, torch.float16)]
+    count, text = launched(doubled, *given)
+    assert count == 1 and len(re.findall(r"def part\d", text)) == 2
+
+
+def test_kernels_that_are_alike_move_whole_pieces() -> None:
+    """The pointers they choose among are known to be aligned."""
+
+    def step(*x: Tensor) -> list[Tensor]:
+        return [t.sin() for t in x]
+
+    with as_cuda(), config.patch(combo_kernels=True):
+        (kernel,) = kernels_of(step, *(torch.empty(1 << 16) for _ in range(5)))
+    made = build(kernel)
+    assert kernel.text.count("def part") == 1
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+
+
+def clipped(*x: Tensor) -> list[Tensor]:
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(x))))
+    return [*torch._foreach_mul(list(x), 1 / (total + 1e-6)), total]
+
+
+def test_norms_of_many_tensors_share_launches() -> None:
+    """Chunks of all, what folds them beside the short ones, the norm of norms, what is scaled."""
+    sizes = (*5 * (140_000,), *4 * (150_000,), *6 * (700,))
+    assert launched(clipped, *(torch.randn(n) for n in sizes), asked=False)[0] <= 4
+
+
+def test_rows_of_one_program_are_few() -> None:
+    """Twelve short rows scaled by a sum of one are not all that one program's."""
+
+    def scaled(a: Tensor, *x: Tensor) -> list[Tensor]:
+        return [t * a.sum() for t in x]
+
+    _, text = launched(scaled, torch.randn(900), *(torch.randn(600 + k) for k in range(12)),
+                       asked=False)  # fmt: skip
+    assert max(len(set(re.findall(r"r\d+numel = ", part))) for part in text.split("def ")) <= 4

@@ -12,6 +12,7 @@
 - `recompute.py` values computed again where they are used, in place of being stored
 - `segments.py` inside a group: which members share a loop
 - `pairs.py`    softmax of rows in parts: a largest value and a sum relative to it in one pass
+- `launches.py` kernels that fold and share launches, once what is to be cut is cut
 - `carve.py`    groups that one kernel cannot express, in pieces
 - `delay.py`    parts of a buffer written when the rest is
 - `memory.py`   lifetimes: what is allocated, reused, written in place, freed

@@ -232,8 +232,7 @@ class Search:
 
     def _makes_a_part(self, a: int, b: int, fit: Fit) -> str:
         """What one program of a card needs of many kernels is made by these side by side: it would
-        do one after the other what it makes itself (H200: norms of 21 rows of 768 to 3072 bfloat16
-        beside the norm of all 45 gradients 30 us)."""
+        do one after the other what it makes itself, and wait for the others first."""
         if fit.outer or not self._target(a).is_gpu:
             return ""
         if any(self._is_one_of_many(name, touch, self.touch[b].get(name))
@@ -242,12 +241,12 @@ class Search:
         return ""
 
     def _is_one_of_many(self, buffer: str, one: Touch, other: Touch | None) -> bool:
-        """Whether one of two groups writes a part of a buffer that the other reads all of, and that
-        has many parts."""
-        if other is None or not (one.reads or other.reads):
+        """Whether one of two groups writes a small part of what the other reads of a buffer."""
+        if other is None:
             return False
-        written = sum((one if one.writes else other).writes.values())
-        return MANY_ALIKE * written < self.prices.whole[buffer]
+        pairs = ((one, other), (other, one))
+        return any(w.writes and MANY_ALIKE * sum(w.writes.values()) < sum(r.reads.values())
+                   for w, r in pairs)  # fmt: skip
 
     def _gives_up_rows(self, a: int, b: int, fit: Fit) -> str:
         """A large kernel of a card is not to have fewer programs for a small value that another

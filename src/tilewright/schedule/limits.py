@@ -32,8 +32,8 @@ def unsuited(group: Fit, target: Target) -> str:
 
 
 def _has_many_rows(group: Fit) -> str:
-    """One program has nothing but itself to wait for a row with (H200: 21 rows of 768 to 3072
-    bfloat16 that are scaled by the norm of 45 30 us; each by its own program, 3 us)."""
+    """One program does with one row after the other what others would do beside it (H200: norms of
+    21 rows of 768 to 3072 bfloat16, and these scaled by the norm of all 45, 30 us)."""
     rows = {frozenset(all_loops(m)) for m in group.members}
     if group.outer or len(rows - {frozenset()}) <= MOST_ROWS:
         return ""
