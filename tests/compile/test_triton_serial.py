@@ -60,12 +60,14 @@ def test_rows_and_columns_of_one_pass(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "length", "programs"),
-                         [(16384, 4096, 256), (222534, 389, 3072), (4096, 389, 97),
+                         [(16384, 4096, 256), (222534, 389, 3072), (4096, 389, 256),
                           (40000, 2700, 512), (40000, 2696, 256), (24660, 2049, 512),
-                          (761461, 161, 4096), (600000, 128, 4096)])  # fmt: skip
+                          (761461, 161, 4096), (600000, 128, 4096),
+                          (512, 512, 64), (512, 256, 64), (64, 512, 8)])  # fmt: skip
 def test_more_programs_walk_short_rows(rows: int, length: int, programs: int) -> None:
     """Each has a row or a few under way, and of short ones that is little, and of odd ones none
-    ahead. Where rows are few, what programs leave would be more."""
+    ahead. Where rows are few, what programs leave would be more, but each still has few to wait
+    for."""
     b = Build()
     r, j = b.loops(rows, length)
     x, total, columns = b.input(rows, length), b.buffer((rows,)), b.buffer((length,))
