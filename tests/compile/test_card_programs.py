@@ -100,6 +100,41 @@ def test_a_row_that_is_overwritten_is_not_computed_again(monkeypatch: pytest.Mon
         assert difference(replace(program, exact=(True, False))) == ""
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(
+            (
+                ("{0}.cumsum(1)", (0,)),
+                ("torch.exp({0} - {0}.amax(0))", (1,)),
+                ("{0} / {1}.sum(0)", (1, 2)),
+                ("{0} * {1}.sum(0)", (2, 3)),
+            ),
+            id="powers of a row, after it is divided",
+        ),
+        pytest.param(
+            (
+                ("{0}.cumsum(1) * {0}", (0,)),
+                ("{0} / ({1}.abs().sum(0) + 1)", (1, 0)),
+                ("F.softmax({0}, 0)", (1,)),
+                ("{0} - {0}.amax(0)", (2,)),
+            ),
+            id="a row that is divided, after its softmax",
+        ),
+    ],
+)
+def test_what_a_row_is_computed_from_again_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, lines: tuple[tuple[str, tuple[int, ...]], ...]
+) -> None:
+    """A result took the place of what a later loop over the row was to read, and there was no
+    kernel for both."""
+    monkeypatch.setattr(shape, "MOST_KEPT", 64)
+    monkeypatch.setattr(shape, "LONGEST_PASS", 32)
+    program = _program((Input((130, 64), torch.float32),), *lines)
+    with as_cuda():
+        assert difference(replace(program, outputs=(3, 4), exact=(True,) + 4 * (False,))) == ""
+
+
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("seed", [0, 2, 4, 5])
 def test_random_programs(seed: int) -> None:
