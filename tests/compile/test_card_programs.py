@@ -36,6 +36,10 @@ _INTO_ONE = "torch.zeros_like({0}).index_add_(0, torch.zeros(17, dtype=torch.lon
             id="nothing is changed where there is nothing",
         ),
         pytest.param(
+            _program((Input((0, 5), torch.float32),), ("F.layer_norm({0}, (5,)).sum()", (0,))),
+            id="a sum of nothing reads nothing",
+        ),
+        pytest.param(
             _program((Input((65, 31), torch.float32),), ("(-{0})[1::2, 1::2]", (0,))),
             id="no loop that memory runs along",
         ),
