@@ -147,14 +147,15 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
     dump.stage("lowered", program)
 
     with stage("schedule"):
-        groups: Grouping = arranged(program, told_once(_cannot))
+        limits = told_once(_cannot)
+        groups: Grouping = arranged(program, limits)
 
     with stage("choose"):
         chosen = choose(groups.program, groups.groups, _loop_kernel)
         groups = Grouping(groups.program, chosen.groups, chosen.complete)
 
     with stage("schedule"):
-        plan: Schedule = planned(groups, after=boundary.role == "backward")
+        plan: Schedule = planned(groups, boundary.role == "backward", limits)
     dump.stage("scheduled", plan)
     return plan
 

@@ -36,6 +36,10 @@ _INTO_ONE = "torch.zeros_like({0}).index_add_(0, torch.zeros(17, dtype=torch.lon
             id="nothing is changed where there is nothing",
         ),
         pytest.param(
+            _program((Input((0, 5), torch.float32),), ("F.layer_norm({0}, (5,)).sum()", (0,))),
+            id="a sum of nothing reads nothing",
+        ),
+        pytest.param(
             _program((Input((65, 31), torch.float32),), ("(-{0})[1::2, 1::2]", (0,))),
             id="no loop that memory runs along",
         ),
@@ -98,6 +102,41 @@ def test_a_row_that_is_overwritten_is_not_computed_again(monkeypatch: pytest.Mon
     program = _program((Input((33, 1, 100), torch.float32),), (text, (0,)))
     with as_cuda():
         assert difference(replace(program, exact=(True, False))) == ""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(
+            (
+                ("{0}.cumsum(1)", (0,)),
+                ("torch.exp({0} - {0}.amax(0))", (1,)),
+                ("{0} / {1}.sum(0)", (1, 2)),
+                ("{0} * {1}.sum(0)", (2, 3)),
+            ),
+            id="powers of a row, after it is divided",
+        ),
+        pytest.param(
+            (
+                ("{0}.cumsum(1) * {0}", (0,)),
+                ("{0} / ({1}.abs().sum(0) + 1)", (1, 0)),
+                ("F.softmax({0}, 0)", (1,)),
+                ("{0} - {0}.amax(0)", (2,)),
+            ),
+            id="a row that is divided, after its softmax",
+        ),
+    ],
+)
+def test_what_a_row_is_computed_from_again_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, lines: tuple[tuple[str, tuple[int, ...]], ...]
+) -> None:
+    """A result took the place of what a later loop over the row was to read, and there was no
+    kernel for both."""
+    monkeypatch.setattr(shape, "MOST_KEPT", 64)
+    monkeypatch.setattr(shape, "LONGEST_PASS", 32)
+    program = _program((Input((130, 64), torch.float32),), *lines)
+    with as_cuda():
+        assert difference(replace(program, outputs=(3, 4), exact=(True,) + 4 * (False,))) == ""
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.fuzz.generate import Program
 from tests.fuzz.stages import Capture, first_wrong
+from tilewright import metrics
 
 _STRIDES = "strides"
 _MOST_EXCUSED = 4  # times the tolerance: how far from exact we may be because eager is, too
@@ -36,6 +37,7 @@ def difference(program: Program, backend: Any = "tilewright") -> str:
 
 def _difference(program: Program, backend: Any) -> str:
     torch._dynamo.reset()
+    metrics.reset()
     function = program.function()
     options = {"dynamic": True} if program.dynamic else {"dynamic": False}
     compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
@@ -54,7 +56,13 @@ def _difference(program: Program, backend: Any) -> str:
         found = _compare(program, (*got, args), (*want, eager_args), exact, near)
         if found:
             return f"call {number}: {found}"
-    return ""
+    return without_kernel()
+
+
+def without_kernel() -> str:
+    """What torch's own operations ran on a card, though groups are only made of what can be a
+    kernel."""
+    return "; ".join(why for why in metrics.counters["triton"] if why.startswith("no kernel"))
 
 
 def blame(program: Program) -> str:

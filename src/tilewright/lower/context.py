@@ -181,6 +181,8 @@ class Lowering:
                          for k, s in enumerate(size) if keepdim or k not in folded)  # fmt: skip
         unrolled = self._unroll(kind, tensors, loops, inner) if unrolls or not inner else None
         values = [x.at(point) for x in tensors]
+        if any(v.src[0] is ix.ZERO for v in inner):  # of nothing: there is no place to read
+            values = [const(0, value.dtype) for value in values]
         fold = build.reduce(kind, *values, dtype=values[-1].dtype) if unrolled is None else unrolled
         positions = [v for k, v in enumerate(loops) if keepdim or k not in folded]
         if unrolled is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from tilewright import config
 from tilewright.ir.program import Nest, Program
+from tilewright.schedule.carve import Limits
 from tilewright.schedule.group import Group
 from tilewright.schedule.reorder import Facts
 from tilewright.schedule.sizes import hint_bytes
@@ -31,8 +32,9 @@ class _Early:
     until: int
 
 
-def delayed(program: Program, groups: Sequence[Group]) -> list[Group]:
-    """The groups, with such members on their own where that lowers the peak."""
+def delayed(program: Program, groups: Sequence[Group], limits: Limits | None = None) -> list[Group]:
+    """The groups, with such members on their own where that lowers the peak, and the others are
+    still one kernel."""
     found = list(groups)
     if not config.reorder_for_peak_memory:
         return found
@@ -50,7 +52,8 @@ def delayed(program: Program, groups: Sequence[Group]) -> list[Group]:
         tried = _apart(found, most)
         after = Facts(program, tried).profile(range(len(tried)))
         gained = max(profile[most.group : most.until]) - max(after[most.group : most.until])
-        if gained >= LEAST_GAIN and max(after) <= max(profile):
+        whole = limits is None or not limits(program, tried[most.group])
+        if whole and gained >= LEAST_GAIN and max(after) <= max(profile):
             found = tried
         else:
             refused.add(most.member.name)

@@ -2,7 +2,8 @@
 
 A buffer lives from the group that writes it first to the last group that touches it. A new buffer
 takes over memory in two ways. In place: a value that dies in the very group that makes the buffer
-is overwritten by it, if the group would still be right with the two being one buffer. Or from a
+is overwritten by it, if the group would still be right with the two being one buffer, and still be
+one kernel: on a card, what a row is computed from twice must not change in between. Or from a
 buffer that died before, of the same number of bytes, unless keeping that memory until then makes
 the program's peak higher than freeing it at once.
 """
@@ -19,6 +20,7 @@ from tilewright import config
 from tilewright.ir.expr import Expr, load, rewrite
 from tilewright.ir.program import Buffer, Nest, Program
 from tilewright.schedule.access import Signature, accesses, signature
+from tilewright.schedule.carve import Limits
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import first_conflict
 from tilewright.schedule.loops import is_fold, replace_exprs
@@ -59,8 +61,8 @@ class Step:
     carve: list[Slot] = field(default_factory=list[Slot])
 
 
-def plan(program: Program, groups: Sequence[Group]) -> list[Step]:
-    steps = _lifetimes(program, groups)
+def plan(program: Program, groups: Sequence[Group], limits: Limits | None = None) -> list[Step]:
+    steps = _lifetimes(program, groups, limits)
     if config.allow_buffer_reuse:
         _pass_on(program, steps)
     return steps
@@ -69,7 +71,7 @@ def plan(program: Program, groups: Sequence[Group]) -> list[Step]:
 # ---- lifetimes, with what is overwritten in place
 
 
-def _lifetimes(program: Program, groups: Sequence[Group]) -> list[Step]:
+def _lifetimes(program: Program, groups: Sequence[Group], limits: Limits | None) -> list[Step]:
     visible = program.visible
     shared = exposed(groups)
     last = {b: k for k, group in enumerate(groups) for b in group.reads | group.writes}
@@ -83,7 +85,7 @@ def _lifetimes(program: Program, groups: Sequence[Group]) -> list[Step]:
         made = set() if group.call is None else {r for r in group.call.results if r}
         donors = {b: None for b in dying if b in exists and b not in shared
                   and _is_ours(program, b)}  # fmt: skip
-        inside = _InPlace(program, group)
+        inside = _InPlace(program, group, limits)
         for b in sorted(group.writes - group.local - exists - made):
             donor = inside.overwrite(b, donors)
             if donor is None:
@@ -113,8 +115,9 @@ class _InPlace:
     """The members of a group while buffers take the place of values that die in it. Of groups that
     share a launch, no other may touch either."""
 
-    def __init__(self, program: Program, group: Group) -> None:
+    def __init__(self, program: Program, group: Group, limits: Limits | None) -> None:
         self.program = program
+        self.limits = limits
         self.whole = group
         self.nests = [list(part.members) for part in group.kernels]
         self.users: dict[str, list[tuple[int, int]]] = {}  # of a buffer: (part, member)
@@ -170,8 +173,12 @@ class _InPlace:
         part = self.whole.kernels[writer[0]]
         if not _still_right(nests, (*part.outer, *part.serial), donor):
             return False
-        for (p, k), m in zip(both, nests, strict=True):
-            self.nests[p][k] = m
+        after = self.nests[writer[0]].copy()
+        for (_, k), m in zip(both, nests, strict=True):
+            after[k] = m
+        if self.limits and self.limits(self.program, replace(part, members=tuple(after))):
+            return False
+        self.nests[writer[0]] = after
         del self.users[buffer]
         self.users[donor] = both
         self.changed = True

@@ -38,7 +38,7 @@ class Schedule:
 
 
 def schedule(program: Program, limits: Limits | None = None) -> Schedule:
-    return planned(arranged(program, limits))
+    return planned(arranged(program, limits), limits=limits)
 
 
 def arranged(program: Program, limits: Limits | None = None) -> Grouping:
@@ -64,12 +64,13 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     return Grouping(program, groups)
 
 
-def planned(grouping: Grouping, after: bool = False) -> Schedule:
+def planned(grouping: Grouping, after: bool = False, limits: Limits | None = None) -> Schedule:
     """Memory for groups that are final, in the order that needs least of it, and the bytes they
-    move. `after` says that arguments are likely in cache, as after a forward pass."""
+    move. `after` says that arguments are likely in cache, as after a forward pass. What `limits`
+    refuses is not done to save memory either."""
     program = grouping.program
-    ready = delayed(program, grouping.groups)
-    plans = [(groups, plan(program, groups)) for groups in orders(program, ready)]
+    ready = delayed(program, grouping.groups, limits)
+    plans = [(groups, plan(program, groups, limits)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
     alternate(program, [step.group for step in steps], after)
     bytes_ = _count(program, groups)

@@ -1,7 +1,8 @@
 """Triton kernels for everything that is not a matrix product.
 
 - `text.py`    Triton for each operation, literal, cast and fold
-- `shape.py`   the axes of a kernel's tile, or why a group cannot be one kernel
+- `shape.py`   the axes of a kernel's tile, or why a group cannot be one kernel; `loop_order.py` the
+  order its loops are walked in
 - `configs.py` block sizes, warps and stages: the model's choice, and a few to measure; those of
   folds in `row_configs.py` and `column_configs.py`, what they share in `blocks.py`
 - `emit.py`    expressions as statements, each common subexpression once

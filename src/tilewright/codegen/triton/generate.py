@@ -47,11 +47,8 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
     parts: list[tuple[Group, Shape]] = []
     group = unmasked(program, group)
-    for whole in group.kernels:
-        part, shape = whole, shape_of(program, whole)
-        if isinstance(shape, str) and part.shared:  # then each row has a program of its own
-            part = replace(part, shared=0, in_turn=False)
-            shape = shape_of(program, part)
+    for part in group.kernels:
+        shape = shape_of(program, part)
         if isinstance(shape, str):
             raise CodegenError(f"no Triton kernel for this group: {shape}")
         shape.again = len(passes(shape.flat(), part.local)) > 1

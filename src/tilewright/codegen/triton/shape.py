@@ -8,13 +8,20 @@ axis for them, either whole in one block (persistent) or block by block (looped)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, product, takewhile
+from itertools import combinations, product
 
 from tilewright.codegen.triton.backwards import turned_around
 from tilewright.codegen.triton.halves import without_pairs
+from tilewright.codegen.triton.loop_order import (
+    SHORTEST_TILE,
+    longest_first,
+    ordered_loops,
+    read_in_pieces,
+    strides_of,
+)
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import TABLE
@@ -35,15 +42,10 @@ SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
 SHORTEST_ROW = 64  # elements worth looking up where they are once
 SPARSEST_TILE = 256  # elements of a row, a quarter of them empty, that is no tile
 SHORTEST_LEAN = 2048  # elements of a row for which its ends do not matter
-SECTORS = 64  # bytes that memory is read by
-LONGEST_PIECE = 512  # bytes of a row in which those at its ends matter
-LINE = 128  # bytes that a cache reads at once
-SOON, LATE = 256, 1024  # points after which a program has what it reads again, or another does
 LONG_SIDE = 1024  # elements of a side of tiles beyond which its last tile does not matter
 MANY = 1 << 22  # elements of all rows, for programs that have several
 LONG_WALK = 96 << 10  # elements of a row after which what begins and ends a walk does not matter
 DEAR = 4  # what a quotient costs, and more than what is computed for each element anyway
-SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     group, ragged = _regular(group)
     if ragged is None:
         return "the length of a loop depends on another in an unknown way"
-    members, outer = _ordered(list(group.members), without_scan(group))
+    members, outer = ordered_loops(list(group.members), without_scan(group))
     if not group.serial and not ragged:
         members, outer = without_pairs(members, outer)
         # pieces of a concatenation are as long as their rows together (H200: three of 359x24x1747
@@ -224,7 +226,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
                 _rows_looked_up(members, outer) or _rows_of_one(program, members, outer) or parallel
             )
             looked_up = len(parallel) > 1
-        scattered = _read_in_pieces(members) is not None
+        scattered = read_in_pieces(members) is not None
         shape = Shape(parallel, placed, max(1, len(parallel)), scattered=scattered,
                       looked_up=looked_up, ragged=ragged, members=members)  # fmt: skip
         return cannot_hand_over(group, shape) or shape
@@ -308,146 +310,6 @@ def _regular(group: Group) -> tuple[Group, dict[Expr, Expr] | None]:
     swapped = replace(group, members=tuple(rename(m, names) for m in group.members),
                       outer=tuple(names.get(v, v) for v in group.outer))  # fmt: skip
     return swapped, ends
-
-
-# ---- the order of loops
-
-
-def _strides(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
-    """A likely stride along each loop; where it is not affine, one that sorts it outside."""
-    found: dict[Expr, int] = {}
-    for v in loops:
-        stride = ix.coefficient(index, v)
-        if stride is None:
-            found[v] = 1 << 40 if v in free_vars(index) else 1 << 50
-        else:
-            found[v] = abs(hint(stride)) or 1 << 50
-    return found
-
-
-def _reaches(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
-    """The same, where rows that are looked up in a table are as far apart as it is long, and so are
-    neighbours that images are enlarged by: pairs of the rows of a matrix are in the cache when all
-    of its pairs are next to each other (H200: 351 products of 27 rows of 16384x128 bfloat16 210 us,
-    1108 us one pair after the other)."""
-    found = _strides(index, loops)
-    for monomial, factor in ix.poly(index).items():
-        reach = ix.bounds(ix.from_poly({monomial: factor}))[1]
-        for v in loops:
-            at = [a for a in monomial if v in free_vars(a)]
-            if found[v] == 1 << 40 and at and all(a.op in ("index", "imin", "imax") for a in at):
-                found[v] = int(min(reach, 1 << 40))
-    return found
-
-
-def _main_access(members: Sequence[Nest]) -> Expr | None:
-    """The index that decides the order of loops: a store that walks most, or a fold's load."""
-    best: tuple[int, Expr] | None = None
-    for m in members:
-        total = hint_product(v.src[0] for v in all_loops(m))
-        indices = [n.src[0] for n in loads(*m.exprs)] if m.reduce else [s.index for s in m.stores]
-        for index in indices:
-            walked = hint_product(v.src[0] for v in all_loops(m) if v in free_vars(index))
-            score = walked + total // 4
-            if best is None or score > best[0]:
-                best = score, index
-    return None if best is None else best[1]
-
-
-def _read_in_pieces(members: Sequence[Nest]) -> Expr | None:
-    """The index of what is read in another order than it is stored, where that would be done in
-    pieces that do not fill memory's sectors: better to read all of them, and to store in pieces
-    (H200: halves of rotary embeddings of 80 bfloat16, heads before positions, 44.9 us, 63.0 us).
-    Also where tables that are most of what is read come again sooner so, from the nearest cache
-    (halves of 64 bfloat16, heads before positions, 64 us, 74 us; of 128 122 us, 196 us; but of 128
-    floats 94 us, 93 us)."""
-    index = None if any(m.reduce for m in members) else _main_access(members)
-    if index is None:
-        return None
-    loops = tuple(sorted(free_vars(index), key=lambda v: v.arg))
-    nodes = dict.fromkeys(loads(*(e for m in members for e in m.exprs)))
-    for node in nodes:
-        if len(loops) < 2 or free_vars(node.src[0]) != frozenset(loops):
-            continue
-        stored, read = _strides(index, loops), _strides(node.src[0], loops)
-        if max(*stored.values(), *read.values(), 0) >= 1 << 40:
-            continue
-        run, order, other = 1, _sorted(loops, stored), _sorted(loops, read)
-        for v in reversed(order):
-            run *= hint(v.src[0]) if stored[v] == read[v] == run else 1
-        piece = run * node.dtype.itemsize
-        if order != other and run >= SHORTEST_TILE and piece <= LONGEST_PIECE and (
-            piece % SECTORS or (piece <= LINE and _come_sooner(nodes, other, order))):  # fmt: skip
-            return node.src[0]
-    return None
-
-
-def _come_sooner(nodes: Iterable[Expr], order: tuple[Expr, ...], than: tuple[Expr, ...]) -> bool:
-    """Whether most of what is read at a point comes again soon in an order, and late in another."""
-    sooner = [_again(n.src[0], order) <= SOON < LATE <= _again(n.src[0], than) for n in nodes]
-    bytes_ = [n.dtype.itemsize for n in nodes]
-    return 2 * sum(b for b, is_table in zip(bytes_, sooner, strict=True) if is_table) > sum(bytes_)
-
-
-def _again(index: Expr, order: tuple[Expr, ...]) -> int:
-    """The points after which the same places come again."""
-    inner = takewhile(free_vars(index).__contains__, reversed(order))
-    return hint_product(v.src[0] for v in inner)
-
-
-def _sorted(loops: tuple[Expr, ...], strides: dict[Expr, int]) -> tuple[Expr, ...]:
-    return tuple(sorted(loops, key=lambda v: -strides.get(v, 1 << 50)))
-
-
-def _ordered(members: list[Nest], outer: tuple[Expr, ...]
-             ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
-    """Loops from the longest stride to the shortest, so that the flat index walks memory."""
-    main = _read_in_pieces(members) or _main_access(members)
-    if main is None:
-        return members, outer
-    every = tuple(dict.fromkeys(v for m in members for v in all_loops(m)))
-    strides = {**_reaches(main, every), **_beside_others(members, main, outer)}
-    ordered: list[Nest] = []
-    for m in members:
-        if is_fold(m, "scan"):
-            ordered.append(m)
-            continue
-        own = _main_access([m])
-        mine = strides if own is None else {**_reaches(own, all_loops(m)), **{
-            v: s for v, s in strides.items() if s < 1 << 40}}  # fmt: skip
-        ordered.append(replace(m, loops=_sorted(m.loops, mine), reduce=_sorted(m.reduce, mine)))
-    return ordered, _in_common_first(ordered, _sorted(outer, strides))
-
-
-def _in_common_first(members: list[Nest], outer: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """The loops with those first that rows are read along which others have in common, where these
-    are most of what is read, as places of eight bytes: a program with several rows loads them once
-    (H200: biases of 1024x1024 looked up for 128 planes of bfloat16 220 us, 375 us)."""
-    made = frozenset[str]().union(*(m.writes for m in members))
-    rows = {n for m in members for n in loads(*m.exprs)
-            if free_vars(n.src[0]) - set(outer) and n.arg not in made}  # fmt: skip
-    own = sum(n.dtype.itemsize for n in rows if free_vars(n.src[0]) >= set(outer))
-    common = [n for n in rows if n.dtype.itemsize == 8 and set(outer) & free_vars(n.src[0])]
-    shared = [v for v in outer if any(v in free_vars(n.src[0]) for n in common)]
-    if len(common) != 1 or len(shared) == len(outer) or not 0 < 4 * own <= 8:
-        return outer
-    return (*shared, *(v for v in outer if v not in shared))
-
-
-def _beside_others(members: list[Nest], main: Expr, outer: tuple[Expr, ...]) -> dict[Expr, int]:
-    """Strides along shared loops that what is read most does not have, as that over the second of
-    two rows of a tensor that are multiplied: those of results, which are stored one after the other
-    then. Not where columns are read one after the other (gradients of distances 85 us, 192 us)."""
-    found: dict[Expr, int] = {}
-    nodes = {n for m in members for n in loads(*m.exprs)}
-    most = {n.arg for n in nodes if n.src[0] is main}
-    if any(ix.coefficient(main, v) is ix.ONE for v in outer) or sum(
-        n.arg in most for n in nodes) < 2:  # fmt: skip
-        return found
-    for s in (s for m in members if m.reduce for s in m.stores):
-        steps = [(v, ix.coefficient(s.index, v)) for v in outer if v not in free_vars(main)]
-        found |= {v: abs(hint(step)) for v, step in steps if step is not None and hint(step)}
-    return found
 
 
 # ---- axes of segments
@@ -688,7 +550,7 @@ def _sides(members: Sequence[Nest], outer: tuple[Expr, ...], turned: Expr
         longer = [(lengths[k], k, v) for k in (0, 1) for v in free
                   if lengths[k] < LONG_SIDE and strides[k][v] == lengths[k]]  # fmt: skip
         if not longer:
-            return (*_sorted(tuple(free), strides[0]), *sides[0]), sides[1]
+            return (*longest_first(tuple(free), strides[0]), *sides[0]), sides[1]
         _, k, v = min(longer, key=lambda found: found[:2])
         sides[k] = (v, *sides[k])
 
@@ -700,7 +562,7 @@ def _strides_along(members: Sequence[Nest], loops: tuple[Expr, ...], along: Expr
     indices |= {s.index: None for m in members for s in m.stores}
     found = [i for i in indices if ix.coefficient(i, along) is ix.ONE]
     largest = max(found, key=lambda i: hint_product(v.src[0] for v in free_vars(i)), default=None)
-    return dict.fromkeys(loops, 0) if largest is None else _strides(largest, loops)
+    return dict.fromkeys(loops, 0) if largest is None else strides_of(largest, loops)
 
 
 def _rows_looked_up(members: Sequence[Nest], outer: tuple[Expr, ...]) -> tuple[Axis, ...]:
