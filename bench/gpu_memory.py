@@ -7,10 +7,7 @@ are those of the inputs and outputs, each once; "of copy" is the time these woul
 bandwidth measured in the same run, over the time it took. Kernels are compiled by several processes
 first: compile time is not measured here.
 
-`--usual` measures programs of more kinds, `--written` pieces of programs as users write them,
-`--served` what a server of models does between its products,
-`--trained` more of training, its optimizers among them, `--various` programs of many fields,
-`--small` programs of small sizes, whose inputs stay in the cache,
+`--usual`, `--written` and so on measure other lists (`LISTS`; `--help` says what each has), and
 `--random N --seed S` programs that are drawn, of the kinds that models have.
 """
 
@@ -43,6 +40,14 @@ from bench.various_programs import VARIOUS
 from bench.written_programs import WRITTEN
 from tilewright.tune.clock import between
 
+LISTS: dict[str, tuple[Sequence[GpuProgram], str]] = {
+    "usual": (USUAL, "programs of more kinds"),
+    "written": (WRITTEN, "pieces of programs as users write them"),
+    "served": (SERVED, "what a server of models does between its products"),
+    "trained": (TRAINED, "more of training, its optimizers among them"),
+    "various": (VARIOUS, "programs of many fields"),
+    "small": (SMALL, "programs of small sizes, whose inputs stay in the cache"),
+}
 BACKENDS = ("eager", "inductor", "tilewright")
 OURS = BACKENDS[-1]
 LEAST = 1000.0  # microseconds a graph lasts
@@ -235,20 +240,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile ahead")
     parser.add_argument("--random", type=int, default=0, help="so many programs that are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of those")
-    parser.add_argument("--usual", action="store_true", help="programs of more kinds")
-    parser.add_argument("--written", action="store_true", help="programs as users write them")
-    parser.add_argument("--served", action="store_true", help="programs of servers of models")
-    parser.add_argument("--trained", action="store_true", help="more programs of training")
-    parser.add_argument("--various", action="store_true", help="programs of many fields")
-    parser.add_argument("--small", action="store_true", help="programs of small sizes")
+    for name, (_, what) in LISTS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("--out", type=Path, help="a JSON file of all times")
     parser.add_argument("--ahead", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     backends = options.backends.split(",")
-    lists = ((options.usual, USUAL), (options.written, WRITTEN), (options.served, SERVED),
-             (options.trained, TRAINED), (options.various, VARIOUS),
-             (options.small, SMALL))  # fmt: skip
-    programs = next((found for asked, found in lists if asked), PROGRAMS)
+    asked = [programs for name, (programs, _) in LISTS.items() if getattr(options, name)]
+    programs = asked[0] if asked else PROGRAMS
     if options.random:
         programs = drawn(options.random, options.seed)
     chosen = [p for p in programs
