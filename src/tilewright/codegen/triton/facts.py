@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -188,23 +188,28 @@ def first(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
 def _own_rows(shape: Shape) -> list[Expr]:
     """What is loaded for several folds of a row: the second tensor of two does not wait for the
     first one's fold (H200: cosine similarity of 16384 rows of 4096 bfloat16 61 us, 81 us). Where
-    folds read no row of their own, what is read after them, or nothing comes from memory until
-    then (the gradient of a supervised contrast of 8192x8192 bfloat16, in which labels are compared
-    and counted first, 122 us, 139 us). What is the same for all rows comes from the cache soon
-    enough, and would take registers until it is used (its forward pass 155 us with labels loaded
-    where they are compared, 179 us before the largest value is found)."""
+    folds read nothing but rows of all programs, what is read after them, or nothing comes from
+    memory until then (the gradient of a supervised contrast of 8192x8192 bfloat16, in which labels
+    are compared and counted first, 122 us, 139 us). What is the same for all rows comes from the
+    cache soon enough, and would take registers until it is used (its forward pass 155 us with
+    labels loaded where they are compared, 179 us before the largest value is found)."""
     moved = any(a.lean is not None or a.piece for a in shape.inner)
     if not shape.persistent or shape.held or shape.packed or shape.odd or moved:
         return []
     own = {v for axis in shape.inner for v in axis.loops}
     many = any(axis.likely > 1 for axis in shape.parallel)
 
-    def rows(members: Sequence[Nest]) -> list[Expr]:
-        places = ((e, free_vars(e.src[0])) for e in loads(*(e for m in members for e in m.exprs)))
-        return [e for e, at in places if own & at and not (many and at <= own)
-                and not any(n.op == "index" for n in walk(e))]  # fmt: skip
+    def along(members: Iterable[Nest]) -> list[Expr]:
+        found = loads(*(e for m in members for e in m.exprs))
+        plain = (e for e in found if not any(n.op == "index" for n in walk(e)))
+        return [e for e in plain if own & free_vars(e.src[0])]
 
-    return rows([m for m in shape.members if m.reduce]) or rows(shape.members)
+    def is_own(e: Expr) -> bool:
+        return not many or not free_vars(e.src[0]) <= own
+
+    folded = along(m for m in shape.members if m.reduce)
+    late = folded and not any(is_own(e) for e in folded)
+    return [e for e in (along(shape.members) if late else folded) if is_own(e)]
 
 
 def imports(lines: Sequence[str]) -> list[str]:
