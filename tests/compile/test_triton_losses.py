@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build
 from tests.compile.interp import check
 from tests.compile.test_triton_in_turn import for_card
 from tilewright.testing import run_and_get_code
@@ -96,3 +97,32 @@ def test_labels_compared_with_themselves_are_of_one_axis() -> None:
     check(contrasted, torch.randn(48, 48), torch.randint(5, (48,)))
     (kernel,) = for_card(contrasted, torch.empty(4096, 4096), torch.zeros(4096, dtype=torch.int64))
     assert "R1BLOCK" not in kernel.text and kernel.text.count("tl.load(") == 3
+
+
+def test_labels_of_all_rows_are_loaded_where_they_are_compared() -> None:
+    """Until then they would take registers: two programs of many threads fit a processor."""
+
+    def loss(s: Tensor, labels: Tensor) -> Tensor:
+        s = s.float()
+        return contrasted(s - s.amax(1, keepdim=True), labels)
+
+    torch.manual_seed(0)
+    check(loss, torch.randn(48, 48), torch.randint(5, (48,)))
+    labels = torch.zeros(8192, dtype=torch.int64)
+    (kernel,) = for_card(loss, torch.empty(8192, 8192, dtype=torch.bfloat16), labels)
+    before, _ = kernel.text.split("tl.reduce(", 1)
+    assert before.count("tl.load(") == 1 and "xbase*8192" in before
+    assert (kernel.configs[0].num_warps, kernel.configs[0].registers) == (16, 64)
+    assert build(kernel).spills == 0
+
+
+def test_a_row_is_under_way_while_nothing_of_it_is_folded() -> None:
+    def shared_out(g: Tensor, labels: Tensor) -> Tensor:
+        same = labels[:, None] == labels[None]
+        return g.exp() * same / same.sum(1, keepdim=True)
+
+    torch.manual_seed(0)
+    check(shared_out, torch.randn(48, 48), torch.randint(5, (48,)))
+    (kernel,) = for_card(shared_out, torch.empty(8192, 8192), torch.zeros(8192, dtype=torch.int64))
+    before, behind = kernel.text.split("tl.reduce(")
+    assert "xbase*8192 + rbase" in before.split("tl.load(")[1] and "tl.load(" not in behind

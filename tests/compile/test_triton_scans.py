@@ -219,3 +219,9 @@ def test_places_that_nobody_asks_for_are_neither_scanned_nor_stored(largest: boo
     assert "tl.int64" not in kernel.text and kernel.text.count("tl.store(") == 1
     signs = lambda x: torch.signbit((x.cummax(-1) if largest else x.cummin(-1))[0])  # noqa: E731
     check(signs, x[2:3])
+
+
+def test_few_threads_scan_a_row_that_is_part_of_its_block() -> None:
+    for size, warps in ((2520, 4), (4096, 8)):
+        (kernel,) = kernels_of(lambda x: x.cummax(-1)[0], torch.empty(8192, size))
+        assert kernel.config.num_warps == warps and build(kernel).spills == 0

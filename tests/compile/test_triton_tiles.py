@@ -77,3 +77,12 @@ def test_no_program_adds_up_many_numbers_alone() -> None:
         x, targets = torch.empty(rows, 1001, dtype=BF16), torch.zeros(rows, dtype=torch.int64)
         _, second, *_ = for_card(lambda x, t: F.cross_entropy(x.float(), t), x, targets)
         assert second.programs({}) == programs
+
+
+def test_rows_of_whose_sums_alone_exponentials_are_taken_are_in_blocks() -> None:
+    def scored(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-x.float().sum(1).abs())
+
+    (kernel,) = for_card(scored, torch.empty(4096, 2048, dtype=BF16))
+    assert kernel.config.kwargs["RBLOCK"] == 2048
+    check(scored, _normal(5, 256), rtol=2e-2, atol=2e-2)

@@ -35,15 +35,19 @@ def dear_of_each(shape: Shape) -> int:
     """How many dear functions each element of a row takes: where several, two rows have few threads
     (H200: softmax of 1024 capped bfloat16 134 us, 138 us by four warps; gumbel softmax of 512
     floats 96 us, 103 us by four rows of four warps)."""
+    return sum(n.op in TABLE and TABLE[n.op].cost >= 20 and n.dtype.is_floating_point
+               for n in along(shape))  # fmt: skip
+
+
+def along(shape: Shape) -> list[Expr]:
+    """What is computed for each element of a row, and not once of what is folded of it."""
     own = {v for axis in shape.inner for v in axis.loops}
-    nodes = dict.fromkeys(n for m in shape.members for n in walk(*m.exprs))
-    along: set[Expr] = set(own)
-    for n in nodes:
+    found: dict[Expr, None] = dict.fromkeys(own)
+    for n in walk(*(e for m in shape.members for e in m.exprs)):
         if n.op == "load":
             moves = bool(own & free_vars(n.src[0]))
         else:
-            moves = n.op not in ("reduce", "scan") and any(s in along for s in n.src)
+            moves = n.op not in ("reduce", "scan") and any(s in found for s in n.src)
         if moves:
-            along.add(n)
-    return sum(n in along and n.op in TABLE and TABLE[n.op].cost >= 20
-               and n.dtype.is_floating_point for n in nodes)  # fmt: skip
+            found[n] = None
+    return list(found)

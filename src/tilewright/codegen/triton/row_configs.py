@@ -88,7 +88,9 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     if leans:  # as many rows at work as of those that are even
         warps = clamp(1, power(longest / (32 * 16)), MOST_WARPS)
         yield Config(((x.block, 1), *rows), warps, registers=32)
-    elif x.likely >= 16 * target.sms and not scans and _is_sparse(program, shape, longest):
+    elif x.likely >= 16 * target.sms and (
+        _is_scanned_in_part(shape, longest) if scans else _is_sparse(program, shape, longest)
+    ):
         yield Config(((x.block, 1), *rows), longest // (32 * 32))
     if longest > LONGEST_PASS:
         yield Config(((x.block, 1), *rows), 16)
@@ -114,6 +116,10 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         most = 64 if longest <= LONGEST_OF_WARP else 32
         share = min(32 if shape.again else 64, max(16, most // power(len(_read(shape)))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
+        if longest == LONGEST_PASS and dear_of_each(shape):
+            # two rows on a processor either way, by more threads (supervised contrast of 8192 rows
+            # 147 us by sixteen warps, 155 us by eight, 168 us with all registers)
+            yield Config(((x.block, 1), *rows), 16, registers=64)
         yield Config(((x.block, block), *rows), clamp(1, longest * block // (32 * share), 16))
     for tile, share in ((256, 16), (1024, 32), (512, 16), (2048, 32), (512, 8)):
         block = min(clamp(1, tile * vector // longest, power(enough)), power(x.likely))
@@ -279,6 +285,16 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
     if not folds(shape, "welford"):
         return 8 * size <= 7 * longest
     return size < longest or longest == LONGEST_PASS
+
+
+def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
+    """Whether a thread should have 32 elements of a row that is scanned in a block which it leaves
+    empty by an eighth or more: those that have nothing are waited for too (H200: the largest so far
+    of 8192 rows of 2520 floats, and what is folded of it, 37 us by four warps, 53 us by eight; of
+    4096 rows of 4096 the running sums 55.0 us, 56.5 us)."""
+    if shape.odd or any(a.piece for a in shape.inner) or not 2048 <= longest <= LONGEST_PASS:
+        return False
+    return 8 * max(a.size or longest for a in shape.inner) <= 7 * longest
 
 
 def _piece_of(shape: Shape, axis: Axis, most: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from tilewright.codegen.triton.blocks import below, folds, in_pairs, is_heavy, power
+from tilewright.codegen.triton.elements import along
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import folded_type
 from tilewright.codegen.triton.held import PLACES
@@ -63,19 +64,21 @@ def in_tiles(program: Program, group: Group, shape: Shape) -> Shape:
 
 def _of_even(shape: Shape, size: int) -> int:
     """Even rows are as fast as memory in a block, but for a few (H200): such as are only folded,
-    with exponentials (cross entropy of 131072 rows of 1000 bfloat16 62 us, 100 us), short ones that
-    leave much of it empty (layer norm of 160 69 us, 85 us; but of two of them 71 us, 67 us, and of
-    160 floats 68 us, 66 us), and such with a mask of each element that do (softmax of 2504 float16
-    54 us, 64 us) or that are quantized (int8 of 1280 float16 105 us, 113 us), or that are made of
-    several rows which are looked up (layer norm of three of 768 55 us, 62 us; of one 77 us, 48 us),
-    by a warp each. Also pairs of rows (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
+    with exponentials of their elements (cross entropy of 131072 rows of 1000 bfloat16 62 us, 100
+    us; but where one is taken of two sums of a row, of 4096 of 2048, 22.9 us, the sums in a block
+    18.5 us), short ones that leave much of it empty (layer norm of 160 69 us, 85 us; but of two of
+    them 71 us, 67 us, and of 160 floats 68 us, 66 us), and such with a mask of each element that do
+    (softmax of 2504 float16 54 us, 64 us) or that are quantized (int8 of 1280 float16 105 us, 113
+    us), or that are made of several rows which are looked up (layer norm of three of 768 55 us, 62
+    us; of one 77 us, 48 us), by a warp each. Also pairs of rows (products of 27 rows of 128
+    bfloat16 174 us, 227 us)."""
     nodes = [n for m in shape.members for n in walk(*m.exprs)]
     empty = 4 * size <= 3 * power(size)
     rows = _rows(shape)
     masked = any(n.dtype == torch.bool for n in rows)
     width = max((n.dtype.itemsize for n in rows), default=4)
     short = len(rows) == 1 and size <= (SHORT * 2 // width if rows_alike(shape.flat()) else SHORT)
-    folded = not _stores(shape) and any(n.op == "exp" for n in nodes)
+    folded = not _stores(shape) and any(n.op == "exp" for n in along(shape))
     quantized = any(
         n.op == "cast" and n.dtype.itemsize == 1 for n in nodes if n.dtype != torch.bool
     )
