@@ -18,7 +18,7 @@ from tilewright.codegen.triton.doubles import is_even
 from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.held import PLACES, is_dear, is_own
 from tilewright.codegen.triton.shape import Shape, scatters, uses
-from tilewright.ir.expr import free_vars, loads
+from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
 from tilewright.target import Target
@@ -64,11 +64,15 @@ def _rows_of_halves(shape: Shape) -> int:
     size = shape.inner[0].size or 1
     walks = sum(axis is not None for _, axis in shape.segments)
     exponentials = uses(shape.members, "exp")
-    moments = folds(shape, "welford")
-    if walks == 2 and not (exponentials or moments) and size in IN_PIECES:
+    if walks == 2 and not exponentials and size in IN_PIECES and _folds_one_sum(shape):
         return ROWS_OF_HALVES
     least = 512 if exponentials else 256 if walks == 2 else 64
     return power(size) if size > least else 0
+
+
+def _folds_one_sum(shape: Shape) -> bool:
+    kinds = {n: n.arg.kind for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
+    return list(kinds.values()) == ["sum"]
 
 
 def _rows_of_floats(group: Group, shape: Shape) -> int:
