@@ -1,4 +1,4 @@
-"""Columns of sixteen bits that a program holds as they are, in the interpreter and compiled."""
+"""Columns that a program holds as they are, in the interpreter and compiled."""
 
 from __future__ import annotations
 
@@ -69,6 +69,53 @@ def test_few_threads_hold_columns(rows: int, warps: int) -> None:
     assert made.widest("ld.global") == made.widest("st.global") == 16
 
 
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=1)
+
+
+def _of_lengths(x: Tensor, lengths: Tensor) -> Tensor:
+    """Columns as far as they go, without their mean and by their deviation."""
+    inside = (torch.arange(x.shape[1]) < lengths[:, None])[..., None]
+    mean = (x * inside).sum(1, keepdim=True) / lengths[:, None, None]
+    var = ((x - mean).square() * inside).sum(1, keepdim=True) / (lengths[:, None, None] - 1)
+    return ((x - mean) / (var.sqrt() + 1e-5)).masked_fill(~inside, 0.0)
+
+
+@pytest.mark.parametrize("rows", [256, 200])
+def test_pieces_of_columns_have_one_address(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "FEWEST", 0)
+    x = _normal(2, rows, 96)
+    x[0, :, :3] = 0
+    (kernel,) = check(_unit, x, rtol=3e-2, atol=3e-2)
+    last = (rows - 1) // 32 * 32 * 96
+    assert f" + rbase*96 + {last}" in kernel.text and "tri_rows.by_far(" in kernel.text
+    (kernel,) = kernels_of(_unit, torch.empty(32, rows, 64, 64, dtype=BF16))
+    made = build(kernel)
+    assert (kernel.config.num_warps, kernel.config.registers) == (8, 64) and not made.spills
+    assert made.widest("ld.global") == made.widest("st.global") == 16
+
+
+@pytest.mark.parametrize("rows", [1100, 3000])
+def test_long_columns_of_floats_are_read_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "FEWEST", 0)
+    x, lengths = _normal(2, rows, 16, dtype=torch.float32), torch.tensor([rows - 99, rows])
+    (kernel,) = check(_of_lengths, x, lengths, rtol=1e-4, atol=1e-4)
+    loaded = sum("tl.load(p1" in line for line in kernel.text.splitlines())
+    assert loaded == -(-rows // kernel.config.kwargs["RBLOCK"]) and "for roffset" not in kernel.text
+
+
+def test_which_columns_of_floats_are_walked() -> None:
+    """Longer and odd ones, and what takes many registers anyway."""
+    cases: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
+        (_unit, (128, 4000, 80)),
+        (_unit, (128, 3000, 81)),
+        (lambda x: torch.softmax(x, 1), (128, 3000, 80)),
+    ]  # fmt: skip
+    for fn, size in cases:
+        (kernel,) = kernels_of(fn, torch.empty(size))
+        assert "for roffset" in kernel.text
+
+
 def test_which_columns_are_held_as_floats() -> None:
     """Few, wide, short or odd ones, two of them at once, and what takes many registers anyway."""
 
@@ -89,7 +136,7 @@ def test_which_columns_are_held_as_floats() -> None:
         (_centred, (shape(40, 192, 9215), weight)),
         (_softmax, (shape(40, 192, 9216), weight)),
         (_moments, (shape(40, 192, 9216), weight)),
-        (_scaled, (shape(40, 192, 9216), weight)),
+        (_scaled, (shape(40, 128, 9216), shape(128))),
         (both, (shape(2, 40, 192, 9216),)),
         (quantized, (shape(40, 192, 9216),)),
     ]  # fmt: skip

@@ -141,9 +141,19 @@ def test_other_rows_have_a_program_of_their_own(name: str) -> None:
 
 
 def test_fewer_rows_than_processors_are_shared_by_all_of_these() -> None:
-    for shape, programs in (((64, 64, 112, 112), 1024), ((256, 32, 112, 112), 512)):
+    for shape, programs in (((256, 64, 112, 112), 1024), ((256, 32, 112, 112), 512)):
         (kernel,) = for_card(walked, torch.empty(shape, dtype=torch.bfloat16))
         assert kernel.in_turn and kernel.programs({}) == programs
+
+
+def test_few_long_rows_are_read_twice_if_the_cache_keeps_a_part() -> None:
+    """Shorter ones, and more of them, are held by programs that meet."""
+    *folds, last = for_card(batch_norm, torch.empty(8, 64, 65536, dtype=torch.bfloat16))
+    assert folds and not any(kernel.counters for kernel in (*folds, last))
+    assert folds[0].programs({}) >= 256 and "tl.program_id" in last.text
+    for shape in ((4, 64, 50176), (64, 256, 3136)):
+        (kernel,) = for_card(batch_norm, torch.empty(shape, dtype=torch.bfloat16))
+        assert kernel.in_turn and "tri.meet(" in kernel.text
 
 
 def test_rows_of_two_buffers_have_a_program_of_their_own() -> None:

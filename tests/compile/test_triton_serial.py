@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.testing import assert_close
 
+from tests.compile.as_cuda import as_cuda
+from tests.compile.cubin import build as build_cubin
 from tests.compile.interp import TARGET, runner
+from tests.compile.test_triton_in_turn import for_card
 from tests.fuzz.build import Build
 from tilewright.codegen.triton.generate import generate
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.program import Store
+from tilewright.schedule import dealt
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import Fit
 from tilewright.schedule.mixed import chunks
 from tilewright.target import Target
+from tilewright.testing import run_and_get_code
 
 CHUNKS, ROWS, COLUMNS = 3, 4, 70
 
@@ -101,3 +111,45 @@ def test_short_rows_of_several_groups_have_programs_as_rows_without() -> None:
         reduce=[r],
     )
     assert chunks(Fit((row, column), (k,), (r,)), Target("sm_90")) == 256
+
+
+# ---- short rows, dealt out to chunks
+
+
+def filled(x: Tensor, fill: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    empty = torch.isnan(x)
+    return torch.where(empty, fill, x), empty.sum(0), empty.any(1)
+
+
+def centred(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = (x - x.mean(1, keepdim=True)) * weight
+    return y, y.square().sum(0)
+
+
+@pytest.mark.parametrize(("fn", "columns"), [(filled, 40), (centred, 24)])
+def test_a_tile_of_short_rows_is_of_neighbouring_chunks(
+    fn: Callable[[Tensor, Tensor], Any], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dealt, "TILES", 1)
+    monkeypatch.setattr(dealt, "SHORTEST", 3)
+    gen = torch.Generator().manual_seed(0)
+    x, row = torch.randn(3 * 1056, columns, generator=gen), torch.randn(columns, generator=gen)
+    x[::7, 3] = float("nan") if fn is filled else 0.0
+    with as_cuda("sm_90"):
+        found, code = run_and_get_code(torch.compile(fn, backend="tilewright"), x, row)
+    assert any("for s0offset" in text and f"xbase*{columns} + s_" in text for text in code)
+    assert_close(found, fn(x, row), equal_nan=True, rtol=1e-5, atol=1e-4)
+
+
+def test_which_short_rows_are_dealt_out() -> None:
+    """Not longer ones, those that begin anywhere, and as many as no number of chunks has all of."""
+
+    def tiled(*size: int) -> bool:
+        first, *_ = for_card(filled, torch.empty(size), torch.empty(size[1]))
+        return "for s0offset" in first.text and first.config.kwargs["XBLOCK"] == 8
+
+    assert tiled(1 << 20, 40) and tiled(1000000, 64)
+    assert not any(map(tiled, *zip((1 << 20, 128), (1 << 20, 41), (1000003, 40), strict=True)))
+    first, *_ = for_card(filled, torch.empty(1 << 20, 40), torch.empty(40))
+    made = build_cubin(first)
+    assert not made.spills and made.widest("st.global") == 16 and "cp.async" in made.ptx

@@ -103,6 +103,12 @@ def by_shared(a, b):
 
 
 @jit
+def by_far(a, b):
+    """The same by a number that is far from zero."""
+    return a * tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)
+
+
+@jit
 def divisor(b):
     """A factor, the divisor times that, and the reciprocal of it, which is finite so."""
     k = tl.where(tl.abs(b) < 2.0**-64, 2.0**64, 1.0)

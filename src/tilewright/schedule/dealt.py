@@ -31,6 +31,9 @@ LEAST = 16  # where narrow accesses are the alternative; twice as many of moment
 MOST = 1024  # chunks: few programs fold what they leave
 FEW, MANY = 1.9, 4  # programs for each processor
 EVEN = 0.94  # of the time that all of them have some, if all programs take as long
+ROW_OF_TILE = 64  # elements of a row by which most of a warp's accesses would be empty
+TILE_ROWS = 8  # such rows that a program has at once
+TILES = 8  # programs on a processor that have as many
 
 
 WIDE = 256  # columns beside each other, for few lanes to be empty
@@ -105,6 +108,45 @@ def dealt(fit: Fit, target: Target, private: Set[str], starved: bool) -> int:
     else:
         chosen = _count(unit, most, count, tiles, target.sms)
     return chosen if chosen > 1 else 0
+
+
+def in_tiles(fit: Fit, target: Target) -> int:
+    """Into how many chunks short rows are to be dealt that are folded both ways, one after the
+    other: neighbouring ones are then rows of neighbouring chunks, and a program has several of them
+    as one tile (H200: missing values of 1048576 rows of 40 floats 91 us by eight rows of two warps,
+    153 us by one row of a warp in chunks of neighbours). None: they are not, as where no fit number
+    of chunks has all rows."""
+    if not target.is_gpu or fit.outer or len(fit.serial) != 1:
+        return 0
+    (loop,) = fit.serial
+    rows = ix.value_of(loop.src[0]) or 0
+    kinds = {n.arg.kind for m in fit.members for n in walk(*m.exprs) if n.op == "reduce"}
+    both = any(loop in m.reduce and len(m.reduce) > 1 for m in fit.members)
+    if both or kinds & TWO or not all(_sets(m) for m in fit.members):
+        return 0
+    places = [(n.src[0], n.dtype.itemsize) for m in fit.members for n in loads(*m.exprs)]
+    places += [(s.index, s.value.dtype.itemsize) for m in fit.members for s in m.stores]
+    found = [_is_short_row(index, size, loop) for index, size in places if loop in free_vars(index)]
+    if not found or not all(found):
+        return 0
+    wanted = TILE_ROWS * TILES * target.sms
+    counts = [n for n in range(TILE_ROWS, rows // SHORTEST + 1, TILE_ROWS)
+              if rows % n == 0 and wanted <= 2 * n <= 4 * wanted]  # fmt: skip
+    return min(counts, key=lambda n: abs(n - wanted), default=0)
+
+
+def _is_short_row(index: Expr, size: int, loop: Expr) -> bool:
+    """Whether an index is that of a short row, or of an element of it, and rows lie one after the
+    other, all of them where memory is even."""
+    step = ix.value_of(ix.coefficient(index, loop) or ix.ZERO)
+    inside = free_vars(index) - {loop}
+    if not inside:
+        return step == 1
+    (along, *more) = inside
+    length = ix.value_of(along.src[0])
+    if more or not length or ix.coefficient(index, along) is not ix.ONE:
+        return False
+    return step == length <= ROW_OF_TILE and not length * size % ACCESS
 
 
 def around_rows(fit: Fit) -> tuple[Expr, ...]:

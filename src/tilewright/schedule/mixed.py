@@ -40,6 +40,8 @@ TILE = 64  # neighbouring columns that one program of a card takes
 CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
 SHARE = 1 << 13  # elements of a row worth a program beside others
 LONGEST_CACHED = 1 << 17  # elements of rows that a card's cache keeps, one for each program
+LONGEST_MET = 1 << 18  # elements of a row of which few programs have parts and meet
+MOST_READ_TWICE = 3  # times what a card's cache keeps: some of it is there when it is read again
 MOST_IN_TURN = 16  # programs of a row that begin after those of another
 MOST_OF_FEW = 64  # the same of few rows of several buffers, that no cache keeps else
 
@@ -251,10 +253,33 @@ def idles(fit: Fit, target: Target) -> bool:
     programs = _programs(fit, target, 16)
     if not again or 8 * programs <= target.sms:
         return True
+    if _is_read_twice(fit, target):
+        return True
     # columns that are held are read once, others again in any case (H200: batch norm of 131072 rows
     # of 384 floats 3.2 ms by 24 programs; 16384 rows of 2048 with gradients 366 us, 308 us cut)
     held = 16 * (most // hint_product(v.src[0] for v in fit.outer)) <= LONGEST_KEPT
     return _contiguous(fit.members) in fit.outer and not held and programs <= target.sms
+
+
+def _is_read_twice(fit: Fit, target: Target) -> bool:
+    """Whether few long rows are folded in chunks, and then read again by a kernel of its own, of
+    which a good part is in cache still: so many programs would have parts of one row that they wait
+    for each other most of the time (H200: batch norm of 64 rows of 524288 bfloat16 117 us by 32
+    programs that meet, 76 us in two passes; its backward pass 232 us by 64, 99 us)."""
+    rows = ix.value_of(ix.product(v.src[0] for v in fit.outer))
+    if not rows or rows >= target.sms or _contiguous(fit.members) in fit.outer:
+        return False
+    longest, widths = _walked_again(fit, rows)
+    return longest > LONGEST_MET and rows * longest * sum(widths) <= MOST_READ_TWICE * target.l2
+
+
+def _walked_again(fit: Fit, rows: int) -> tuple[int, list[int]]:
+    """Elements of a row that is walked again after its folds, and bytes of one of each buffer."""
+    longest = max((work(m) for m in dependents(fit.members)), default=0) // rows
+    made = {s.buffer for m in fit.members for s in m.stores}
+    walked = {n.arg: n.dtype.itemsize for m in fit.members for n in loads(*m.exprs)
+              if n.arg not in made and _points(n.src[0]) >= rows * longest}  # fmt: skip
+    return longest, list(walked.values())
 
 
 def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
@@ -316,16 +341,13 @@ def in_turn(fit: Fit, target: Target) -> int:
         return 0
     if _contiguous(fit.members) in fit.outer:
         return 0
-    longest = max((work(m) for m in dependents(fit.members)), default=0) // rows
+    longest, walked = _walked_again(fit, rows)
     if longest < LONGEST_CACHED:
         return 0
-    made = {s.buffer for m in fit.members for s in m.stores}
-    walked = {n.arg: n.dtype.itemsize for m in fit.members for n in loads(*m.exprs)
-              if n.arg not in made and _points(n.src[0]) >= rows * longest}  # fmt: skip
     few = rows < target.sms
     if len(walked) > 1 and not few:
         return 0
-    row = longest * sum(walked.values())
+    row = longest * sum(walked)
     count = 1
     wanted = 2 * target.sms if few else 0
     while 2 * target.sms * row // count > target.l2 // 2 or rows * count < wanted:

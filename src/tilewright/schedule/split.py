@@ -33,7 +33,7 @@ from tilewright.ir.ops import SURE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.access import all_loops
 from tilewright.schedule.beside import side_by_side
-from tilewright.schedule.dealt import around_rows, dealt, in_pieces
+from tilewright.schedule.dealt import around_rows, dealt, in_pieces, in_tiles
 from tilewright.schedule.group import Group
 from tilewright.schedule.launches import together
 from tilewright.schedule.legality import Fit, align, conflict, first_conflict, is_alone
@@ -350,6 +350,8 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
     in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
+    if not in_turn and len(segments_of(members, outer)) > 1:
+        in_turn = in_tiles(whole, target)
     if target.is_gpu and not in_turn:
         members, finer = _finer(members, serial, count)
         loop, *rest = _longest_first(members, finer, count)

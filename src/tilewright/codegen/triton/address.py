@@ -38,7 +38,9 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
         return plain
     by = f"*{w.index(step)}"
     first = "" if k.shape.persistent else f"{w.rounds[axis][0]}{by} + "
-    return f"{k.pointer(buffer)} + {first}{w.index(rest)} + {axis.name}base{by}"
+    whole = f"{k.pointer(buffer)} + {first}{w.index(rest)} + {axis.name}base{by}"
+    before = 0 if k.held is None else k.held.before * (ix.value_of(step) or 0)
+    return f"{whole} + {before}" if before else whole  # of all pieces one address
 
 
 def _of_a_round(k: Kernel, buffer: str, index: Expr, axis: Axis, place: str) -> str:

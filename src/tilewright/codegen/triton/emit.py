@@ -16,6 +16,7 @@ from tilewright.codegen.triton.barriers import Barriers
 from tilewright.codegen.triton.rounding import is_exact, rounded
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import (
+    BY_FAR,
     BY_SHARED,
     COARSE,
     OPS,
@@ -356,7 +357,7 @@ class Writer:
         if node in self.coarse:
             text = self.coarse[node]
             if text == COARSE["div"] and self._is_shared(node.src[1], node):
-                text = BY_SHARED
+                text = BY_FAR if is_far_from_zero(node.src[1], self.made) else BY_SHARED
             return text.format(*(self.operand(s) for s in self._needs(node)))
         if (found := whole(node)) is not None:
             return self._whole(found)

@@ -69,6 +69,7 @@ class Held:
         self.several = kernel.shape.several  # planes of a row
         self._first = ""  # of these
         self._plane = -1  # that was entered last
+        self.before = 0  # elements before the piece that was entered last, of columns
         self._of_plane = -(-self.each // self.block)
         self.count = self.several * self._of_plane
         self.own = f"{axis.name}own" if self.parts > 1 else ""  # elements that are this program's
@@ -102,6 +103,7 @@ class Held:
         w, a = self.w, self.axis.name
         lean = self.kernel.lean
         plane, k = divmod(i, self._of_plane)
+        self.before = k * self.block
         with w.elsewhere(frozenset((self.axis,)), self._kept[i]):
             self._enter(plane)
             first = f"{k * self.block}" if self.parts == 1 else f"({a}first + {k * self.block})"

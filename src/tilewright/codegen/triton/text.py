@@ -349,6 +349,7 @@ COARSE = {"exp": "tri.fast_exp({0})", "sigmoid": "tri.fast_sigmoid({0})",
 ERF_BESIDE_ONE = "tri.erf_beside_one({0})"
 BY_A_SUM = "({0} * (1.0 / {1}))"
 BY_SHARED = "tri_rows.by_shared({0}, {1})"
+BY_FAR = "tri_rows.by_far({0}, {1})"
 SILU = "({0} * tri.fast_sigmoid({0}))"
 """Float32 operations where only the first twenty bits will be seen."""
 

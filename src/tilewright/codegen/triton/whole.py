@@ -17,6 +17,7 @@ from tilewright.ir.expr import Expr
 
 _TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
 _LARGEST = 1 << 22  # numbers whose halves are exact by far
+_WIDE = (torch.bfloat16, torch.float32)  # which have the same exponents
 _SMALLEST = 2.0**-64  # divisors whose reciprocals are far from infinite
 
 
@@ -81,6 +82,8 @@ def _least(e: Expr, made: Mapping[str, Expr]) -> float:
     e = made.get(e.arg, e) if e.op == "load" else e
     if e.is_const:
         return float(e.arg)
+    if e.op == "cast" and e.dtype in _WIDE and e.src[0].dtype in _WIDE:
+        return _least(e.src[0], made) * (1 - 2**-8)  # it may be rounded down
     if e.op == "max":
         return max(_least(s, made) for s in e.src)
     if e.op in ("div", "mul") and e.src[1].is_const and e.src[1].arg > 0:
