@@ -199,14 +199,12 @@ class Lowering:
     def _unroll(self, kind: str, tensors: Sequence[Tensor], loops: Sequence[Expr],
                 inner: Sequence[Expr]) -> Expr | None:  # fmt: skip
         """A short fold written out, so that it can be part of a larger expression."""
-        count = ix.value_of(ix.product(v.src[0] for v in inner))
-        if kind not in STEPS or count is None or count > config.unroll_reductions_threshold:
-            return None
-        if len(inner) > 1 or count == 0:
+        if kind not in STEPS or len(inner) > 1:
             return None
         (t,) = tensors
-        if inner and self._is_apart(t, int(inner[0].arg[1:])):
+        if inner and not self.is_short(t, int(inner[0].arg[1:])):
             return None
+        count = (ix.value_of(inner[0].src[0]) or 0) if inner else 1
         total: Expr | None = None
         for k in range(count):
             point = [const(k) if inner and inner[0].arg == f"r{d}" else loops[d]
@@ -214,6 +212,12 @@ class Lowering:
             value = t.at(point)
             total = value if total is None else build.op(STEPS[kind], total, value)
         return total
+
+    def is_short(self, t: Tensor, dim: int) -> bool:
+        """Whether what is made of all elements along a dimension is written out."""
+        count = ix.value_of(t.size[dim]) or 0
+        few = 0 < count <= config.unroll_reductions_threshold
+        return few and not self._is_apart(t, dim)
 
     def _is_apart(self, t: Tensor, dim: int) -> bool:
         """Whether the elements along a dimension are of other rows of a buffer just made (on a card

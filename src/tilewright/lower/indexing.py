@@ -67,6 +67,12 @@ def table(ctx: Lowering, t: Tensor) -> Tensor:
     return ctx.realize(t) if work >= 20 or reads > 2 else t
 
 
+def takes_one_of_few(ctx: Lowering, t: Tensor, dim: int, size: Size) -> bool:
+    """Whether of a few elements along a dimension one is taken: no more is computed than where all
+    of them are stored, and nothing is."""
+    return size[dim] is ix.ONE and ctx.is_short(t, dim)
+
+
 def at_least_1d(t: Tensor) -> Tensor:
     return t if t.rank else reshape(t, (ix.ONE,))
 
@@ -109,7 +115,9 @@ def _gather(ctx: Lowering, t: Tensor, dim: int, index: Tensor, sparse_grad: bool
     dim = axis(dim, t.rank)
     if index.numel is ix.ZERO:  # may have any rank then
         return Tensor(index.size, t.dtype, t.device, zero(t.dtype))
-    source, where = table(ctx, at_least_1d(t)), at_least_1d(index)
+    source, where = at_least_1d(t), at_least_1d(index)
+    if not takes_one_of_few(ctx, source, dim, where.size):
+        source = table(ctx, source)
     found = view(source, where.size,
                  lambda *i: replaced(i, dim, checked(where.at(i), source.size[dim])))  # fmt: skip
     return reshape(found, index.size)

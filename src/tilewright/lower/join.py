@@ -54,8 +54,9 @@ def _cat(ctx: Lowering, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     starts = [ix.ZERO]
     for t in inputs:
         starts.append(ix.add(starts[-1], t.size[dim]))
-    if _join_in_one_loop(ctx, inputs, dim):
-        return _choose(inputs, starts, dim, size)
+    taken = _one_is_taken(ctx.node, inputs, dim)
+    if taken or _join_in_one_loop(ctx, inputs, dim):
+        return _choose(inputs, starts, dim, size, taken)
     made = ctx.buffer(size, dtype, inputs[0].device,
                       ctx.sizes.tuple(ctx.node.meta["val"].stride()))  # fmt: skip
     for t, start in zip(inputs, starts, strict=False):
@@ -113,17 +114,36 @@ def _feeds_pointwise(node: torch.fx.Node, depth: int = 8) -> bool:
     )
 
 
+def _one_is_taken(node: torch.fx.Node, inputs: Sequence[Tensor], dim: int) -> bool:
+    """Whether of tensors that are one element each along the dimension only one is taken at each
+    point: no more is computed than where all of them are stored (`indexing.takes_one_of_few`)."""
+    few = len(inputs) <= min(config.max_pointwise_cat_inputs, config.unroll_reductions_threshold)
+    if not few or not node.users or any(t.size[dim] is not ix.ONE for t in inputs):
+        return False
+    for user in node.users:
+        if user.target is not aten.gather.default or user.args[0] is not node:
+            return False
+        along: Any = user.args[1]
+        if axis(along, inputs[0].rank) != dim or user.meta["val"].shape[dim] != 1:
+            return False
+    return True
+
+
 def _is_stored(node: torch.fx.Node) -> bool:
     return all(user.op == "output" or user.target not in LOWERINGS for user in node.users)
 
 
-def _choose(inputs: Sequence[Tensor], starts: Sequence[Expr], dim: int, size: Size) -> Tensor:
+def _choose(inputs: Sequence[Tensor], starts: Sequence[Expr], dim: int, size: Size, taken: bool
+            ) -> Tensor:  # fmt: skip
+    """Where inputs of one element each are `taken` from, neighbours need all of them."""
+
     def value(*i: Expr) -> Expr:
         result: Expr | None = None
         for k in reversed(range(len(inputs))):
-            mask = inside(i[dim], starts[k], starts[k + 1])
-            new = inputs[k].at(replaced(i, dim, ix.sub(i[dim], starts[k])))
-            new = build.guard(new, mask)
+            place = ix.ZERO if taken else ix.sub(i[dim], starts[k])
+            new = inputs[k].at(replaced(i, dim, place))
+            if not taken:
+                new = build.guard(new, inside(i[dim], starts[k], starts[k + 1]))
             before = build.op("lt", i[dim], starts[k + 1])
             result = new if result is None else build.where(before, new, result)
         assert result is not None

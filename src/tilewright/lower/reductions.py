@@ -11,6 +11,7 @@ import torch
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, loads
+from tilewright.ir.ops import SURE
 from tilewright.ir.program import Nest
 from tilewright.lower.context import Fill, Lowering
 from tilewright.lower.fold import (
@@ -34,6 +35,7 @@ from tilewright.lower.fold import (
 from tilewright.lower.promote import compute_type, elementwise
 from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Tensor, placeholders, view
+from tilewright.lower.views import replaced
 
 aten = torch.ops.aten
 
@@ -192,11 +194,39 @@ def position_of(ctx: Lowering, kind: str, t: Tensor, dims: Sequence[int],
     positions = Tensor(t.size, torch.int64, t.device, position)
     if position.op == "const":
         return positions if keepdim else squeeze(positions, dims)
-    # integers of one byte stand for booleans: the folds compare numbers
-    values = t.to(torch.uint8) if t.dtype == torch.bool else accumulator(t)
+    if len(dims) == 1 and ctx.is_short(t, dims[0]):
+        _, result = _first_extreme(kind, t, dims[0])
+        return result if keepdim else squeeze(result, dims)
     fold_over = [d for d in dims if t.size[d] is not ix.ONE]
-    (result,) = ctx.reduce(kind, [values, positions], fold_over, True, _POSITION)
+    (result,) = ctx.reduce(kind, [_numbers(t), positions], fold_over, True, _POSITION)
     return result if keepdim else squeeze(result, dims)
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """What is compared: integers of one byte stand for booleans."""
+    return t.to(torch.uint8) if t.dtype == torch.bool else accumulator(t)
+
+
+def _first_extreme(kind: str, t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The first extreme of few elements and where it is, written out: a NaN wins (H200: of three
+    colours of 64x512x512, and what is made of these, 97 us, 264 us with a fold of its own)."""
+    size = tuple(replaced(t.size, dim, ix.ONE))
+    values, point = _numbers(t), placeholders(size)
+    best, place = values.at(replaced(point, dim, ix.ZERO)), ix.ZERO
+    for k in map(ix.as_index, range(1, ix.likely(t.size[dim]))):
+        other = values.at(replaced(point, dim, k))
+        better = _is_better(kind, other, best)
+        best, place = build.where(better, other, best), build.where(better, k, place)
+    where = place if place.is_const else build.op("index", place, t.size[dim], arg=SURE)
+    extreme = Tensor(size, best.dtype, t.device, best).to(t.dtype)
+    return extreme, Tensor(size, torch.int64, t.device, where)
+
+
+def _is_better(kind: str, value: Expr, best: Expr) -> Expr:
+    if not value.dtype.is_floating_point:
+        return build.op("gt" if kind == "argmax" else "lt", value, best)
+    within = build.op("le" if kind == "argmax" else "ge", value, best)
+    return build.both(build.op("bit_not", within), build.op("bit_not", build.op("isnan", best)))
 
 
 def _position(kind: str) -> Callable[..., Tensor]:
@@ -221,6 +251,9 @@ def _extreme_and_position(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
         axis = axis_of(t, dim)
         dims = [axis] if t.rank else []
         _not_empty(t, dims)
+        if dims and ctx.is_short(t, axis):
+            short = _first_extreme(f"arg{kind}", t, axis)
+            return short if keepdim else (squeeze(short[0], dims), squeeze(short[1], dims))
         where = position_of(ctx, f"arg{kind}", t, dims, True)
 
         def found(*point: Expr) -> list[Expr]:

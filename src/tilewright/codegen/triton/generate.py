@@ -28,6 +28,7 @@ from tilewright.codegen.triton.turned import turned
 from tilewright.codegen.triton.under_way import under_way
 from tilewright.codegen.triton.unmasked import unmasked
 from tilewright.codegen.triton.unrolled import unrolled
+from tilewright.codegen.triton.vectors import vectors
 from tilewright.codegen.triton.walk import walking
 from tilewright.codegen.triton.windows import windows
 from tilewright.errors import CodegenError
@@ -56,7 +57,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
     shape = in_parts(parts[0][1], target)
-    for form in (turned, laid, moved, windows):
+    for form in (turned, laid, moved, windows, vectors):
         if (made := form(program, group, shape, target, name, wide)) is not None:
             return made
     if (held := holding_columns(program, group, shape, target)).held:
