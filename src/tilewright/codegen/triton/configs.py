@@ -50,6 +50,7 @@ from tilewright.ir.program import Program
 from tilewright.schedule.sizes import hint_product
 from tilewright.target import Target
 
+SAMPLES = 8  # elements looked up for one
 MOST_READ = 160  # bytes that a thread has under way where nothing is folded
 
 
@@ -71,8 +72,8 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
             found = _row_pieces(shape, vector, target)
         else:
             many = 1 if heavy else _at_once(program, shape, vector)
-            found = (_tiled(program, shape, target) if shape.rank > 1
-                     else [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
+            found = (_tiled(program, shape, target) if shape.rank > 1 else list(_sampled(shape))
+                     or [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
     elif shape.held:
         found = of_held_rows(program, shape)
     elif shape.slid:
@@ -183,6 +184,16 @@ def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
     for size, share in ((block, 64), (block // 2, 64), (block, 32), (2 * block, 64)):
         if size >= 32:
             yield Config(((axis.block, size),), clamp(1, size // (share * vector), 8))
+
+
+def _sampled(shape: Shape) -> Iterable[Config]:
+    """One element a thread where many are looked up for it: no access has neighbours, and the
+    places of all have registers (H200: three channels sampled by four neighbours each 97 us, 119 us
+    by four elements)."""
+    (x,) = shape.parallel
+    if sum(bool(loads(n.src[0])) for n in loads(*(e for m in shape.members for e in m.exprs))
+           ) >= SAMPLES:  # fmt: skip
+        yield from (Config(((x.block, 32 * warps),), warps) for warps in (4, 8, 16))
 
 
 def _looked_up(shape: Shape, target: Target) -> Iterable[Config]:
