@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tilewright.codegen.triton.again import columns_at_once
 from tilewright.codegen.triton.blocks import (
     LONG_ROW,
     MOST_WARPS,
@@ -69,7 +70,8 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
     elif shape.family == "poi":
         x = shape.parallel[0]
         if shape.looked_up:
-            found = _row_pieces(shape, vector, target)
+            few = columns_at_once(program.buffers, shape, target)
+            found = [*_columns_first(shape, vector, few), *_row_pieces(shape, vector, target)]
         else:
             many = 1 if heavy else _at_once(program, shape, vector)
             found = (_tiled(program, shape, target) if shape.rank > 1 else list(_sampled(shape))
@@ -244,6 +246,14 @@ def _is_stored_apart(shape: Shape) -> bool:
     written = [s.index for m in flat.members for s in m.stores]
     return all(is_even(i, x, 8) or is_even(i, y, 8) for i in read) and not any(
         is_even(i, x, 8) for i in written)  # fmt: skip
+
+
+def _columns_first(shape: Shape, vector: int, most: int) -> Iterable[Config]:
+    """Pieces of rows that come again (`again.py`)."""
+    y, x = shape.parallel
+    if 0 < most < 128 * vector and most < x.likely:
+        by = clamp(1, 256 * vector // most, power(y.likely))
+        yield Config(((y.block, by), (x.block, most)), clamp(1, by * most // (64 * vector), 4))
 
 
 def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
