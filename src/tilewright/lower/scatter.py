@@ -13,6 +13,7 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
+from tilewright.ir.counts import MEET, is_count
 from tilewright.ir.expr import Expr, const, loads
 from tilewright.ir.program import Nest, Store, StoreMode
 from tilewright.lower import rows as rows_of
@@ -87,7 +88,6 @@ class Target:
 
 
 FEW = 4096  # elements of a tensor that is scattered into, where many meet
-MEET = 256  # points for each of them
 COPIES = 1024
 # elements of all of them (H200: 32 x 16 places of 1048576 x 16 points 54 us, 100 us by a quarter of
 # it; 441 of 4194304 54 us, 61 us)
@@ -97,11 +97,19 @@ CHOSEN = 8  # elements of each row that every other is compared with
 
 def scattered(ctx: Lowering, into: Tensor, points: Points, value: Callable[..., Expr],
               mode: StoreMode) -> Tensor:  # fmt: skip
-    if mode == "add" and (copies := _copies(into, points)):
+    if mode == "add" and not _are_counted(into, points, value) and (
+        copies := _copies(into, points)):  # fmt: skip
         return _in_copies(ctx, into, points, value, copies)
     target = Target(ctx, into, combines=mode != "set")
     target.scatter(points, value, mode)
     return target.result
+
+
+def _are_counted(into: Tensor, points: Points, value: Callable[..., Expr]) -> bool:
+    """Whether a kernel of a card counts what meets in shared memory."""
+    loops, work = placeholders(points.size), compute_type(into.dtype)
+    store = Store("", ix.ZERO, build.cast(value(*loops), work), "add")
+    return into.device.type == "cuda" and is_count(store, loops, into.numel, work)
 
 
 def _copies(into: Tensor, points: Points) -> int:
