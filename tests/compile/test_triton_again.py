@@ -54,3 +54,15 @@ def test_values_where_rows_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     source, to = torch.randint(20, (2, 300))
     _, kernel, *_ = check(summed, torch.randn(20, 100), source, to, rtol=1e-4, atol=1e-4)
     assert runs_rows_first(kernel)
+
+
+def test_rows_that_are_put_elsewhere_have_small_programs() -> None:
+    def put(cache: Tensor, at: Tensor, new: Tensor) -> Tensor:
+        return cache.index_copy(0, at, new)
+
+    rows = torch.empty(32768, dtype=torch.int64)
+    for width, by in ((128, 8), (1024, 1)):
+        cache = torch.empty(65536, width, dtype=torch.bfloat16)
+        *_, kernel = kernels_of(put, cache, rows, cache[:32768])
+        assert kernel.config.kwargs == {"YBLOCK": by, "XBLOCK": width}
+        assert kernel.config.num_warps == 4 and build(kernel).widest("st.global") == 16
