@@ -63,6 +63,26 @@ def test_columns_that_meet_nowhere_share_all_copies() -> None:
 
 
 @pretended
+def test_rows_have_copies_of_more_places_than_elements_have() -> None:
+    """As the means of clusters; what is added one by one to as many places has none."""
+    table, rows = torch.randn(100, 64), torch.randint(0, 100, (25600,))
+    values = torch.randn(25600, 64)
+    with FakeTensorMode():
+        given = [torch.empty(t.size(), dtype=t.dtype, device="cuda")
+                 for t in (table, rows, values)]  # fmt: skip
+        by_row = make_fx(lambda t, i, v: [t.index_add(0, i, v)])(*given)
+        single = make_fx(lambda t, i, v: [t.view(-1).put(i, v, accumulate=True)])(
+            given[0], torch.empty(64 * 25600, dtype=torch.int64, device="cuda"), given[2].view(-1)
+        )
+    for gm, copies in ((by_row, True), (single, False)):
+        nests = [n for n in lower(gm, CARD).nodes if isinstance(n, Nest)]
+        (added,) = (s for n in nests for s in n.stores if s.mode == "add")
+        assert any(n.op == "imod" for n in walk(added.index)) == copies
+    (found,) = results(lambda t, i, v: t.index_add(0, i, v), table, rows, values)
+    torch.testing.assert_close(found, table.index_add(0, rows, values), rtol=1e-4, atol=1e-3)
+
+
+@pretended
 def test_extremes_of_floats_keep_a_nan() -> None:
     x, into = torch.randn(500, 4), torch.randn(20, 4)
     x[3, 1], x[7], x[8], x[9] = float("nan"), -0.0, float("inf"), -float("inf")

@@ -13,6 +13,7 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
+from tilewright.ir.counts import MEET, is_count
 from tilewright.ir.expr import Expr, const, loads
 from tilewright.ir.program import Nest, Store, StoreMode
 from tilewright.lower import rows as rows_of
@@ -87,30 +88,35 @@ class Target:
 
 
 FEW = 4096  # elements of a tensor that is scattered into, where many meet
-MEET = 256  # points for each of them
 COPIES = 1024
 # elements of all of them (H200: 32 x 16 places of 1048576 x 16 points 54 us, 100 us by a quarter of
 # it; 441 of 4194304 54 us, 61 us)
 ROOM = 1 << 18
+FEW_OF_ROWS = ROOM // 16  # where they are rows (262144 of 64 floats to 256 33.5 us, 41 us in one)
 CHOSEN = 8  # elements of each row that every other is compared with
 
 
 def scattered(ctx: Lowering, into: Tensor, points: Points, value: Callable[..., Expr],
               mode: StoreMode) -> Tensor:  # fmt: skip
-    if mode == "add" and (copies := _copies(into, points)):
+    if mode == "add" and (copies := _copies(into, points, value)):
         return _in_copies(ctx, into, points, value, copies)
     target = Target(ctx, into, combines=mode != "set")
     target.scatter(points, value, mode)
     return target.result
 
 
-def _copies(into: Tensor, points: Points) -> int:
+def _copies(into: Tensor, points: Points, value: Callable[..., Expr]) -> int:
     """Of a small tensor in which so many meet that they wait for each other, as in a histogram: how
-    many copies there should be to scatter into; 0 for one."""
+    many copies there should be to scatter into; 0 for one. Also where a kernel counts them."""
     count, places = (ix.value_of(ix.product(size)) or 0 for size in (points.size, into.size))
-    if into.device.type != "cuda" or into.dtype == torch.bool or not 0 < places <= FEW:
+    if into.device.type != "cuda" or into.dtype == torch.bool or not 0 < places <= FEW_OF_ROWS:
         return 0
     if count < MEET * places:
+        return 0
+    loops, work = placeholders(points.size), compute_type(into.dtype)
+    store = Store("", ix.ZERO, build.cast(value(*loops), work), "add")
+    if is_count(store, loops, into.numel, work) or (
+        places > FEW and not _are_rows(points.position(*loops), store.value, loops)):  # fmt: skip
         return 0
     most = min(COPIES, ROOM // places, 16 * count // (MEET * places))
     return 1 << most.bit_length() - 1
@@ -126,7 +132,7 @@ def _in_copies(ctx: Lowering, into: Tensor, points: Points, value: Callable[...,
     position, new = points.position(*loops), build.cast(value(*loops), work)
     meet = [v for v in loops if v.op == "var" and v not in position]  # others have their own places
     which = ix.mod(ix.linearize(meet, ix.contiguous_strides([v.src[0] for v in meet])), copies)
-    first = _along_memory(new, loops) in position
+    first = _are_rows(position, new, loops)
     size = (const(copies), *into.size) if first else (*into.size, const(copies))
     target = ctx.copy(from_indices(size, into.device, lambda *_: const(0, work)))
     index = target.at([which, *position] if first else [*position, which]).src[0]
@@ -134,6 +140,11 @@ def _in_copies(ctx: Lowering, into: Tensor, points: Points, value: Callable[...,
     ctx.nest(loops, (), [Store(target.body.arg, index, new, "add", mask)])
     total = fold(ctx, "sum", target, [0 if first else into.rank], False)
     return pointwise(lambda a, b: build.op("add", a, b), into.to(work), total).to(into.dtype)
+
+
+def _are_rows(position: Sequence[Expr], value: Expr, loops: Sequence[Expr]) -> bool:
+    """Whether neighbours in memory go to neighbouring places."""
+    return _along_memory(value, loops) in position
 
 
 def _along_memory(value: Expr, loops: Sequence[Expr]) -> Expr:

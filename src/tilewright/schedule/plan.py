@@ -15,6 +15,7 @@ from tilewright.schedule.group import Group, searched
 from tilewright.schedule.improve import improved
 from tilewright.schedule.loops import split_divisions
 from tilewright.schedule.memory import Step, peak, plan
+from tilewright.schedule.places import put_together
 from tilewright.schedule.pool import pooled
 from tilewright.schedule.recompute import recomputed, written_out
 from tilewright.schedule.reorder import orders
@@ -47,7 +48,7 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     live = _live(program)
     program = replace(program, buffers=dict(program.buffers))
     nodes = written_out(program, [split_divisions(node) if isinstance(node, Nest) else node
-                                  for node in live])  # fmt: skip
+                                  for node in put_together(program, live)])  # fmt: skip
     nodes = improved(program, summed_apart(program, stored_by_scans(program, nodes)))
     search = searched(program, nodes)
     for _ in range(2):  # what reads two such values takes one at a time

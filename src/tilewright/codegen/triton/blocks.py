@@ -14,7 +14,7 @@ from tilewright.codegen.triton.shape import (
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
-from tilewright.ir.program import Program
+from tilewright.ir.program import Program, StoreMode
 
 MOST_WARPS = 32
 LONG_ROW = 1 << 14  # elements of a row of which each program has a piece
@@ -98,6 +98,14 @@ def reads_rows(shape: Shape) -> bool:
         for m in flat.members
         for n in loads(*m.exprs)
     )
+
+
+def writes_rows(shape: Shape, mode: StoreMode) -> bool:
+    """Whether rows are stored so at places that are looked up."""
+    x = shape.parallel[-1]
+    return any(s.mode == mode and is_looked_up(s.index)
+               and ix.coefficient(s.index, x.var) is ix.ONE
+               for m in shape.flat().members for s in m.stores)  # fmt: skip
 
 
 def in_pairs(shape: Shape) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tilewright.codegen.triton.again import columns_at_once
 from tilewright.codegen.triton.blocks import (
     LONG_ROW,
     MOST_WARPS,
@@ -20,6 +21,7 @@ from tilewright.codegen.triton.blocks import (
     reads_rows,
     sizes,
     vector_of,
+    writes_rows,
 )
 from tilewright.codegen.triton.column_configs import (
     of_columns,
@@ -50,6 +52,7 @@ from tilewright.ir.program import Program
 from tilewright.schedule.sizes import hint_product
 from tilewright.target import Target
 
+SAMPLES = 8  # elements looked up for one
 MOST_READ = 160  # bytes that a thread has under way where nothing is folded
 
 
@@ -68,11 +71,12 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
     elif shape.family == "poi":
         x = shape.parallel[0]
         if shape.looked_up:
-            found = _row_pieces(shape, vector, target)
+            few = columns_at_once(program.buffers, shape, target)
+            found = [*_columns_first(shape, vector, few), *_row_pieces(shape, vector, target)]
         else:
             many = 1 if heavy else _at_once(program, shape, vector)
-            found = (_tiled(program, shape, target) if shape.rank > 1
-                     else [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
+            found = (_tiled(program, shape, target) if shape.rank > 1 else list(_sampled(shape))
+                     or [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
     elif shape.held:
         found = of_held_rows(program, shape)
     elif shape.slid:
@@ -185,6 +189,16 @@ def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
             yield Config(((axis.block, size),), clamp(1, size // (share * vector), 8))
 
 
+def _sampled(shape: Shape) -> Iterable[Config]:
+    """One element a thread where many are looked up for it: no access has neighbours, and the
+    places of all have registers (H200: three channels sampled by four neighbours each 97 us, 119 us
+    by four elements)."""
+    (x,) = shape.parallel
+    if sum(bool(loads(n.src[0])) for n in loads(*(e for m in shape.members for e in m.exprs))
+           ) >= SAMPLES:  # fmt: skip
+        yield from (Config(((x.block, 32 * warps),), warps) for warps in (4, 8, 16))
+
+
 def _looked_up(shape: Shape, target: Target) -> Iterable[Config]:
     """Large blocks where each element is looked up in a row: more of what a program has read of it
     is read again while it is in cache (H200: gather of 1931 rows of 10600 float16 70 us, 81 us by
@@ -235,6 +249,14 @@ def _is_stored_apart(shape: Shape) -> bool:
         is_even(i, x, 8) for i in written)  # fmt: skip
 
 
+def _columns_first(shape: Shape, vector: int, most: int) -> Iterable[Config]:
+    """Pieces of rows that come again (`again.py`)."""
+    y, x = shape.parallel
+    if 0 < most < 128 * vector and most < x.likely:
+        by = clamp(1, 256 * vector // most, power(y.likely))
+        yield Config(((y.block, by), (x.block, most)), clamp(1, by * most // (64 * vector), 4))
+
+
 def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """Short pieces of many rows (H200: 65536 rows of 2048 bfloat16 124 us with 64 pieces of 128,
     133 us with one of 1024); blocks that divide a row need no mask. With no more registers than let
@@ -257,11 +279,15 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
-    elif reads_rows(shape):
+    elif reads_rows(shape) or writes_rows(shape, "add") or writes_rows(shape, "set"):
+        # rows that are only put elsewhere are less to wait for (262144 of 128 bfloat16 35.4 us by
+        # eight, 35.6 us by sixteen, 36.0 us by 64)
+        put = writes_rows(shape, "set") and not reads_rows(shape)
+        each = (32 if put else 64) * vector  # elements of a warp
         bx = min(even if even >= 16 * vector else power(size), 128 * vector)
         enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
-        by = clamp(1, 256 * vector // bx, power(enough))
-        yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // (64 * vector), 4))
+        by = clamp(1, 4 * each // bx, power(enough))
+        yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // each, 4))
     if size >= LONG_ROW and not _computes(shape):
         # 10560 planes of 128x128 bfloat16 scaled 165 us, 170 us with eight warps
         yield Config(((y.block, 1), (x.block, 256 * vector)), 4)

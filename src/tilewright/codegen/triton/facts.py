@@ -161,19 +161,20 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
     found = loads(*(e for m in alone for e in m.exprs))
     results = [s for m in alone for s in m.stores if s.buffer not in local]
     if shape.looked_up and not shape.serial:
-        return first(shape, _beside_looked_up(shape, found))
+        return first(shape, _beside_looked_up(shape, found, len(results) > 1))
     waits = len(results) > 1 and len(found) <= FEW and not shape.looked_up
     if shape.serial or not (shape.inner or waits):
         return []
     return first(shape, [*found, *(e for e in _own_rows(shape) if e not in found)])
 
 
-def _beside_looked_up(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
+def _beside_looked_up(shape: Shape, found: Sequence[Expr], several: bool) -> list[Expr]:
     """What does not wait for what is looked up, places first (H200: 256 pairs of images of 65536
-    floats, each pair in the parts of a step that is looked up, 47.6 us, 48.4 us)."""
+    floats, each pair in the parts of a step that is looked up, 47.6 us, 48.4 us). Where only stores
+    go to such places, if there are `several`."""
     plain = [e for e in found if not any(n.op == "index" for n in walk(e))]
     seldom = any(s.mask is not None for m in shape.members for s in m.stores)
-    if len(plain) == len(found) or len(plain) > FEW or seldom:
+    if (len(plain) == len(found) and not several) or len(plain) > FEW or seldom:
         return []
     return sorted(plain, key=lambda e: shape.parallel[-1].var in free_vars(e))
 

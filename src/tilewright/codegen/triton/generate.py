@@ -8,6 +8,7 @@ from tilewright import config
 from tilewright.codegen.triton.columns import configs_of_columns, holding_columns
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
+from tilewright.codegen.triton.counted import counted
 from tilewright.codegen.triton.fetch import fetching
 from tilewright.codegen.triton.held import holding
 from tilewright.codegen.triton.kernel import Kernel
@@ -57,7 +58,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
     if len(parts) > 1:
         return combined(program, parts, target, name, wide)
     shape = in_parts(parts[0][1], target)
-    for form in (turned, laid, moved, windows, vectors):
+    for form in (counted, turned, laid, moved, windows, vectors):
         if (made := form(program, group, shape, target, name, wide)) is not None:
             return made
     if (held := holding_columns(program, group, shape, target)).held:

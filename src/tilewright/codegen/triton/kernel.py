@@ -12,6 +12,7 @@ import torch
 from tilewright import config
 from tilewright.codegen.triton import facts, joint
 from tilewright.codegen.triton.address import address, may_repeat
+from tilewright.codegen.triton.again import rows_first
 from tilewright.codegen.triton.blocks import Config
 from tilewright.codegen.triton.configs import configs
 from tilewright.codegen.triton.doubles import Doubles
@@ -38,7 +39,7 @@ from tilewright.codegen.triton.pieces import common, load_pieces
 from tilewright.codegen.triton.rounding import kept_narrow, skips_a_rounding
 from tilewright.codegen.triton.scatter import write_scatter
 from tilewright.codegen.triton.seldom import choices, some_rows
-from tilewright.codegen.triton.shape import Axis, Shape, accumulates, is_narrow, scatters
+from tilewright.codegen.triton.shape import Axis, Shape, accumulates, scatters
 from tilewright.codegen.triton.sliding import Sliding
 from tilewright.codegen.triton.stacked import Stacked
 from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
@@ -274,7 +275,7 @@ class Kernel:
 
     def _programs(self) -> None:
         """Which block of each axis is this program's: the last parallel axis runs fastest, or the
-        first if it is short."""
+        first."""
         w = self.w
         first = self.first
         if self._takes_turns:
@@ -291,7 +292,8 @@ class Kernel:
         if self.sliding is not None:
             self.sliding.columns()
         axes = () if self.sliding is not None else self.shape.parallel
-        for k, axis in reversed(list(enumerate(axes[:: -1 if is_narrow(self.shape) else 1]))):
+        order = -1 if rows_first(self.buffers, self.shape, self.target) else 1
+        for k, axis in reversed(list(enumerate(axes[::order]))):
             rows = "" if self.packed is None else self.packed.rounded
             w.line(f"{axis.name}numel = {w.index(axis.extent)}{rows}")
             at = "pid"

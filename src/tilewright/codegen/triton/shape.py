@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import combinations, product
 
 from tilewright.codegen.triton.backwards import turned_around
+from tilewright.codegen.triton.channels import without_channels
 from tilewright.codegen.triton.halves import without_pairs
 from tilewright.codegen.triton.loop_order import (
     SHORTEST_TILE,
@@ -204,7 +205,7 @@ def shape_of(program: Program, group: Group) -> Shape | str:
         return "the length of a loop depends on another in an unknown way"
     members, outer = ordered_loops(list(group.members), without_scan(group))
     if not group.serial and not ragged:
-        members, outer = without_pairs(members, outer)
+        members, outer = without_pairs(*without_channels(members, outer))
         # pieces of a concatenation are as long as their rows together (H200: three of 359x24x1747
         # bfloat16 side by side 45 us, 73 us with a place in its row for each element)
         members, outer, _ = merge_loops(members, outer, compared=True)
