@@ -20,6 +20,7 @@ from tilewright import config
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Nest, Node, Opaque, Program
+from tilewright.schedule.access import all_loops
 from tilewright.schedule.cost import Footprint, Prices, Touch, footprint
 from tilewright.schedule.depend import dependences
 from tilewright.schedule.legality import Fit, Misfit, align, is_alone
@@ -241,16 +242,21 @@ class Search:
         if any(self._is_one_of_many(name, touch, self.touch[b].get(name))
                for name, touch in self.touch[a].items()):  # fmt: skip
             return "many others make what it needs beside this one"
-        if len(rows_of(fit)) > 1 and any(self._is_for_many(name, a, b) for name in self.touch[a]):
+        if any(self._is_for_many(name, *pair, fit)
+               for name in self.touch[a] for pair in ((a, b), (b, a))):  # fmt: skip
             return "many others use what it makes beside this one"
         return ""
 
-    def _is_for_many(self, buffer: str, a: int, b: int) -> bool:
-        """Whether one of two groups reads what the other writes, and so do many more."""
-        one, other = self.touch[a][buffer], self.touch[b].get(buffer)
-        if other is None or not ((one.writes and other.reads) or (one.reads and other.writes)):
+    def _is_for_many(self, buffer: str, maker: int, user: int, fit: Fit) -> bool:
+        """Whether a group reads what another writes, and many more do. Not where it is folded of
+        the row that it is used for."""
+        one, other = self.touch[maker].get(buffer), self.touch[user].get(buffer)
+        if one is None or other is None or not one.writes or not other.reads:
             return False
-        return self.prices.total[buffer] - one.users - other.users >= MANY_ALIKE
+        scalar = not any(all_loops(m) for m in self.shape[maker].members)
+        return ((scalar or len(rows_of(fit)) > 1)
+                and self.prices.total[buffer] - one.users - other.users >= MANY_ALIKE
+                )  # fmt: skip
 
     def _is_one_of_many(self, buffer: str, one: Touch, other: Touch | None) -> bool:
         """Whether one of two groups writes a small part of what the other reads of a buffer."""
