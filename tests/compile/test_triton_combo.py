@@ -272,3 +272,12 @@ def test_rows_of_one_program_are_few() -> None:
     _, text = launched(scaled, torch.randn(900), *(torch.randn(600 + k) for k in range(12)),
                        asked=False)  # fmt: skip
     assert max(len(set(re.findall(r"r\d+numel = ", part))) for part in text.split("def ")) <= 4
+
+
+def test_what_all_elements_have_in_common_is_made_by_each_kernel() -> None:
+    def unscaled(scale: Tensor, *x: Tensor) -> list[Tensor]:
+        inverse = 1 / scale
+        return [t * inverse for t in x]
+
+    given = [torch.randn(600 + k) for k in range(10)]
+    assert launched(unscaled, torch.tensor(3.0), *given, asked=False)[0] == 1
