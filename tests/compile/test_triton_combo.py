@@ -58,7 +58,7 @@ def test_ck_4_the_most_kernels_of_a_launch(most: int, launches: int) -> None:
     assert launched(six, *SIX, combo_kernel_max_num_nodes=most)[0] == launches
 
 
-@pytest.mark.parametrize(("pieces", "launches"), [(4, 4), (5, 1), (40, 2)])
+@pytest.mark.parametrize(("pieces", "launches"), [(4, 1), (5, 1), (40, 2)])
 def test_many_small_pieces_of_one_result_share_launches(pieces: int, launches: int) -> None:
     """Without being asked to: a launch takes longer than they do."""
 
@@ -165,6 +165,7 @@ def test_steps_of_many_parameters_share_launches(
 ) -> None:
     monkeypatch.setattr(group, "MANY_ALIKE", 4)
     monkeypatch.setattr(group, "ALIKE_TOGETHER", 6)
+    monkeypatch.setattr(group, "SMALL_ALIKE", 0)
 
     def step(*x: Tensor) -> list[Tensor]:
         pairs = zip(x[:parameters], x[parameters:], strict=True)
@@ -172,6 +173,30 @@ def test_steps_of_many_parameters_share_launches(
 
     given = [torch.randn(3 + k, 5) for k in range(parameters)] * 2
     assert launched(step, *given, asked=False)[0] == launches
+
+
+def turned_by(q: Tensor, k: Tensor, table: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    there = table[at][:, None]
+    return q * there, k + there
+
+
+def test_few_short_kernels_share_a_launch() -> None:
+    """That rows have an operand of their own, as a place to look up, is nothing against it."""
+    given = torch.randn(6, 96, 32), torch.randn(6, 80, 32), torch.randn(50, 32)
+    count, text = launched(turned_by, *given, torch.randint(50, (6,)), asked=False)
+    assert count == 1 and len(re.findall(r"def part\d", text)) == 2
+
+
+def test_kernels_that_move_more_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "SMALL_ALIKE", 4096)
+    given = [torch.randn(n) for n in (400, 500, 600)]
+    assert launched(lambda *x: [t.sin() for t in x], *given, asked=False)[0] == 2
+
+
+def test_what_turns_a_matrix_shares_no_launch() -> None:
+    given = torch.randn(40, 50), torch.randn(70)
+    found = launched(lambda a, b: (a.t().contiguous(), b.sin()), *given, asked=False)
+    assert found[0] == 2
 
 
 def test_blocks_by_as_many_threads_as_others_need_end_where_the_data_does() -> None:
@@ -231,9 +256,11 @@ def clipped(*x: Tensor) -> list[Tensor]:
 
 
 def test_norms_of_many_tensors_share_launches() -> None:
-    """Chunks of all, what folds them beside the short ones, the norm of norms, what is scaled."""
+    """Chunks of all, what folds them beside the short ones, the norm of norms, what is scaled: the
+    program that makes the norm scales none of them."""
     sizes = (*5 * (140_000,), *4 * (150_000,), *6 * (700,))
-    assert launched(clipped, *(torch.randn(n) for n in sizes), asked=False)[0] <= 4
+    count, text = launched(clipped, *(torch.randn(n) for n in sizes), asked=False)
+    assert count <= 4 and "R1BLOCK" not in text
 
 
 def test_rows_of_one_program_are_few() -> None:
@@ -245,3 +272,12 @@ def test_rows_of_one_program_are_few() -> None:
     _, text = launched(scaled, torch.randn(900), *(torch.randn(600 + k) for k in range(12)),
                        asked=False)  # fmt: skip
     assert max(len(set(re.findall(r"r\d+numel = ", part))) for part in text.split("def ")) <= 4
+
+
+def test_what_all_elements_have_in_common_is_made_by_each_kernel() -> None:
+    def unscaled(scale: Tensor, *x: Tensor) -> list[Tensor]:
+        inverse = 1 / scale
+        return [t * inverse for t in x]
+
+    given = [torch.randn(600 + k) for k in range(10)]
+    assert launched(unscaled, torch.tensor(3.0), *given, asked=False)[0] == 1

@@ -34,21 +34,32 @@ def unsuited(group: Fit, target: Target) -> str:
 def _has_many_rows(group: Fit) -> str:
     """One program does with one row after the other what others would do beside it (H200: norms of
     21 rows of 768 to 3072 bfloat16, and these scaled by the norm of all 45, 30 us)."""
-    rows = {frozenset(all_loops(m)) for m in group.members}
-    if group.outer or len(rows - {frozenset()}) <= MOST_ROWS:
+    if group.outer or len(rows_of(group)) <= MOST_ROWS:
         return ""
     return "one program would have too many rows"
 
 
+def rows_of(group: Fit) -> set[frozenset[Expr]]:
+    """The loops of members that have some."""
+    return {frozenset(loops) for m in group.members if (loops := all_loops(m))}
+
+
 def combo_kind(group: Fit) -> tuple[bool, int] | None:
     """What groups have in common that may share a launch: whether they fold, and how many loops
-    their memory is contiguous along. None: this one never does."""
+    their memory is contiguous along, but for small operands. None: this one never does."""
     folds = any(m.reduce for m in group.members)
     if folds and config.combo_kernels_pointwise_only:
         return None
     walks = {v for m in group.members for indices in m.indices.values() for i in indices
-             for v in all_loops(m) if ix.coefficient(i, v) is ix.ONE}  # fmt: skip
+             for v in all_loops(m) if ix.coefficient(i, v) is ix.ONE
+             and FEWEST_LANES * _walked(i, m) >= hint_product(v.src[0] for v in all_loops(m))
+             }  # fmt: skip
     return folds, max(len(walks), 1)
+
+
+def _walked(index: Expr, nest: Nest) -> int:
+    """Elements of a buffer that a nest touches by an index."""
+    return hint_product(v.src[0] for v in all_loops(nest) if v in free_vars(index))
 
 
 def _is_long(nest: Nest) -> bool:

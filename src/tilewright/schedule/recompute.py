@@ -179,7 +179,9 @@ def inlined(reader: Node, maker: Nest, buffer: Buffer) -> Nest | None:
     steps = _digits(store.index, maker)
     if not isinstance(reader, Nest) or steps is None or is_alone(reader):
         return None
-    if work(reader) > MOST_REPEATS * max(hint_product(buffer.size), 1):
+    # a thread of a card makes once what all elements have in common
+    common = not maker.loops and Target.of(buffer.device).is_gpu
+    if not common and work(reader) > MOST_REPEATS * max(hint_product(buffer.size), 1):
         return None
     taps = {n.src[0] for n in loads(*reader.exprs) if n.arg == buffer.name}
     if len(taps) > MOST_REPEATS and any(len(places) > 1 for places in maker.loaded.values()):
