@@ -126,8 +126,10 @@ def in_tiles(fit: Fit, target: Target) -> int:
         return 0
     places = [(n.src[0], n.dtype.itemsize) for m in fit.members for n in loads(*m.exprs)]
     places += [(s.index, s.value.dtype.itemsize) for m in fit.members for s in m.stores]
-    found = [_is_short_row(index, size, loop) for index, size in places if loop in free_vars(index)]
-    if not found or not all(found):
+    places = [(index, size) for index, size in places if loop in free_vars(index)]
+    if all(len(free_vars(index)) == 1 for index, _ in places):  # nothing is folded both ways
+        return 0
+    if not all(_is_short_row(index, size, loop) for index, size in places):
         return 0
     wanted = TILE_ROWS * TILES * target.sms
     counts = [n for n in range(TILE_ROWS, rows // SHORTEST + 1, TILE_ROWS)

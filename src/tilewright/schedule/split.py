@@ -350,7 +350,7 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
     in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
-    if not in_turn and len(segments_of(members, outer)) > 1:
+    if not (in_turn or pairs) and len(segments_of(members, outer)) > 1:
         in_turn = in_tiles(whole, target)
     if target.is_gpu and not in_turn:
         members, finer = _finer(members, serial, count)
