@@ -5,7 +5,7 @@ are less work together. Fits are our own; `tests/compile/test_triton_maths.py` h
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOptionalOperand=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalOperand=false, reportOptionalMemberAccess=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ if __name__.endswith("interpreted"):
     tri = helpers("tri")
     div, exp, fast_exp, horner = tri.div, tri.exp, tri.fast_exp, tri.horner
     maximum, minimum = tri.maximum, tri.minimum
+
+    def once(a, b, c):
+        """Rounded once, which `tl.fma` is not in the interpreter of some versions."""
+        return (a.to(tl.float64) * b.to(tl.float64) + c).to(tl.float32)
+
+    fused = once
 else:
     from triton.language.extra import libdevice
 
     from tilewright.runtime.tri import div, exp, fast_exp, horner, jit, maximum, minimum
+
+    @jit
+    def fused(a, b, c):
+        return tl.fma(a, b, c)
 
 # ---- as exact as what they stand for
 
@@ -160,6 +170,91 @@ def _of_one(x, usual):
 
 
 _or_rest = _of_all if __name__.endswith("interpreted") else _of_some
+
+
+@jit
+def sin(x):
+    """Of what is not far from zero without a branch, off by 1.5 of the last place at most; of the
+    cosine of the same number most is the same, and computed once."""
+    r, turns = _in_a_quarter(x)
+    return _or_sin(x, _of_a_circle(r, turns))
+
+
+@jit
+def cos(x):
+    r, turns = _in_a_quarter(x)
+    return _or_cos(x, _of_a_circle(r, turns + 1))
+
+
+@jit
+def _in_a_quarter(x):
+    """What is left of an angle by quarters of a turn, no more than half of one, and how many these
+    are: the first part of a quarter leaves what is exact, no part is so large as to change the sign
+    of a zero."""
+    t = fused(x, tl.full(x.shape, 0.6366197466850281, x.dtype), 12582912.0)
+    q = t - 12582912.0  # the nearest integer, which the last bits are
+    r = fused(q, tl.full(x.shape, -1.570796251296997, x.dtype), x)
+    r = fused(q, tl.full(x.shape, -7.549789415861596e-08, x.dtype), r)
+    r = fused(q, tl.full(x.shape, -5.390302953474238e-15, x.dtype), r)
+    return r, t.to(tl.int32, bitcast=True)
+
+
+@jit
+def _of_a_circle(r, turns):
+    """The sine, after one quarter the cosine, and both with the other sign."""
+    z = r * r
+    odd = (turns & 1) != 0
+    p = tl.where(odd, 2.4430661142105237e-05, 2.837512056430569e-06)
+    p = tl.fma(p, z, tl.where(odd, -0.00138873013202101, -0.00019853511184919626))
+    p = tl.fma(p, z, tl.where(odd, 0.04166664555668831, 0.008333380334079266))
+    p = tl.fma(p, z, tl.where(odd, -0.5, -0.1666666716337204))
+    first = tl.where(odd, 1.0, r)
+    value = tl.fma(p, tl.fma(first, z, 0.0), first)  # of -0.0 it is -0.0
+    return (value.to(tl.int32, bitcast=True) ^ ((turns & 2) << 30)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _is_far(x):
+    """Whether so many turns are away that three numbers do not say where they end, or no number."""
+    return (tl.abs(x) <= 100000.0) == 0
+
+
+@jit
+def _sin_of_all(x, near):
+    return tl.where(_is_far(x), libdevice.sin(x), near)
+
+
+@jit
+def _sin_of_some(x, near):
+    return tl.map_elementwise(_sin_of_one, x, near)
+
+
+@jit
+def _sin_of_one(x, near):
+    if _is_far(x):
+        near = libdevice.sin(x)
+    return near
+
+
+@jit
+def _cos_of_all(x, near):
+    return tl.where(_is_far(x), libdevice.cos(x), near)
+
+
+@jit
+def _cos_of_some(x, near):
+    return tl.map_elementwise(_cos_of_one, x, near)
+
+
+@jit
+def _cos_of_one(x, near):
+    if _is_far(x):
+        near = libdevice.cos(x)
+    return near
+
+
+_or_sin = _sin_of_all if __name__.endswith("interpreted") else _sin_of_some
+_or_cos = _cos_of_all if __name__.endswith("interpreted") else _cos_of_some
 
 
 # ---- as exact beside one: what is small is part of a sum, and many bits of it are not seen

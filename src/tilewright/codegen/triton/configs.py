@@ -270,7 +270,10 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     size = x.size or x.likely
     even = size & -size
     if has_long_code(shape):
-        bx = min(even if even >= 16 * vector else power(size), 64 * vector)
+        # a tile of which a quarter is empty computes it too: pieces of whole sectors have no rest
+        sparse = 4 * size <= 3 * power(size)
+        whole = even >= (32 if sparse else 16 * vector)
+        bx = min(even if whole else power(size), 64 * vector)
         by = clamp(1, 256 * vector // bx, power(y.likely))
         yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // 256, 4))
     if _is_seldom(shape):

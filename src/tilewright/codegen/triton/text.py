@@ -272,7 +272,7 @@ def _bitcast(e: Expr, a: str) -> str:
 
 
 LIBRARY = (
-    "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
+    "exp2", "expm1", "log", "log2", "log10", "log1p", "tan", "asin", "acos", "atan",
     "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "trunc", "rsqrt",
     "atan2", "hypot", "copysign", "nextafter",
 )  # fmt: skip
@@ -321,7 +321,7 @@ OPS: dict[str, Callable[..., str]] = {
     "ceil": _call("tl.ceil"),
     "round": _library("nearbyint"),
     "sqrt": _call("tri.sqrt"),
-    "lgamma": _own_float("lgamma"),
+    **{name: _own_float(name) for name in ("lgamma", "sin", "cos")},
     "exp": _call("tri.exp"),
     "sigmoid": _call("tri.sigmoid"),
     **{name: _library(name) for name in LIBRARY},
