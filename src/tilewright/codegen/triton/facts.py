@@ -161,7 +161,8 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
     found = loads(*(e for m in alone for e in m.exprs))
     results = [s for m in alone for s in m.stores if s.buffer not in local]
     if shape.looked_up and not shape.serial:
-        return first(shape, _beside_looked_up(shape, found, len(results) > 1))
+        several = len(results) > 1 and any(n.op == "index" for s in results for n in walk(s.index))
+        return first(shape, _beside_looked_up(shape, found, several))
     waits = len(results) > 1 and len(found) <= FEW and not shape.looked_up
     if shape.serial or not (shape.inner or waits):
         return []
