@@ -202,6 +202,7 @@ TRAINED = (
         "batch norm of volumes",
         normed_volumes,
         lambda: (randn(8, 64, 16, 64, 64, grad=True), *running(64)),
+        random=True,  # eager's sums are off by more than is allowed (279 of float64's, ours by 45)
     ),
     training("convnext norm", convnext, lambda: learned((64, 192, 56, 56), (192,), (192,), (192,))),
     training(

@@ -623,7 +623,7 @@ VARIOUS = (
     plain("gaussian kernel", gaussian_kernel, lambda: (f32(8192, 64), f32(8192, 64))),
     plain("lennard jones", lennard, lambda: (f32(65536, 3) * 3, integers(65536, 65536, 64))),
     plain("rotations", rotations, lambda: (f32(1 << 21, 3),)),
-    plain("inverses", inverses, lambda: (f32(1 << 21, 3, 3) + 3 * torch.eye(3, device="cuda"),)),
+    plain("inverses", inverses, lambda: (f32(1 << 21, 3, 3) + 10 * torch.eye(3, device="cuda"),)),
     plain("haversine", haversine, lambda: (uniform(8192, 2) * 90, uniform(8192, 2) * 90)),
     plain("projected", projected, lambda: (f32(8, 1 << 19, 3), f32(8, 3, 4), uniform(4) * 300)),
     plain("chamfer", chamfer, lambda: (f32(4, 4096, 3), f32(4, 4096, 3))),
