@@ -76,3 +76,10 @@ def test_many_places_or_other_numbers_are_added_one_by_one() -> None:
     assert not counts(kernels_of(weighted, torch.empty(1 << 16), at))
     assert not counts(kernels_of(lambda at: torch.zeros(4096).index_add(0, at, torch.ones(1 << 16)),
                                  at))  # fmt: skip
+
+
+def test_places_that_none_meets_have_nothing_of_infinity() -> None:
+    def added(at: Tensor) -> Tensor:
+        return torch.zeros(16).index_put((at,), torch.full((), float("inf")), accumulate=True)
+
+    assert not counts(check(added, torch.randint(3, 9, (5000,))))

@@ -18,8 +18,8 @@ def put_together(program: Program, nodes: Sequence[Node]) -> list[Node]:
     of two caches 70.0 us, 71.2 us by two kernels)."""
     found: list[Node] = []
     for node in nodes:
-        places = (k for k in range(len(found) - 1, -1, -1) if _may_join(program, found[k], node))
-        k = next(places, None)
+        before = range(len(found) - 1, -1, -1) if _puts(program, node) else ()
+        k = next((k for k in before if _may_join(program, found[k], node)), None)
         if k is None:
             found.append(node)
             continue
@@ -36,9 +36,8 @@ def put_together(program: Program, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _may_join(program: Program, first: Node, second: Node) -> bool:
-    if not (_puts(program, first) and _puts(program, second)) or not _are_apart(first, second):
-        return False
-    return _joined(first, second) is not None
+    apart = _puts(program, first) and _are_apart(first, second)
+    return apart and _joined(first, second) is not None
 
 
 def _puts(program: Program, node: Node) -> bool:
