@@ -123,7 +123,9 @@ class Search:
         if total is None:
             total = Counter(b for touch in self.touch for b in touch)
         self.prices = Prices(program.buffers, visible, total)
-        self.made = {b for n in nodes if isinstance(n, Opaque) for b in n.results if b} - visible
+        calls = [n for n in nodes if isinstance(n, Opaque)]
+        self.made = {b for n in calls for b in n.results if b} - visible
+        self.of_calls = self.made | {b for n in calls for b in n.reads} - visible
         self.device = [_device(program, node) for node in nodes]
         self.targets: dict[torch.device, Target] = {}
         self.parts: dict[int, list[int]] = {k: [k] for k in range(len(nodes))}
@@ -386,9 +388,15 @@ class Search:
                 if len(many) >= MANY_ALIKE:
                     self._share_launches(many, ALIKE_TOGETHER)
                 elif not folds:
-                    few = [k for k in ks if self._keeps_little(k, KEPT_OF_FEW)]
-                    few = [k for k in few if self.prices.bytes(self.touch[k]) <= SMALL_ALIKE]
+                    few = [k for k in ks if self._is_short(k)]
                     self._share_launches(few, MANY_ALIKE)
+
+    def _is_short(self, k: int) -> bool:
+        """Whether a kernel may share a launch with few others. What a call needs of it, or gives
+        it, may become part of that."""
+        touch = self.touch[k]
+        return (self._keeps_little(k, KEPT_OF_FEW) and self.prices.bytes(touch) <= SMALL_ALIKE
+                and touch.keys().isdisjoint(self.of_calls))  # fmt: skip
 
     def _keeps_little(self, k: int, most: int) -> bool:
         """Whether all that is large of what a kernel touches is an argument or a result, as of an

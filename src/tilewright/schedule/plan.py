@@ -89,7 +89,7 @@ def _live(program: Program) -> list[Node]:
     live: list[Node] = []
     for node in reversed(program.nodes):
         if isinstance(node, Nest):
-            stores = tuple(s for s in node.stores if s.buffer in needed | node.reads)
+            stores = tuple(s for s in node.stores if s.buffer in needed or s.buffer in node.reads)
             if not node.writes & needed:
                 continue
             node = node if len(stores) == len(node.stores) else replace(node, stores=stores)
