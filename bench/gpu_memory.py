@@ -56,6 +56,7 @@ MOST_SETS = 64
 CACHE = 240 << 20  # bytes of which nothing is left in a card's cache when they are read again
 ROUNDS = 9
 AHEAD = 60.0  # seconds for compiling ahead; what is left is compiled when it is measured
+NO_NAME = "no program of this list has a name that begins so: its file in bench/ has them"
 Args = tuple[Any, ...]
 
 
@@ -232,6 +233,11 @@ def _ahead(programs: Sequence[GpuProgram], backends: Sequence[str]) -> None:
         torch._dynamo.reset()
 
 
+def named(programs: Sequence[GpuProgram], names: Sequence[str]) -> list[GpuProgram]:
+    """Those whose names begin with one of these; all if there are none."""
+    return [p for p in programs if not names or p.name.startswith(tuple(names))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_memory", description=__doc__)
     parser.add_argument("names", nargs="*", help="what names of programs begin with; all")
@@ -250,8 +256,7 @@ def main() -> None:
     programs = asked[0] if asked else PROGRAMS
     if options.random:
         programs = drawn(options.random, options.seed)
-    chosen = [p for p in programs
-              if not options.names or any(p.name.startswith(n) for n in options.names)]  # fmt: skip
+    chosen = named(programs, options.names) or parser.error(NO_NAME)
     if options.ahead:
         share, jobs = options.ahead.split("/")
         _ahead(chosen[int(share) :: int(jobs)], backends)

@@ -13,7 +13,7 @@ cuda("sm_90")  # before torch is imported
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from bench.gpu_memory import LISTS, PROGRAMS, run_program  # noqa: E402
+from bench.gpu_memory import LISTS, NO_NAME, PROGRAMS, named, run_program  # noqa: E402
 from bench.gpu_programs import GpuProgram  # noqa: E402
 from tests.compile.cubin import build  # noqa: E402
 from tilewright.backend import count_schedules  # noqa: E402
@@ -53,9 +53,8 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="compile the kernels")
     options = parser.parse_args()
     programs = PROGRAMS if options.list == "list" else LISTS[options.list][0]
-    for program in programs:
-        if not options.names or program.name.startswith(tuple(options.names)):
-            compiled(program, not options.quiet, options.build)
+    for program in named(programs, options.names) or parser.error(NO_NAME):
+        compiled(program, not options.quiet, options.build)
 
 
 if __name__ == "__main__":
