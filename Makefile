@@ -19,7 +19,11 @@ demo: check-cxx $(STAMP) ## compile and run two small models, checked against ea
 test: check-cxx lint ## lint, then every test that needs no GPU (what CI runs)
 	@$(PY) -m pytest -n auto --maxprocesses 8
 
-test-all: test ## the tests, then PyTorch's whole operator sample set
+test-all: test ## the tests, then the slow sweeps and PyTorch's whole operator sample set
+	@$(PY) -m pytest -n auto --maxprocesses 8 -m slow
+	@$(PY) -m pytest tests/cutlass
+	@$(PY) -m pip install -q -c constraints.txt -e ".[ray]"
+	@$(PY) -m pytest tests/ray
 	@$(PY) -m tests.sweep --all
 
 bench: check-cxx $(STAMP) ## time eager, the reference and tilewright side by side

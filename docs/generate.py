@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from tests import behaviours, pretend, traffic
-from tilewright import config
+from tests import behaviours, traffic
+from tilewright import config, known_options
 from tilewright.graph import decompositions
 from tilewright.lower import graph
 from tilewright.lower.families import FAMILIES
@@ -48,6 +48,35 @@ operands we do not generate loops for: complex, quantised and sparse tensors, an
 lowering names.
 
 """
+
+
+_OPTIONS = """\
+# Options of the reference
+
+Made by `make docs` from `src/tilewright/known_options.py`: change that file, not this one.
+
+Options of `torch._inductor.config` (torch 2.11 to 2.13) that are no options of ours
+([config.md](config.md) has those). One that has no effect may be set, and the log says why;
+one that is refused is an error that says what to use.
+
+"""
+
+
+def options_page() -> str:
+    """What becomes of the reference's options."""
+    ours = {spec.name for spec in config.declared()}
+    lines: list[str] = []
+    for title, table, groups in (
+        ("No effect", known_options.ACCEPTED, known_options.ACCEPTED_GROUPS),
+        ("Refused", known_options.REFUSED, known_options.REFUSED_GROUPS),
+    ):
+        lines += [f"## {title}", "", "| options | why |", "|---|---|"]
+        for why, names in table.items():
+            shown = ", ".join(f"`{name}`" for name in names.split() if name not in ours)
+            lines.append(f"| {shown} | {why} |")
+        lines += [f"| `{prefix}*` | {why} |" for prefix, why in groups.items()]
+        lines.append("")
+    return _OPTIONS + "\n".join(lines).rstrip() + "\n"
 
 
 def ops_page() -> str:
@@ -92,7 +121,7 @@ _TRAFFIC = """\
 # Memory traffic
 
 Made by `make docs` from the programs in `tests/traffic.py`; `tests/cpu/test_traffic.py` and
-`tests/compile/test_traffic_gpu.py` hold every number as an upper bound. Counts are four-byte
+`tests/compile/test_traffic_gpu.py` hold every number of ours exactly. Counts are four-byte
 elements under the compatible contract (`metrics.num_bytes_accessed`). *Reference* is what the
 specification measured or asks for, *floor* the least any compiler could move with opaque library
 calls ("=": none lower is known); *ours* is counted for the CPU and, with fake tensors, for an sm_90
@@ -107,8 +136,8 @@ _MOVED = """
 ## What really moves
 
 The contract charges what is written in place twice. Here `metrics.num_bytes_moved` is counted: what
-is only written is not read, and what is overwritten unread is not initialised. *Least* is what the
-specification says a device has to move.
+is only written is not read, and what is overwritten unread is not initialised: the least a device
+has to move, in all cases but PF-30.
 
 | case | reference | least | ours, CPU | ours, sm_90 |
 |---|---|---|---|---|
@@ -116,47 +145,58 @@ specification says a device has to move.
 
 
 def traffic_page() -> str:
-    """Reference, floor and ours for every specified program."""
+    """Reference, floor and ours for every specified program, as the tests hold them."""
     rows: list[str] = []
     moved: list[str] = []
     for case in sorted(traffic.CASES, key=lambda case: (not case.name.startswith("PF"), case.name)):
-        counts = (traffic.count(case), pretend.run(traffic.count_by_name, case.name, "cuda"))
-        cpu, card = (f"{found.elements:,}" for found in counts)
+        counts = [case.expected(device) for device in ("cpu", "cuda")]
+        cpu, card = (f"{elements:,}" for elements, _ in counts)
         floor = "=" if case.floor is None else f"{case.floor:,}"
-        rows.append(f"| {case.name} | {case.most:,} | {floor} | {cpu} | {card} |\n")
-        if case.honest is not None:
-            cpu, card = (f"{found.moved:,}" for found in counts)
-            moved.append(f"| {case.name} | {case.most:,} | {case.honest:,} | {cpu} | {card} |\n")
+        rows.append(f"| {case.name} | {case.reference:,} | {floor} | {cpu} | {card} |\n")
+        if case.moved is not None:
+            cpu, card = (f"{honest:,}" for _, honest in counts)
+            moved.append(f"| {case.name} | {case.reference:,} | = | {cpu} | {card} |\n")
     return _TRAFFIC + "".join(rows) + _MOVED + "".join(moved)
 
 
 _COVERAGE = """\
 # Coverage
 
-Made by `make docs` from the ids that tests carry (`tests/behaviours.py`): which behaviours are
-tested, and where. Tests in `cpu` and `compile` run everywhere, those in `gpu` on a card.
+Made by `make docs` from [the specification](spec/README.md) and the ids that tests carry in their
+names, docstrings and cases (`tests/behaviours.py`): a mention in a comment counts for nothing.
+*shown* is a behaviour with tests of which nothing is known to be missing; *in part* says what they
+leave out, *difference* what is otherwise here and why (`tests/behaviours.toml`); *not shown* has no
+test. Tests in `cpu` and `compile` run everywhere, those in `gpu` on a card.
 
+| group | about | behaviours | shown | in part | difference | not shown | with a case for a card |
+|---|---|---|---|---|---|---|---|
 """
 
 
 def coverage_page() -> str:
-    """Every specified behaviour with its tests, or with the reason it does not apply."""
-    found = behaviours.coverage()
-    lines = [_COVERAGE]
-    for prefix, (about, count) in behaviours.GROUPS.items():
-        names = [f"{prefix}{k}" for k in range(1, count + 1)]
-        tested = sum(bool(found[n].places) for n in names)
-        lines.append(f"## {prefix.rstrip('-')}: {about} ({tested} of {count})\n\n")
-        lines.append("| behaviour | tests |\n|---|---|\n")
-        for name in names:
-            reason = behaviours.DOES_NOT_APPLY.get(name, "missing")
-            lines.append(f"| {name} | {', '.join(found[name].places) or reason} |\n")
-        lines.append("\n")
-    return "".join(lines).rstrip() + "\n"
+    """Every specified behaviour with its tests, and how much of it they show."""
+    found, known = behaviours.coverage(), behaviours.judged()
+    summary: list[str] = []
+    lines: list[str] = []
+    for group in behaviours.groups():
+        states = {b.name: behaviours.state(b.name, found[b.name], known) for b in group.behaviours}
+        kinds = [text.partition(":")[0] for text in states.values()]
+        counts = [kinds.count(kind) for kind in ("shown", "in part", "difference", "not shown")]
+        carded = sum(bool(found[b.name].gpu) for b in group.behaviours)
+        numbers = " | ".join(map(str, (len(kinds), *counts, carded)))
+        summary.append(f"| {group.prefix} | {group.about} | {numbers} |\n")
+        lines.append(f"\n## {group.prefix}: {group.about}\n\n")
+        lines.append("| behaviour | where it can be shown | state | tests |\n|---|---|---|---|\n")
+        for b in group.behaviours:
+            link = f"[{b.name}](spec/{group.page}.md)"
+            places = ", ".join(found[b.name].places)
+            lines.append(f"| {link} | {', '.join(b.where)} | {states[b.name]} | {places} |\n")
+    return _COVERAGE + "".join(summary) + "".join(lines)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
+    "options.md": options_page,
     "ops.md": ops_page,
 }
 # Pages that take a while to make: their tests check the numbers instead of making them anew.

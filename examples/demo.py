@@ -194,8 +194,8 @@ def explanation(outcome: Outcome) -> str:
     """What became of the graph's nodes, in one line."""
     calls = ", ".join(f"{op} x{n}" for op, n in outcome.fallback_ops.most_common(5))
     return (
-        f"{outcome.model} {outcome.passes}: {outcome.native} nodes fused into {outcome.kernels} "
-        f"kernels, {outcome.fallback} left to ATen" + (f" ({calls})" if calls else "")
+        f"{outcome.model} {outcome.passes}: {outcome.native} nodes in {outcome.kernels} kernels of "
+        f"ours, {outcome.fallback} library calls" + (f" ({calls})" if calls else "")
     )
 
 
@@ -233,6 +233,10 @@ def main() -> int:
         "fastest with what is fused to them. A second run takes it all from the cache.",
         soft_wrap=True,
     )
+    for o in outcomes:
+        if o.compiled > 1.02 * o.eager:
+            console.print(f"{o.model} {o.passes} is slower than eager here: "
+                          f"{100 * (o.compiled / o.eager - 1):.0f} % more time.")  # fmt: skip
     wrong = [o for o in outcomes if o.difference is not None]
     for o in wrong:
         console.print(f"[red]{o.model} {o.passes} differs from eager:[/red] {o.difference}")

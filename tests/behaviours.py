@@ -1,49 +1,48 @@
 """The specified behaviours by id, and the tests that carry them.
 
-A test carries an id by naming it: in its own name or parameters, in its docstring or in a comment
-beside it. What no test carries is here with the reason, or it is missing.
+What an id means is in `docs/spec`. A test carries an id in its own name, in its docstring, or in a
+text that begins with it and stands for a case (`Program("MA-K2", ...)`): comments carry nothing.
+`behaviours.toml` says what tests leave out of a behaviour, and what is different here and why.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-ID = re.compile(r"\b((?:MA-[A-Q]|MP-|RI-|LO-|RD-|OS-|CK-|PD-|GB-|UT-|CG-)\d+)\b")
+SPEC = TESTS.parent / "docs" / "spec"
 
-NAMED = re.compile(r"def test_((?:ma|mp|ri|lo|rd|os|ck|pd|gb|ut|cg)_[a-z0-9_]+)")
-
-GROUPS: dict[str, tuple[str, int]] = {
-    "MA-A": ("modes and options", 13),
-    "MA-B": ("choices for products", 14),
-    "MA-C": ("sums of two products", 4),
-    "MA-I": ("empty and degenerate products", 5),
-    "MA-J": ("epilogues", 19),
-    "MA-K": ("prologues", 17),
-    "MA-L": ("building ahead, and what is rendered once", 15),
-    "MA-O": ("hooks, heuristics, filters", 13),
-    "MA-P": ("layouts and concatenations", 13),
-    "MA-Q": ("failures", 6),
-    "MP-": ("memory planning", 10),
-    "RI-": ("work in place", 8),
-    "LO-": ("loop order and tiling", 15),
-    "RD-": ("reductions", 11),
-    "OS-": ("online softmax", 6),
-    "CK-": ("shared launches", 10),
-    "PD-": ("padding", 7),
-    "GB-": ("group and batch fusion", 5),
-    "UT-": ("users' Triton kernels", 10),
-    "CG-": ("products on the CPU", 10),
+KIND = r"(?:MA-|CU-|CD-|PF-|MP-|RI-|LO-|RD-|OS-|CK-|PD-|GB-|F8-|UT-|BM-|CG-|AO-)"
+ID = re.compile(rf"\b({KIND}[A-Z]?\d+)(?![\d])")
+RANGE = re.compile(rf"\b({KIND}[A-Z]?)(\d+) to (?:{KIND}[A-Z]?)?(\d+)\b")
+CASE = re.compile(rf"({KIND}[A-Z]?\d+)[a-z]?(?:$|\W.*)", re.S)
+NAMED = re.compile(r"test_(ma|cu|cd|pf|mp|ri|lo|rd|os|ck|pd|gb|f8|ut|bm|cg|ao)_([a-z0-9_]+)$")
+SHARED = {  # cases in a module of their own, and the tests that run them
+    "traffic.py": (("cpu", "test_traffic"), ("compile", "test_traffic_gpu")),
+    "gemm_programs.py": (("cpu", "test_gemm_programs"), ("compile", "test_gemm_programs_triton")),
 }
-"""Prefix of the ids, what they are about, how many there are."""
+FOLDERS = ("cpu", "compile", "gpu")
 
-DOES_NOT_APPLY: dict[str, str] = {
-    "MP-2": "host programs are Python: a tensor carved out of a pool keeps the pool alive itself",
-    "MP-3": "programs are not packaged ahead of time; the size of a pool is computed at each call",
-}
-"""Behaviours that no test carries, and why: not built, or not of a structure like ours."""
+
+@dataclass(frozen=True)
+class Behaviour:
+    name: str
+    where: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The behaviours of one heading of the specification."""
+
+    prefix: str  # `MA-A`, `RD`
+    about: str
+    page: str
+    behaviours: tuple[Behaviour, ...]
 
 
 @dataclass
@@ -56,35 +55,105 @@ class Coverage:
 
     @property
     def places(self) -> list[str]:
-        found = {"cpu": self.cpu, "compile": self.compile, "gpu": self.gpu}
-        return [f"{folder}/{name}" for folder, names in found.items() for name in sorted(names)]
+        return [f"{f}/{name}" for f in FOLDERS for name in sorted(getattr(self, f))]
 
 
-def ids() -> list[str]:
-    return [f"{prefix}{k}" for prefix, (_, count) in GROUPS.items() for k in range(1, count + 1)]
+@dataclass(frozen=True)
+class Judged:
+    """What is known of behaviours beside their tests."""
+
+    part: dict[str, str]  # what is missing
+    difference: dict[str, str]  # what is otherwise here, and why
 
 
-def carried(text: str) -> set[str]:
-    """The ids in a file, as they are written and as names of tests: `test_ma_o1_o2_savers`."""
-    found = set(ID.findall(text))
-    for name in NAMED.findall(text):
-        prefix, *words = name.split("_")
-        for word in words:
-            if not re.fullmatch(r"[a-q]?\d+", word):
-                break
-            found.add(f"{prefix}-{word.lstrip('0')}".upper())
+def groups() -> list[Group]:
+    """The specification, in order."""
+    found: list[Group] = []
+    for page in ("max_autotune", "cutlass_cutedsl", "traffic"):
+        text = (SPEC / f"{page}.md").read_text()
+        for head, body in re.findall(r"^## (.*)\n((?:(?!^## ).*\n?)*)", text, re.M):
+            rows = re.findall(rf"^\| ({KIND}[A-Z]?\d+) \| ([^|]*) \| (.*) \|$", body, re.M)
+            if rows:
+                prefix, _, about = head.partition(": ")
+                each = tuple(Behaviour(n, tuple(w.split(", ")), t) for n, w, t in rows)
+                found.append(Group(prefix, about, page, each))
     return found
+
+
+def judged() -> Judged:
+    return Judged(**tomllib.loads((TESTS / "behaviours.toml").read_text()))
 
 
 def coverage() -> dict[str, Coverage]:
     """For every id, the test files that carry it."""
-    found = {name: Coverage() for name in ids()}
-    for folder in ("cpu", "compile", "gpu"):
+    found = {b.name: Coverage() for group in groups() for b in group.behaviours}
+    for folder in FOLDERS:
         for file in sorted((TESTS / folder).rglob("*.py")):
             for name in carried(file.read_text()) & found.keys():
                 getattr(found[name], folder).add(file.stem)
-    shared = (TESTS / "traffic.py").read_text()  # its cases run for both kinds of target
-    for name in set(ID.findall(shared)) & found.keys():
-        found[name].cpu.add("test_traffic")
-        found[name].compile.add("test_traffic_gpu")
+    for shared, by in SHARED.items():
+        for name in carried((TESTS / shared).read_text()) & found.keys():
+            for folder, file in by:
+                getattr(found[name], folder).add(file)
     return found
+
+
+def carried(text: str) -> set[str]:
+    """The ids that the tests and the cases of a module carry."""
+    found: set[str] = set()
+    module = ast.parse(text)
+    prose = {id(node.body[0].value) for node in ast.walk(module)
+             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+             and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and _is_test(node):
+            found |= named(node.name) | mentioned(ast.get_docstring(node) or "")
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+        ):
+            case = CASE.fullmatch(node.value)
+            found |= mentioned(node.value) if case and len(node.value) < 60 else set()
+    for node in ast.walk(module):  # names that are made: f"PF-10 {...}"
+        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            found |= mentioned(str(node.values[0].value))
+    return found
+
+
+def _is_test(node: ast.FunctionDef) -> bool:
+    """A test of pytest's, or a case of a card."""
+    marks = {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
+    return node.name.startswith("test_") or bool(marks & {"case", "alone"})
+
+
+def named(name: str) -> set[str]:
+    """The ids in the name of a test: `test_ma_o1_o2_savers`, `test_rd_4_rows`."""
+    match = NAMED.match(name)
+    if match is None:
+        return set()
+    found: set[str] = set()
+    group = ""
+    for word in match[2].split("_"):
+        parts = re.fullmatch(r"([a-z]?)(\d+)[a-z]?", word)
+        if parts is None:
+            break
+        group = parts[1] or group
+        number = parts[2] if match[1] == "pf" else parts[2].lstrip("0")
+        found.add(f"{match[1]}-{group}{number}".upper())
+    return found
+
+
+def mentioned(text: str) -> set[str]:
+    """The ids in a text; `MA-L7 to MA-L12` are six."""
+    found = {re.sub(r"^(PF-)(\d)$", r"\g<1>0\2", name) for name in ID.findall(text)}
+    for prefix, first, last in RANGE.findall(text):
+        found |= {f"{prefix}{k:0{len(first)}d}" for k in range(int(first), int(last) + 1)}
+    return found
+
+
+def state(name: str, tested: Coverage, known: Judged) -> str:
+    """`shown`, or what is missing, or what is different."""
+    if name in known.difference:
+        return f"difference: {known.difference[name]}"
+    if not tested.places:
+        return "not shown"
+    return f"in part: {known.part[name]}" if name in known.part else "shown"

@@ -28,6 +28,11 @@ from tilewright import config, metrics  # noqa: E402
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_sessionfinish() -> None:
+    if pretend := sys.modules.get("tests.pretend"):
+        pretend.stop()
+
+
 def pytest_unconfigure() -> None:
     if _OWN_CACHE is not None:
         shutil.rmtree(_OWN_CACHE, ignore_errors=True)

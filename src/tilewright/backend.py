@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
@@ -13,20 +15,24 @@ import torch.fx
 from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops import triton_kernel_wrap
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilewright import config
+from tilewright import config, monitor
+from tilewright.errors import location_of
 from tilewright.undisturbed import undisturbed
 
 with undisturbed():
-    from tilewright import capture
+    from tilewright import capture, saved, sharing
     from tilewright.graph import decompositions, user_kernels
     from tilewright.graph.boundary import EVERYTHING, Boundary
     from tilewright.graph.partition import partitioner
+    from tilewright.graph.recognise import recognise
     from tilewright.lower.table import family
     from tilewright.pipeline import Compiled, compile_graph, decide
     from tilewright.runtime import cxx, native, triton_build
@@ -73,24 +79,38 @@ def count_schedules(seen: Callable[[str, Schedule], None]) -> Callable[..., Call
 
 CompileOne = Callable[[torch.fx.GraphModule, Boundary], Compiled]
 
+# Threads compile one after the other, as Dynamo has it for forward graphs: what AOTAutograd and the
+# counters are asked meanwhile is the process's.
+_one_at_a_time = threading.RLock()
+
 
 def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: Inputs,
              mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:  # fmt: skip
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
-    with _interruptible(), config.patch(chosen), decompositions.keep_whole(), undisturbed():
+    with (_one_at_a_time, _interruptible(), config.patch(chosen), decompositions.keep_whole(),
+          undisturbed()):  # fmt: skip
+        saves = compile_one is compile_graph and saved.is_wanted()
         name = capture.key(gm, example_inputs) if compile_one is compile_graph else None
         entry = capture.find(name) if name is not None else None
+        monitor.happened("compilation", _cause(gm))
         native.start()  # built beside all that follows, where it is not yet
         _lean_calls()
-        before = capture.restore(entry, gm, example_inputs) if entry is not None else None
-        if before is not None:
-            return before
+        if entry is not None and not saves:
+            before = capture.restore(entry, gm, example_inputs)
+            if before is not None:
+                return before
         if compile_one is compile_graph and any(map(_on_card, example_inputs)):
             triton_build.prepare()  # it starts while the graph is traced
-        recording = capture.Recording(name, gm) if compile_one is compile_graph else None
-        return _traced(compile_one, gm, example_inputs, chosen, recording)
+        if compile_one is not compile_graph:
+            return _traced(compile_one, gm, example_inputs, chosen, None)
+        recording = capture.Recording(name, gm, saves)
+        if not saves:
+            return _traced(compile_one, gm, example_inputs, chosen, recording)
+        with saved.asked_plainly():
+            function = _traced(compile_one, gm, example_inputs, chosen, recording)
+        return saved.Saved(function, recording)
 
 
 def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: Inputs,
@@ -98,9 +118,11 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
             recording: capture.Recording | None) -> Callable[..., Any]:  # fmt: skip
     def compiled(graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
         # outside the tracing modes: literals are folded with real tensors
-        with (_interruptible(), config.patch(chosen), _disable_current_modes(),
+        with (_one_at_a_time, _interruptible(), config.patch(chosen), _disable_current_modes(),
               undisturbed()):  # fmt: skip
             user_kernels.rename(graph.graph)
+            if boundary.role == "backward":
+                monitor.happened("compilation", "the gradients of a graph compiled before")
             if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
             program = compile_one(graph, boundary)
@@ -126,6 +148,7 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         partition_fn=partitioner(family),
         keep_inference_input_mutations=True,
     )
+    recognise(gm)
     with _own_answers():
         if recording is None:
             return aot(gm, example_inputs)
@@ -199,6 +222,15 @@ def _own_answers() -> Any:
     return mock.patch.object(triton_kernel_wrap, "get_mutated_tensors", user_kernels.written)
 
 
+def _cause(gm: torch.fx.GraphModule) -> str:
+    """Why a graph is compiled: what Dynamo says of it, and where it is."""
+    nodes = (location_of(n) for n in gm.graph.nodes if n.op not in ("placeholder", "output"))
+    where = next((place for place in nodes if place), "a graph without a place")
+    facts: Any = getattr(dynamo_utils.get_metrics_context(), "_metrics", {})
+    why = str(facts.get("recompile_reason") or "")
+    return f"{where}: {why.strip() or 'it was never compiled for such inputs'}"
+
+
 def _on_card(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cuda"
 
@@ -208,3 +240,33 @@ def _facts() -> ViewAndMutationMeta:
     found = TracingContext.get().fw_metadata
     assert found is not None
     return found
+
+
+# ---- being found by name
+
+
+class _Backends(dict[str, Any]):
+    """Dynamo's backends by name. Threads that look ours up for the first time at once all load it,
+    and the second to register it would be refused (`duplicate name`)."""
+
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        again = found and name in _OURS and sys._getframe(1).f_code is _register_code
+        return found and not again
+
+
+_OURS: dict[str, Callable[..., Any]] = {"tilewright": compile_fx, "tilewright_count": count_fx}
+_register_code = getattr(registry.register_backend, "__code__", None)
+
+
+def _be_found() -> None:
+    known = getattr(registry, "_COMPILER_FNS", None)  # private: it may go away
+    if known is None or isinstance(known, _Backends):
+        return
+    for function in _OURS.values():
+        function._tags = ()  # type: ignore[attr-defined]
+    registry._COMPILER_FNS = _Backends({**known, **_OURS})
+
+
+_be_found()
+sharing.carry()

@@ -7,13 +7,16 @@ it: `caches.register(_memo.clear)`. `testing.fresh_cache` calls `clear()` on ent
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 _clearers: list[Callable[[], object]] = []
+C = TypeVar("C", bound=Callable[[], object])
 
 
-def register(clear: Callable[[], object]) -> None:
+def register(clear: C) -> C:
     """Have `clear` called whenever all in-memory caches are emptied."""
     _clearers.append(clear)
+    return clear
 
 
 def clear() -> None:

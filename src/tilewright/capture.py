@@ -108,10 +108,13 @@ def _uncached(why: str) -> None:
 
 
 class Recording:
-    """Watches one capture, and keeps it once all of its graphs are compiled, if it has a name."""
+    """Watches one capture, and keeps it once all of its graphs are compiled, if it has a name. One
+    that may be saved elsewhere does not need to have one, nor do its graphs."""
 
-    def __init__(self, name: str | None, gm: torch.fx.GraphModule) -> None:
+    def __init__(self, name: str | None, gm: torch.fx.GraphModule, saves: bool = False) -> None:
         self.name = name
+        self.saves = saves
+        self.programs: dict[str, Any] = {}
         self.lines = _line_numbers(gm)
         self.wrapper: dict[str, Any] | None = None
         self.built: Any = None  # the wrapper AOTAutograd made of these values
@@ -126,14 +129,15 @@ class Recording:
     def compiled(self, role: str, program: Compiled) -> None:
         """A graph of this capture was compiled; the backward perhaps long after the forward."""
         origin: Origin | None = getattr(program, "origin", None)
-        if origin is None or origin.artifact is None:
+        if origin is None or (origin.artifact is None and not self.saves):
             self.refused = self.refused or "a graph that is not kept"
         elif role in self.parts:
             self.refused = self.refused or "several graphs"
         else:
             places = {node: self.lines[at] for node, at in origin.locations.items()
                       if at in self.lines}  # fmt: skip
-            self.parts[role] = Part(origin.artifact, dict(origin.constants), places)
+            self.parts[role] = Part(origin.artifact or "", dict(origin.constants), places)
+            self.programs[role] = program if self.saves else None
         self._keep()
 
     def returned(self, function: Any, inputs: Inputs) -> Call:
@@ -170,21 +174,26 @@ class Recording:
         guards = env.get_pruned_guards(sizes)
         self.guards = env.produce_guards_expression(placeholders=sizes, guards=guards)
 
-    def _keep(self) -> None:
+    def entry(self) -> Entry | None:
+        """All of it, once there is nothing to come and nothing against it."""
         wanted = {"inference"} if "inference" in self.parts else {"forward", "backward"}
-        if (self.name is None or self.refused or not self.finished
-                or set(self.parts) != wanted):  # fmt: skip
-            return
+        if self.refused or not self.finished or set(self.parts) != wanted:
+            return None
         assert self.wrapper is not None
         forward = self.parts.get("inference") or self.parts["forward"]
-        entry = Entry(forward, self.parts.get("backward"), self.wrapper, self.guards,
-                      self.backward_graph)  # fmt: skip
+        return Entry(forward, self.parts.get("backward"), self.wrapper, self.guards,
+                     self.backward_graph)  # fmt: skip
+
+    def _keep(self) -> None:
+        entry = self.entry()
+        if self.name is None or entry is None:
+            return
         try:
             data = pickle.dumps(entry)
         except Exception as why:  # anything a user's constant or metadata may raise
             _uncached(f"{type(why).__name__} while writing it")
             return
-        store.put_atomic(store.path(self.name, ".captured"), data)
+        store.keep(store.path(self.name, ".captured"), data)
 
 
 @contextlib.contextmanager
@@ -311,6 +320,13 @@ def restore(entry: Entry, gm: torch.fx.GraphModule, inputs: Inputs) -> Call | No
         return None
     if not _guards_hold(entry, inputs):
         return None
+    metrics.counters["capture"]["hit"] += 1
+    return rebuilt(entry, [forward] if backward is None else [forward, backward])
+
+
+def rebuilt(entry: Entry, programs: Sequence[Compiled]) -> Call:
+    """The wrapper that AOTAutograd built around these programs."""
+    forward, backward = programs[0], programs[1] if len(programs) > 1 else None
     settings = AOTConfig(fw_compiler=None, bw_compiler=None, partition_fn=None, decompositions=None,
                          num_params_buffers=0, aot_id=next(AOT_COUNTER),
                          keep_inference_input_mutations=True)  # fmt: skip
@@ -324,7 +340,6 @@ def restore(entry: Entry, gm: torch.fx.GraphModule, inputs: Inputs) -> Call | No
         ).post_compile(forward, settings, runtime_metadata=entry.wrapper["fw_metadata"])
     else:
         wrapped = _with_gradients(entry, forward, backward, settings)
-    metrics.counters["capture"]["hit"] += 1
     return native.entry(wrapped)
 
 
@@ -393,4 +408,4 @@ def _sparing(backward: Compiled, donated: tuple[int, ...]) -> Compiled:
     return call
 
 
-__all__ = ["Recording", "find", "graph_bytes", "key", "restore", "watching"]
+__all__ = ["Recording", "find", "graph_bytes", "key", "rebuilt", "restore", "watching"]

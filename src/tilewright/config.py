@@ -1,14 +1,15 @@
 """Every option of tilewright, in one typed list.
 
-Read them as attributes (`config.max_autotune`, `config.cpp.simdlen`), set them the same way, or
-for a while with `config.patch(...)`. Each can be given in the environment when the process
-starts: `TILEWRIGHT_MAX_AUTOTUNE=1`, `TILEWRIGHT_CPP_SIMDLEN=256`. An option declared with
-`affects_code=True` is part of every cache key, through `code_key()`.
+Read them as attributes (`config.max_autotune`, `config.cpp.simdlen`), set them the same way for the
+process, or for a while and this thread with `config.patch(...)`. Each can be given in the
+environment when the process starts: `TILEWRIGHT_MAX_AUTOTUNE=1`, `TILEWRIGHT_CPP_SIMDLEN=256`.
+An option declared with `affects_code=True` is part of every cache key, through `code_key()`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -53,6 +54,19 @@ cache_dir: str | None = option(
     "Folder of the artefact store; none: `$XDG_CACHE_HOME/tilewright` or `~/.cache/tilewright`.",
     affects_code=False,
 )
+cache_read_only_dirs: str = option(
+    "",
+    "Folders, separated as in PATH, that are looked into for what the store does not have: yours "
+    "or the system's, and not writable by others.",
+    affects_code=False,
+)
+cache_max_bytes: int | None = option(
+    16 << 30,
+    "Size the artefact store is kept below, by forgetting what was not used for longest; none: no "
+    "limit.",
+    affects_code=False,
+    check=at_least(0),
+)
 force_disable_caches: bool = option(
     False, "Neither read nor write any cache that outlives the process.", affects_code=False
 )
@@ -86,7 +100,7 @@ pattern_matcher: bool = option(
 )
 layout_optimization: bool = option(
     True,
-    "Lay out images with their channels last for convolutions on the CPU, in inference.",
+    "Lay out images with their channels last for convolutions on the CPU, where it pays.",
     affects_code=True,
 )
 realize_opcount_threshold: int = option(
@@ -110,6 +124,33 @@ unroll_reductions_threshold: int = option(
 )
 max_pointwise_cat_inputs: int = option(
     8, "Compute a concatenation of up to this many inputs in one loop.", affects_code=True
+)
+force_pointwise_cat: bool = option(
+    False, "Compute every concatenation in one loop, whatever it costs.", affects_code=True
+)
+split_cat_fx_passes: bool = option(
+    True,
+    "Accepted and ignored: no pass turns concatenations and splits into each other; loops over "
+    "them are cut where that saves bytes.",
+    affects_code=False,
+)
+delay_realize_cheap_outputs: bool = option(
+    True,
+    "Accepted and ignored: what is computed from positions alone is never stored for its readers.",
+    affects_code=False,
+)
+conv_1x1_as_mm: bool = option(
+    False,
+    "Have convolutions of one point, with steps of one and no margin, computed as products: who "
+    "offers products then offers them.",
+    affects_code=True,
+)
+unbacked_symint_fallback: int = option(
+    8192,
+    "What a size that is read from data is taken for while deciding; nothing that runs depends on "
+    "it.",
+    affects_code=True,
+    check=at_least(0),
 )
 
 batch_fusion: str = option(
@@ -138,6 +179,11 @@ comprehensive_padding: bool = option(
 pad_outputs: bool = option(
     False,
     "Give the results of inference that pitch as well; their strides are then not eager's.",
+    affects_code=True,
+)
+attention: bool = option(
+    True,
+    "Compute `scaled_dot_product_attention` by kernels of ours where they are better.",
     affects_code=True,
 )
 padding_alignment_bytes: int = option(
@@ -204,6 +250,11 @@ max_autotune_gemm_search_space: str = option(
     affects_code=True,
     check=one_of("DEFAULT", "EXHAUSTIVE"),
 )
+cutedsl_enable_autotuning: bool = option(
+    False,
+    "Try several configurations of grouped products in the CuTe DSL, not the first alone.",
+    affects_code=True,
+)
 max_autotune_allow_flexible_layouts: bool = option(
     False, "Accepted and ignored: layouts are decided before anything is chosen.", affects_code=True
 )
@@ -223,8 +274,9 @@ autotune_effort: Literal["none", "quick", "default", "max"] = option(
 )
 autotune_budget_seconds: float | None = option(
     None,
-    "Wall-clock seconds one graph may spend on tuning, up to the candidate under way; "
-    "none: no limit. The best so far is taken, and the next run goes on from there.",
+    "Wall-clock seconds one graph may spend on tuning, up to the candidate under way; the best so "
+    "far is taken, and the next run goes on from there. None: 20 s of measuring per product, or "
+    "two runs of the library's where that is more, and ten minutes per graph.",
     affects_code=True,
     check=at_least(0),
 )
@@ -242,18 +294,47 @@ autotune_local_cache: bool = option(
 )
 autotune_remote_cache: bool | None = option(
     None,
-    "No effect yet. Share measurements through a server; none: if there is one.",
+    "Share what was measured, and with a secret what was built, through a server; none: if there "
+    "is one.",
     affects_code=False,
 )
-autotune_in_subproc: bool = option(
-    False,
-    "Time candidates for products in a process of its own: a crash or a hang costs the candidate.",
+remote_cache_url: str | None = option(
+    None,
+    "Redis server to share through (`redis://host:port/0`); none: there is none.",
+    affects_code=False,
+)
+remote_cache_secret: str | None = option(
+    None,
+    "What those who share kernels through the server know and others do not: kernels are programs, "
+    "so without it only measurements are shared.",
+    affects_code=False,
+)
+remote_cache_timeout_seconds: float = option(
+    0.5,
+    "Seconds the server may take for one answer; after two failures it is left alone for a minute.",
+    affects_code=False,
+    check=at_least(0),
+)
+cache_key_tag: str = option(
+    "", "Text that keeps measurements and kernels apart from others'.", affects_code=True
+)
+autotune_in_subproc: bool | None = option(
+    None,
+    "Time candidates for products in a process of its own: a crash or a hang costs the candidate; "
+    "none: those that are not of this package.",
     affects_code=False,
 )
 autotune_multi_device: bool = option(
     False,
-    "Accepted and ignored: candidates are timed on the card they are for.",
+    "Have `tilewright.tune` measure on every card, each in a process of its own.",
     affects_code=False,
+)
+autotune_rank_timeout_seconds: float = option(
+    60.0,
+    "Of ranks of a `torch.distributed` job one measures and the others take its choice; seconds "
+    "without a sign of it after which another one does.",
+    affects_code=False,
+    check=at_least(0),
 )
 max_autotune_subproc_result_timeout_seconds: float = option(
     60.0, "Seconds one candidate may take there.", affects_code=False, check=at_least(0)
@@ -265,10 +346,15 @@ precompilation_timeout_seconds: int = option(
 )
 pipeline_max_autotune_gemm: bool = option(
     False,
-    "Accepted and ignored: candidates are always built while others are timed.",
+    "Time candidates for products in one process beside the compiler, and fetch what it found when "
+    "it is needed.",
     affects_code=False,
 )
-autotune_fallback_to_aten: bool = option(False, "Accepted and ignored.", affects_code=False)
+autotune_fallback_to_aten: bool = option(
+    False,
+    "Accepted and ignored: the library is among the candidates, and taken where all others fail.",
+    affects_code=False,
+)
 epilogue_fusion: bool = option(
     True, "Let a product compute what is done to its result.", affects_code=True
 )
@@ -288,7 +374,11 @@ max_epilogue_benchmarked_choices: int = option(
 benchmark_fusion: bool = option(
     False, "Accepted and ignored: fusion is decided by the bytes it saves.", affects_code=True
 )
-benchmark_kernel: bool = option(False, "Accepted and ignored.", affects_code=True)
+benchmark_kernel: bool = option(
+    False,
+    "Accepted and ignored: kernels are timed by the tuner, and none is a program of its own.",
+    affects_code=True,
+)
 inductor_default_autotune_warmup: int = option(
     25, "Accepted and ignored: warming up ends when the times are steady.", affects_code=False
 )
@@ -298,10 +388,19 @@ inductor_default_autotune_rep: int = option(
 enable_caching_generated_triton_templates: bool = option(
     True, "Render the text of equal requests once.", affects_code=False
 )
+use_mixed_mm: bool = option(
+    True,
+    "Let a product convert an int8 operand where it reads it, where a provider can.",
+    affects_code=True,
+)
 shape_padding: bool = option(
     True,
-    "Let a product on a card be tried with operands copied to rows that start where it can load.",
+    "Let a product on a card be tried with operands copied to rows that start where it can load; "
+    "without max-autotune a model decides.",
     affects_code=True,
+)
+force_shape_pad: bool = option(
+    False, "Pad every product that `shape_padding` might, whatever it costs.", affects_code=True
 )
 deterministic: bool = option(
     False,
@@ -323,6 +422,43 @@ class Triton(Group):
         "Offer products whose operands the card fetches through tensor descriptors (sm_90 on). "
         "Off, they are offered where rows of the result start anywhere: libraries are slow there.",
         affects_code=True,
+    )
+    enable_template_tma_store: bool = option(
+        False,
+        "Accepted and ignored: templates store through pointers, so that an epilogue may write any "
+        "layout; descriptors are for operands.",
+        affects_code=False,
+    )
+    enable_epilogue_subtiling: bool = option(
+        False,
+        "Accepted and ignored: the result of a tile is stored as a whole.",
+        affects_code=False,
+    )
+    native_matmul: bool = option(
+        False,
+        "Accepted and ignored: a product is a library's call or a template, never a loop.",
+        affects_code=False,
+    )
+    num_decompose_k_splits: int = option(
+        10,
+        "0: templates do not split a long k among programs. Otherwise into how many is a parameter "
+        "of a configuration (`SPLIT_K`), and this number is not looked at.",
+        affects_code=True,
+        check=at_least(0),
+    )
+    decompose_k_threshold: int = option(
+        32,
+        "Accepted and ignored: whether a long k is split is decided by the model and by measuring.",
+        affects_code=False,
+        check=at_least(0),
+    )
+    autotune_cublasLt: bool = option(
+        True, "Offer the algorithms of cuBLASLt one by one.", affects_code=True
+    )
+    disallow_failing_autotune_kernels_TESTING_ONLY: bool = option(
+        False,
+        "A candidate that cannot be built, run or measured is an error and not a rejection.",
+        affects_code=False,
     )
     cudagraphs: bool = option(
         False, "Record the launches of a program in a CUDA graph and replay it.", affects_code=True
@@ -348,15 +484,121 @@ class Cuda(Group):
         affects_code=True,
     )
 
+    # CUTLASS; `cutlass.` means the same group.
+
+    version: str | None = option(
+        None,
+        "Toolkit that CUTLASS kernels are listed for (`13.0`); none: torch's, or else nvcc's.",
+        affects_code=True,
+    )
+    cuda_cxx: str | None = option(
+        None, "nvcc; none: `CUDACXX`, `CUDA_HOME`, then the PATH.", affects_code=True
+    )
+    cutlass_dir: str | None = option(
+        os.environ.get("TORCHINDUCTOR_CUTLASS_DIR"),
+        "A checkout of CUTLASS; none, or anything else: the `nvidia-cutlass` wheel.",
+        affects_code=True,
+    )
+    compile_opt_level: str = option(
+        "-O1",
+        "How far nvcc optimises CUTLASS kernels.",
+        affects_code=True,
+        choices=("-O0", "-O1", "-O2", "-O3", "-OS"),
+    )
+    enable_cuda_lto: bool = option(
+        False, "Keep what a linker optimises in CUTLASS kernels.", affects_code=True
+    )
+    enable_ptxas_info: bool = option(
+        False, "Have the assembler tell the registers of CUTLASS kernels.", affects_code=True
+    )
+    enable_debug_info: bool = option(
+        False, "Keep the lines of the source in CUTLASS kernels.", affects_code=True
+    )
+    use_fast_math: bool = option(
+        False, "Let nvcc take faster and less exact functions in epilogues.", affects_code=True
+    )
+    cutlass_max_profiling_configs: int | None = option(
+        None,
+        "Operations of CUTLASS that are offered for a product, by their names; none: those the "
+        "model of the card finds best, as many as the effort asks for.",
+        affects_code=True,
+        check=at_least(1),
+    )
+    cutlass_max_profiling_swizzle_options: str = option(
+        "1,2,4,8",
+        "Orders of tiles each of them is offered in; they share one binary. A list will do.",
+        affects_code=True,
+        check=Check(lambda t: bool(re.fullmatch(r"\d+(,\d+)*", t)), "numbers with commas"),
+    )
+    cutlass_epilogue_fusion_enabled: bool = option(
+        os.environ.get("CUTLASS_EPILOGUE_FUSION") == "1",
+        "Let CUTLASS kernels compute what is done to the product.",
+        affects_code=True,
+    )
+    cutlass_tma_only: bool = option(
+        False, "Offer only operations that store through tensor descriptors.", affects_code=True
+    )
+    cutlass_backend_min_gemm_size: int = option(
+        1, "Smallest m*n*k that CUTLASS is offered for.", affects_code=True
+    )
+    generate_test_runner: bool = option(
+        False, "Add a program that runs the kernel alone to its source.", affects_code=True
+    )
+    cutlass_op_allowlist_regex: str | None = option(
+        None, "Offer only operations with this in their names.", affects_code=True, check=REGEX
+    )
+    cutlass_op_denylist_regex: str | None = option(
+        None, "Offer no operation with this in its name.", affects_code=True, check=REGEX
+    )
+    cutlass_instantiation_level: str = option(
+        "0",
+        "How many operations CUTLASS lists, a digit for each kind of choice; 0: its own default. "
+        "Above `1111` there are millions.",
+        affects_code=True,
+    )
+    cutlass_hash_with_compile_cmd: bool = option(
+        False, "Keep binaries under the whole command that made them.", affects_code=True
+    )
+    cutlass_prescreening: bool = option(
+        True,
+        "No effect yet: few orders of tiles are tried at all, by `autotune_effort`.",
+        affects_code=True,
+    )
+    cutlass_enabled_ops: str = option(
+        "all",
+        "Products CUTLASS is offered for: `all`, or of `mm`, `addmm`, `bmm`, `int_mm`, "
+        "`scaled_mm`, `sparse_semi_structured_mm`, separated by commas, in any case.",
+        affects_code=True,
+    )
+    enable_caching_codegen: bool = option(
+        True, "Render the source of equal requests once.", affects_code=False
+    )
+    cutlass_dynamic_cluster_shape: str = option(
+        "2,1,1",
+        "No effect yet. Clusters of operations that leave it to the call (sm_100).",
+        affects_code=True,
+    )
+    cutlass_dynamic_cluster_fallback: str = option(
+        "2,1,1", "No effect yet. The same where so large a cluster does not fit.", affects_code=True
+    )
+
+
+# Threads beyond the cores only wait; a million of them do not fit in memory.
+MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
+
 
 class Cpp(Group):
     """C++ kernels for the CPU."""
 
     threads: int = option(
         -1,
-        "OpenMP threads of a kernel; -1: what `torch.get_num_threads()` says.",
+        "OpenMP threads of a kernel; -1: what `torch.get_num_threads()` says. A forked process has "
+        "one.",
         affects_code=True,
-        check=Check(lambda n: n == -1 or n > 0, "-1 or at least 1"),
+        check=Check(
+            lambda n: n == -1 or 0 < n <= MOST_THREADS,
+            f"-1 (as many as torch uses) or 1 to {MOST_THREADS} on this machine",
+        ),
     )
     simdlen: int | None = option(
         None,
@@ -384,9 +626,14 @@ class TestConfigs(Group):
         affects_code=True,
         check=REGEX,
     )
+    force_extern_kernel_in_multi_template: bool = option(
+        False,
+        "Choose among libraries' calls alone wherever there is one.",
+        affects_code=True,
+    )
     max_mm_configs: int | None = option(
         None,
-        "No effect yet. Most configurations a template may offer for one product.",
+        "Most configurations a template may offer for one product.",
         affects_code=True,
     )
 
@@ -407,7 +654,8 @@ _MODES: dict[str, dict[str, Value]] = {
     },
 }
 
-_registry = options.install(__name__)
+_registry = options.install(__name__, aliases={"cutlass": "cuda"})
+cutlass = cuda  # a newer name of the group
 
 
 def patch(
@@ -463,13 +711,16 @@ def table() -> str:
 
 
 def cache_root() -> Path:
-    """The folder of the artefact store, as the options and the environment have it now."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
+    """The folder of the artefact store, as the options and the environment have it now. Raises
+    `RuntimeError` where there is neither an option nor a home folder to say."""
+    given = _registry.get("cache_dir")
+    if given is not None:
+        return Path(str(given)).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tilewright"
 
 
 def debug_root() -> Path:
     """The folder that dumps go to."""
-    return Path(debug_dir).expanduser() if debug_dir is not None else Path("tilewright_debug")
+    given = _registry.get("debug_dir")
+    return Path(str(given)).expanduser() if given is not None else Path("tilewright_debug")

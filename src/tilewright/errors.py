@@ -40,19 +40,24 @@ class Site:
 
 
 def at_node(node: torch.fx.Node) -> Site:
-    """The site of an FX node, taken from the stack trace that dynamo recorded on it."""
-    trace = node.meta.get("stack_trace")
-    site = user_frame(trace) if isinstance(trace, str) else None
+    """The site of an FX node, taken from the stack trace that dynamo recorded on it. An argument
+    has none: where it is first used tells the user more than its name in the graph."""
     text = node.format_node() or str(node)
+    found = (_frame_of(n) for n in (node, *sorted(node.users)))
+    site = next((frame for frame in found if frame is not None), None)
     if site is None:
         return Site(text)
     return Site(text, site.file, site.line, site.function, site.source)
 
 
+def _frame_of(node: torch.fx.Node) -> Site | None:
+    trace = node.meta.get("stack_trace")
+    return user_frame(trace) if isinstance(trace, str) else None
+
+
 def location_of(node: torch.fx.Node) -> str:
     """The user's file and line of an FX node, empty where it is not known."""
-    trace = node.meta.get("stack_trace")
-    site = user_frame(trace) if isinstance(trace, str) else None
+    site = _frame_of(node)
     return "" if site is None else site.location
 
 

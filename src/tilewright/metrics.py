@@ -8,7 +8,8 @@ re-applies its recorded `Delta`, so the numbers do not depend on the state of th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 # Generated kernels only: library calls and fallbacks are not among them.
@@ -64,6 +65,7 @@ class Delta:
 
 # Counters of what this process measured and built, which a cached graph does not do again.
 _OF_THIS_PROCESS = ("select_algorithm_", "benchmarking.")
+_GROUPS_OF_THIS_PROCESS = frozenset({"store", "remote", "ranks", "serving"})
 
 
 def snapshot() -> Delta:
@@ -86,6 +88,7 @@ def delta(before: Delta) -> Delta:
     groups = {
         name: _added(group, before.counters.get(name, Counter()))
         for name, group in now.counters.items()
+        if name not in _GROUPS_OF_THIS_PROCESS
     }
     return Delta(
         generated_kernel_count=now.generated_kernel_count - before.generated_kernel_count,
@@ -117,6 +120,27 @@ def apply(change: Delta) -> None:
     fallback_ops.update(change.fallback_ops)
     for name, group in change.counters.items():
         counters[name].update(group)
+
+
+@contextmanager
+def unchanged() -> Generator[None, None, None]:
+    """What is compiled in the block to be looked at, and not to run, is not counted."""
+    global generated_kernel_count, num_bytes_accessed, num_bytes_moved
+    global ir_nodes, native_nodes, fallback_nodes
+    before, nodes = snapshot(), list(nodes_num_elem)
+    try:
+        yield
+    finally:
+        generated_kernel_count = before.generated_kernel_count
+        num_bytes_accessed, num_bytes_moved = before.num_bytes_accessed, before.num_bytes_moved
+        ir_nodes, native_nodes = before.ir_nodes, before.native_nodes
+        fallback_nodes = before.fallback_nodes
+        nodes_num_elem[:] = nodes
+        fallback_ops.clear()
+        fallback_ops.update(before.fallback_ops)
+        for name, group in counters.items():
+            group.clear()
+            group.update(before.counters.get(name, {}))
 
 
 def reset() -> None:

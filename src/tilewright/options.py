@@ -1,8 +1,11 @@
 """The machinery behind `tilewright.config`: declared, typed, documented, patchable options.
 
 `config.py` is the list of options and nothing else; this file turns that list into a module
-whose attributes are plain values to read, and are checked when set. Values live in the
-module's (or the group's) own `__dict__`, so reading one costs an ordinary attribute access.
+whose attributes are plain values to read, and are checked when set.
+
+An assignment (`config.debug = 1`) holds for the process: its value lives in the module's (or the
+group's) own `__dict__`. A patch holds for the context that entered it, so that one thread's options
+are never another's: its values are layers over those, in a `ContextVar`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ import logging
 import os
 import re
 import sys
-import threading
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 from tilewright.errors import InvalidOptionError, UnknownOptionError
+from tilewright.known_options import known
 
 Value = bool | int | float | str | None
 T = TypeVar("T")
@@ -73,9 +77,13 @@ class Option:
     def convert(self, value: object) -> Value:
         """The value as it is stored, or an InvalidOptionError."""
         if isinstance(value, str) and self.kind is bool:
-            value = _bool_from_text(value, value)  # a truthy string such as "1" acts as True
+            value = {"1": True, "0": False}.get(value, value)  # as environment variables have it
         if self.kind is float and type(value) is int:
             value = float(value)
+        if self.kind is str and isinstance(value, (list, tuple)):
+            parts = cast("list[object]", value)
+            if all(type(part) is int for part in parts):  # numbers, which text has with commas
+                value = ",".join(map(str, parts))
         allowed = type(value) is self.kind or (value is None and self.optional)
         if allowed and self.choices and value not in self.choices:
             allowed = False
@@ -191,13 +199,45 @@ def _missing(registry: Registry, leaf: str, name: str) -> AttributeError:
     return AttributeError(leaf) if leaf.startswith("__") else registry.unknown(name)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What a patch in force changes, and all that it and those around it have changed."""
+
+    owner: Patch
+    changes: Mapping[str, Value]
+    below: Layer | None
+    values: Mapping[str, Value]
+
+    @classmethod
+    def over(cls, below: Layer | None, owner: Patch, changes: Mapping[str, Value]) -> Layer:
+        return cls(owner, changes, below, {**(below.values if below else {}), **changes})
+
+
+class _Read:
+    """An option as an attribute: this context's value of it, or else the process's."""
+
+    def __init__(self, name: str, store: dict[str, Any], layer: ContextVar[Layer | None]) -> None:
+        self.name, self.leaf, self.store, self.layer = name, name.rpartition(".")[2], store, layer
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        layer = self.layer.get()
+        if layer is not None and self.name in layer.values:
+            return layer.values[self.name]
+        return self.store[self.leaf]
+
+    def __set__(self, instance: object, value: object) -> None:  # has it come before `__dict__`
+        raise AssertionError("options are set through their registry")
+
+
 class Registry:
     """Every option by dotted name, and where its value is kept."""
 
-    def __init__(self, module: types.ModuleType) -> None:
+    def __init__(self, module: types.ModuleType, aliases: Mapping[str, str]) -> None:
         self.options: dict[str, Option] = {}
+        self.layer: ContextVar[Layer | None] = ContextVar("tilewright_options", default=None)
+        self._aliases = dict(aliases)  # other names of groups
         self._stores: dict[str, dict[str, Any]] = {}
-        self._lock = threading.RLock()
+        self._told: set[str] = set()  # options without effect that were set
         self._collect("", module.__dict__, typing.get_type_hints(module), module.__dict__)
         for prefix, group in list(module.__dict__.items()):
             if isinstance(group, Group):
@@ -206,7 +246,16 @@ class Registry:
                 store["_prefix"] = prefix
                 declared = dict(vars(type(group)))
                 self._collect(prefix + ".", declared, typing.get_type_hints(type(group)), store)
+                for leaf, read in self.readers(prefix + "."):
+                    setattr(type(group), leaf, read)
         self._misspelt()
+
+    def readers(self, prefix: str) -> Iterator[tuple[str, _Read]]:
+        """The attributes of the class whose options have this prefix."""
+        for name, store in self._stores.items():
+            group, dot, leaf = name.rpartition(".")
+            if group + dot == prefix:
+                yield leaf, _Read(name, store, self.layer)
 
     def _misspelt(self) -> None:
         """Warn of environment variables that are nearly those of an option: others may have a
@@ -238,13 +287,31 @@ class Registry:
 
     def get(self, name: str) -> Value:
         self.find(name)
+        layer = self.layer.get()
+        if layer is not None and name in layer.values:
+            return layer.values[name]
         return self._stores[name][name.rpartition(".")[2]]
 
     def set(self, name: str, value: object) -> None:
-        self._store(name, self.find(name).convert(value))
+        """For the process; inside a patch of this option, until that ends."""
+        if self._without_effect(name):
+            return
+        found = self.find(name).convert(value)
+        layer = self.layer.get()
+        if layer is not None and name in layer.values:
+            self.layer.set(replace(layer, values={**layer.values, name: found}))
+        else:
+            self._stores[name][name.rpartition(".")[2]] = found
 
-    def _store(self, name: str, value: Value) -> None:
-        self._stores[name][name.rpartition(".")[2]] = value
+    def _without_effect(self, name: str) -> bool:
+        """Whether the name is the reference's, and changes nothing here: which is said, once."""
+        found = None if name in self.options else known(name)
+        if found is None or found.refused:
+            return False
+        if name not in self._told:
+            self._told.add(name)
+            log.warning("option %r has no effect: %s", name, found.why)
+        return True
 
     def find(self, name: str) -> Option:
         if name not in self.options:
@@ -252,9 +319,20 @@ class Registry:
         return self.options[name]
 
     def unknown(self, name: str) -> UnknownOptionError:
+        found = known(name)
+        if found is not None:
+            return UnknownOptionError(name, hint=found.why)
         nearest, valid = self.nearest(name), ", ".join(self.options)
-        hint = f"did you mean {nearest!r}? The options are: {valid}"
-        return UnknownOptionError(name, nearest=nearest, hint=hint)
+        near = f"did you mean {nearest!r}? " if self._is_near(name, nearest) else ""
+        return UnknownOptionError(name, nearest=nearest if near else "",
+                                  hint=f"{near}The options are: {valid}")  # fmt: skip
+
+    @staticmethod
+    def _is_near(name: str, valid: str) -> bool:
+        """Whether one may be a slip for the other: a hint that is far off misleads."""
+        leaves = name.rpartition(".")[2], valid.rpartition(".")[2]
+        pairs = (name, valid), leaves
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs) >= 0.75
 
     def nearest(self, name: str) -> str:
         """The valid name most like `name`; a right leaf in the wrong group counts as close."""
@@ -268,16 +346,14 @@ class Registry:
 
     def checked(self, changes: Mapping[str, object]) -> dict[str, Value]:
         """The changes with names and values checked and converted."""
-        named = {name.replace("-", "_"): value for name, value in changes.items()}
-        return {name: self.find(name).convert(value) for name, value in named.items()}
+        named = {self._spelt(name): value for name, value in changes.items()}
+        return {name: self.find(name).convert(value) for name, value in named.items()
+                if not self._without_effect(name)}  # fmt: skip
 
-    def exchange(self, values: Mapping[str, Value]) -> dict[str, Value]:
-        """Store checked values, and return those they replace."""
-        with self._lock:
-            before = {name: self.get(name) for name in values}
-            for name, value in values.items():
-                self._store(name, value)
-        return before
+    def _spelt(self, name: str) -> str:
+        """The name as it is declared."""
+        group, dot, leaf = name.replace("-", "_").rpartition(".")
+        return f"{self._aliases.get(group, group)}{dot}{leaf}"
 
 
 def _describe(hint: Any) -> tuple[type, bool, tuple[Value, ...]]:
@@ -297,21 +373,40 @@ def _describe(hint: Any) -> tuple[type, bool, tuple[Value, ...]]:
 class Patch(contextlib.ContextDecorator):
     """Options changed for a while: a context manager, and a decorator of functions.
 
-    The values are seen by every thread, because a backward graph may be compiled in another
-    thread than the one that entered the patch.
+    The values are seen by the context that entered the patch alone. What is compiled later, perhaps
+    in another thread (a backward graph), is given the options it is to have as a snapshot.
     """
 
     def __init__(self, registry: Registry, changes: Mapping[str, object]) -> None:
         self._registry = registry
         self._changes = registry.checked(changes)
-        # A decorated function may call itself, so one patch may be entered more than once.
-        self._saved: list[dict[str, Value]] = []
+
+    def __call__(self, func: Any) -> Any:
+        """A function, or the tests of a class."""
+        if not isinstance(func, type):
+            return super().__call__(func)
+        for name, member in list(vars(func).items()):
+            if name.startswith("test") and callable(member):
+                setattr(func, name, super().__call__(member))
+        return func
 
     def __enter__(self) -> None:
-        self._saved.append(self._registry.exchange(self._changes))
+        layer = self._registry.layer
+        layer.set(Layer.over(layer.get(), self, self._changes))
 
     def __exit__(self, *_: object) -> None:
-        self._registry.exchange(self._saved.pop())
+        layer = self._registry.layer
+        top = layer.get()
+        layer.set(top.below if top is not None and top.owner is self else _without(top, self))
+
+
+def _without(layer: Layer | None, owner: Patch) -> Layer | None:
+    """The layers but for the last one of a patch that ends before those entered after it."""
+    if layer is None:
+        return None
+    if layer.owner is owner:
+        return layer.below
+    return Layer.over(_without(layer.below, owner), layer.owner, layer.changes)
 
 
 def patch_of(
@@ -353,10 +448,10 @@ def markdown(registry: Registry) -> Iterator[str]:
         yield ""
 
 
-def install(module_name: str) -> Registry:
+def install(module_name: str, aliases: Mapping[str, str] | None = None) -> Registry:
     """Turn the declarations of a module into live options, and return their registry."""
     module = sys.modules[module_name]
-    registry = Registry(module)
+    registry = Registry(module, aliases or {})
     module.__dict__["_registry"] = registry
-    module.__class__ = ConfigModule
+    module.__class__ = type("ConfigModule", (ConfigModule,), dict(registry.readers("")))
     return registry

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx
 
-from tilewright import config, dump, metrics
+from tilewright import config, dump, metrics, report
+from tilewright.attention import choose as attention
 from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import generate as triton
 from tilewright.codegen.triton.alike import Kernels, told_once
 from tilewright.codegen.triton.epilogue import with_epilogues
-from tilewright.errors import stage
+from tilewright.errors import CodegenError, ScheduleError, TilewrightError, VerifyError, stage
+from tilewright.gemm import choose as choices
 from tilewright.gemm import provider
 from tilewright.gemm.choose import Implementation, choose
 from tilewright.gemm.provider import Argument
+from tilewright.graph.attention import prune
 from tilewright.graph.batch import batch
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.distinct import store_distinct
 from tilewright.graph.gradients import one_by_one
 from tilewright.graph.layout import channels_last, eager_strides
 from tilewright.graph.picked import compared
+from tilewright.graph.points import as_products
 from tilewright.graph.simplify import simplify
 from tilewright.graph.user_kernels import Launch
-from tilewright.host import artifact, cudagraphs, kernels, user_kernels
+from tilewright.host import artifact, body, cudagraphs, kernels, user_kernels
 from tilewright.host.artifact import Artifact, Source
 from tilewright.host.program import HostProgram, KernelCall, assemble
+from tilewright.host.verify import fault
 from tilewright.ir.program import Program
 from tilewright.ir.verify import verify
 from tilewright.lower.graph import lower
 from tilewright.runtime.user_kernel import UserSource
+from tilewright.schedule.carve import Limits
 from tilewright.schedule.group import Group
 from tilewright.schedule.plan import Grouping, Schedule, arranged, planned
+from tilewright.schedule.traffic import traffic
 from tilewright.target import Target
 
 log = logging.getLogger("tilewright.generate")
@@ -44,6 +53,9 @@ log = logging.getLogger("tilewright.generate")
 Compiled = Callable[[list[Any]], Any]
 
 GENERATED = frozenset({"cpu", "cuda"})  # devices we write kernels for
+FAULTS = (TilewrightError, VerifyError, ScheduleError, CodegenError)
+"""What a fault of ours raises, these classes themselves: others derived from them are meant for the
+user."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +70,51 @@ class Origin:
 def compile_graph(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> Compiled:
     """A functional ATen graph with fake values on its nodes, as a callable program."""
     start = time.perf_counter()
+    dump.graph(gm)
     name = artifact.key(gm, boundary)
     found = artifact.find(name) if name is not None else None
     cached = found is not None
     if found is None:
         metrics.cache_misses += 1
-        before = metrics.snapshot()
+        if name is not None and (why := artifact.difference(name)):
+            metrics.counters["graph_cache"][f"missed: {why}"] += 1
+            log.info("a graph that was compiled before is not found: %s", why)
+        before, mark = metrics.snapshot(), choices.mark()
         found = build(gm, boundary)
         found.counted = metrics.delta(before)
+        found.decisions = choices.since(mark)
         if name is not None and found.complete:
             artifact.keep(name, found)
-    origin = Origin(name, found.constants(gm), artifact.locations(gm))
+    constants = found.constants(gm)
+    constants |= {body: _body(constants[body]) for body in found.host.bodies}
+    origin = Origin(name, constants, artifact.locations(gm))
     return _loaded(found, origin, cached, start)
+
+
+def _body(gm: torch.fx.GraphModule) -> Any:
+    """A graph that an operator of the program calls, compiled once for all who refer to it; as it
+    is where that cannot be, with the reason in `metrics.counters["control"]`."""
+    name = artifact.key(gm)
+    found = _bodies.get(name) if name is not None else getattr(gm, "_compiled_body", None)
+    if found is not None:
+        metrics.counters["control"]["bodies shared"] += 1
+        return found
+    graph, single = body.as_tuple(gm)
+    try:
+        made = body.Body(compile_graph(graph), single, body.layouts(graph))
+    except Exception as why:  # eager runs any body
+        metrics.counters["control"][f"a body left to eager: {type(why).__name__}: {why}"] += 1
+        log.warning("a body of control flow is left to eager: %s: %s", type(why).__name__, why)
+        return gm
+    metrics.counters["control"]["bodies compiled"] += 1
+    if name is not None:
+        _bodies[name] = made
+    else:
+        gm._compiled_body = made  # type: ignore[assignment]
+    return made
+
+
+_bodies: weakref.WeakValueDictionary[str, body.Body] = weakref.WeakValueDictionary()
 
 
 def load_graph(origin: Origin) -> Compiled | None:
@@ -79,13 +124,22 @@ def load_graph(origin: Origin) -> Compiled | None:
     return None if found is None else _loaded(found, origin, cached=True, start=start)
 
 
+def load_artifact(found: Artifact, origin: Origin) -> Compiled:
+    """The program of an artefact that somebody kept elsewhere."""
+    return _loaded(found, origin, cached=True, start=time.perf_counter())
+
+
 def _loaded(found: Artifact, origin: Origin, cached: bool, start: float) -> Compiled:
     if cached:
         metrics.cache_hits += 1
         metrics.apply(found.counted)
+        for decision in found.decisions:
+            choices.decided(decision)
+        dump.decided_before(found.groups, found.decisions)
+    dump.reasons(found.groups, found.decisions)
     with stage("build"):
         compiled = found.load(origin.constants, origin.locations)
-    compiled.origin = origin  # type: ignore[attr-defined]
+    compiled.origin, compiled.artifact = origin, found  # type: ignore[attr-defined]
     dump.code(found.text(origin.locations), found.kernels)
     seconds = time.perf_counter() - start
     metrics.compile_seconds += seconds
@@ -94,8 +148,40 @@ def _loaded(found: Artifact, origin: Origin, cached: bool, start: float) -> Comp
 
 
 def build(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> Artifact:
-    """Every stage, from a graph to sources under construction."""
-    return write(decide(gm, boundary))
+    """Every stage, from a graph to sources under construction.
+
+    A program that turns out not to be sound is a fault of ours, and costs speed alone: its products
+    are the library's, and if that does not help either, the graph is run node by node.
+    """
+    limits = told_once(_cannot)
+    groups = grouped(gm, boundary, limits=limits)
+    faults: list[TilewrightError] = []
+    for chooses in (True, False):
+        try:
+            found = write(finished(groups, boundary, limits, chooses))
+            break
+        except FAULTS as why:
+            if config.verify_ir or type(why) not in FAULTS:
+                raise
+            faults.append(why)
+    else:
+        found = artifact.node_by_node(gm)
+    if faults:
+        found.complete = False  # not kept: what mends the fault mends the program
+        _report(faults)
+    return found
+
+
+def _report(faults: Sequence[TilewrightError]) -> None:
+    """Once, what was wrong and what is done instead."""
+    metrics.counters["host"][f"not sound: {faults[0].message}"] += 1
+    instead = "the library computes its products" if len(faults) == 1 else "torch runs its graph"
+    log.warning(
+        "a program is not sound, so %s: %s. This is a fault of tilewright, not of your program, "
+        "whose results are right; please report it with what TILEWRIGHT_VERIFY_IR=1 raises",
+        instead,
+        faults[0].message,
+    )
 
 
 def write(plan: Schedule) -> Artifact:
@@ -107,10 +193,14 @@ def write(plan: Schedule) -> Artifact:
     sources = {call.name: source for call, source in filter(None, made)}
     found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
     found.complete = plan.complete
+    found.groups = str(report.graph("graph", plan))
 
     with stage("assemble"):
         calls = [None if m is None else m[0] for m in made]
         found.host = assemble(plan.program, plan.steps, calls)
+        reason = fault(plan.program, plan.steps, calls, found.text({}), found.names)
+        if reason:
+            raise VerifyError(reason)
         if config.triton.cudagraphs:
             found.replay = cudagraphs.facts(plan.program, plan.steps)
     return found
@@ -122,13 +212,24 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
 
     The graph is simplified in place.
     """
+    limits = told_once(_cannot)
+    return finished(grouped(gm, boundary, devices, limits), boundary, limits)
+
+
+def grouped(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
+            devices: frozenset[str] = GENERATED, limits: Limits | None = None
+            ) -> Grouping:  # fmt: skip
+    """The stages before products are chosen for. The graph is simplified in place."""
     dump.stage("graph", gm)
 
     with stage("graph"):
         return_arguments(gm, boundary)
+        prune(gm.graph)
         eager_strides(gm.graph)
         simplify(gm)
-        batch(gm)
+        if config.conv_1x1_as_mm:
+            as_products(gm)
+        batch(gm, lambda found: _bytes_of(found, boundary, devices))
         if boundary.role == "inference" and config.layout_optimization:
             channels_last(gm.graph)
         if boundary.role == "inference":  # a joint graph's are stored before it is parted
@@ -147,17 +248,32 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
     dump.stage("lowered", program)
 
     with stage("schedule"):
-        limits = told_once(_cannot)
-        groups: Grouping = arranged(program, limits)
+        return arranged(program, limits)
 
+
+def finished(groups: Grouping, boundary: Boundary, limits: Limits | None,
+             chooses: bool = True) -> Schedule:  # fmt: skip
+    """The stages after grouping. Unless it `chooses`, products are the library's."""
     with stage("choose"):
-        chosen = choose(groups.program, groups.groups, _loop_kernel)
-        groups = Grouping(groups.program, chosen.groups, chosen.complete)
+        if chooses:
+            chosen = choose(groups.program, groups.groups, _loop_kernel)
+            groups = Grouping(groups.program, chosen.groups, chosen.complete)
+        picked = attention.choose(groups.program, groups.groups)
+        groups = Grouping(groups.program, picked, groups.complete)
 
     with stage("schedule"):
         plan: Schedule = planned(groups, boundary.role == "backward", limits)
     dump.stage("scheduled", plan)
     return plan
+
+
+def _bytes_of(gm: torch.fx.GraphModule, boundary: Boundary, devices: frozenset[str]) -> int:
+    """What a graph would move as it is, before products are chosen."""
+    with metrics.unchanged():
+        looked_at = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        program = lower(looked_at, devices, boundary.donated)
+        groups = arranged(program, told_once(_cannot))
+        return sum(found.accessed for found in traffic(groups.program, groups.groups))
 
 
 def _begun(made: tuple[KernelCall, Source] | None) -> tuple[KernelCall, Source] | None:
@@ -174,7 +290,7 @@ def _generate(program: Program, group: Group, k: int, alike: Kernels
         match group.call.target:
             case Launch():
                 return user_kernels.user_kernel(program, group.call)
-            case Implementation() as chosen:
+            case Implementation() | attention.Implementation() as chosen:
                 return kernels.chosen(program, chosen, k)
             case _:
                 return None

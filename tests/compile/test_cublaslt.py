@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.compile import fake_cublaslt
 from tests.compile.fake_cublaslt import Fake
 from tests.problems import Case, case, fused, linear, numbers, whole
+from tilewright import config
 from tilewright.gemm import cublaslt as provider
 from tilewright.gemm.cublaslt import CublasLt, LtCandidate, LtSource
 from tilewright.gemm.problem import GemmProblem, loops, plain, takes_tf32
@@ -265,6 +266,8 @@ def test_reasons(fake: Fake) -> None:
     assert "cannot add" in said(case("addmm", a, b, c, torch.randn(4, 1)).problem)
     assert "another dtype" in said(case("addmm", a, b, c, row.double()).problem)
     assert "on NVIDIA cards" in LT.supports(replace(p, target=Target("x86_64")))
+    with config.patch({"triton.autotune_cublasLt": False}):
+        assert LT.supports(p) == "triton.autotune_cublasLt is off"
 
 
 def test_large_strides_are_refused(fake: Fake) -> None:

@@ -70,13 +70,39 @@ def test_a_configuration_that_is_said_to_exceed_does(bias: bool, dtype: torch.dt
     made = problem("addmm" if bias else "mm", a, b, bias=meta(512, dtype=dtype) if bias else None)
     template = TritonTemplate.all_templates["mm"]
     fits = GemmConfig(128, 128, 64 if dtype == torch.bfloat16 else 32, 4, 8)
-    exceeding = GemmConfig(256, 256, 128, 4, 8)
-    assert "shared memory" in heuristics.exceeds(made.problem, exceeding)
+    exceeding = replace(fits, num_stages=5, block_k=2 * fits.block_k)
     assert heuristics.exceeds(made.problem, fits) == ""
-    candidate = TritonCandidate(made.problem, template, fits, "triton_mm_0", 0.0)
-    found = compiled(candidate)
-    estimate = heuristics.get_shared_memory_estimation(made.problem, fits, epilogue=True)
-    assert found["shared"] <= estimate
+    assert "shared memory" in heuristics.exceeds(made.problem, exceeding)
+    for c in (fits, exceeding):
+        needed = compiled(TritonCandidate(made.problem, template, c, "triton_mm_0", 0.0))["shared"]
+        estimate = heuristics.get_shared_memory_estimation(made.problem, c, epilogue=True)
+        stage = dtype.itemsize * (c.block_m + c.block_n) * c.block_k
+        assert stage * (c.num_stages - 1) <= needed <= estimate
+        assert (needed > made.problem.target.shared_memory) == (c is exceeding)
+
+
+MANY = [GemmConfig(m, n, k, stages, 8) for m in (64, 128, 256) for n in (64, 128, 256)
+        for k in (64, 128, 256) if 192 < m + n + k < 512 for stages in (4, 5)]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ma_o9_o10_what_is_said_of_shared_memory_is_true(
+    bias: bool, dtype: torch.dtype, transposed: bool
+) -> None:
+    """All configurations of the specification: none needs more than is said of it, so what fits by
+    the estimate fits."""
+    a, b = meta(512, 512, dtype=dtype), meta(512, 512, dtype=dtype)
+    a, b = (a.t(), b.t()) if transposed else (a, b)
+    made = problem("addmm" if bias else "mm", a, b, bias=meta(512, dtype=dtype) if bias else None)
+    template = TritonTemplate.all_templates["mm"]
+    for c in MANY:
+        needed = compiled(TritonCandidate(made.problem, template, c, "triton_mm_0", 0.0))["shared"]
+        assert needed <= heuristics.get_shared_memory_estimation(made.problem, c, epilogue=True)
+        if not heuristics.exceeds(made.problem, c):
+            assert needed <= made.problem.target.shared_memory
 
 
 def test_decoding() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -217,6 +218,7 @@ def test_chain_with_two_results(template: str, c: GemmConfig, rows: int, keeps: 
     interpret(made, kernel)
     rounded = product(a, b).half().double()
     torch.testing.assert_close(kept.double(), rounded.relu(), atol=1e-2, rtol=2e-3)
+    assert torch.equal(kept, kept.half().float()), "not rounded before the epilogue reads it"
     expected = rounded.relu() * column.double() + residual.double()
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-3)
     if keeps:
@@ -233,6 +235,21 @@ def test_epilogue_of_a_batch_with_bias() -> None:
     expected = torch.baddbmm(bias.double(), a.double(), b.double()).relu()
     close(made, expected, "kept", 1e-4)
     close(made, expected * column.double() + residual.double(), "out", 2e-3)
+
+
+def test_an_epilogue_that_stores_where_a_mask_holds() -> None:
+    """Elsewhere memory stays as it was."""
+    a, b, out = torch.randn(20, 30), torch.randn(30, 40), torch.full((20, 40), 7.0)
+    made = problem("mm", a, b, keeps=False,
+                   epilogue=lambda b, c: {"out": (out, op("mul", c, number(2.0)))})  # fmt: skip
+    (store,) = made.problem.epilogue
+    below = op("lt", made.problem.n, const(25))
+    masked = replace(made, problem=replace(made.problem, epilogue=(replace(store, mask=below),)))
+    interpret(masked, kernel_of(masked))
+    torch.testing.assert_close(
+        out[:, :25].double(), 2 * product(a, b)[:, :25], atol=1e-3, rtol=1e-3
+    )
+    assert (out[:, 25:] == 7.0).all()
 
 
 def test_epilogue_of_dynamic_sizes() -> None:
@@ -272,8 +289,6 @@ def test_prologues_and_epilogue_of_two_products() -> None:
 
 
 def test_what_cannot_be_fused_is_said() -> None:
-    from dataclasses import replace
-
     from tilewright.ir.build import reduce
     from tilewright.ir.program import Store
 

@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from tests.compile.as_cuda import as_cuda
 from tests.problems import case
+from tests.products import problem
+from tests.programs import compiled
+from tilewright import config, metrics
 from tilewright.gemm import padded
 from tilewright.gemm.padded import PaddedCall
+from tilewright.gemm.problem import GemmProblem
 from tilewright.runtime import triton_worker
 from tilewright.runtime.interpret import Interpreted
 from tilewright.runtime.triton_build import TritonSource
+from tilewright.target import Target
+from tilewright.testing import fresh_cache
 
 
 def through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -68,6 +76,147 @@ def test_what_is_aligned_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     call(*(memory[name] for name in call.names))
     torch.testing.assert_close(out, a @ b, atol=0.02, rtol=0.01)
     assert launches == [2], "the library writes the result where it belongs"
+
+
+@pytest.mark.parametrize("bias", [(35,), (19, 35), (1, 35)])
+@pytest.mark.parametrize("left", ["rows", "columns"])
+def test_what_is_added_is_padded_too(monkeypatch: pytest.MonkeyPatch, bias: tuple[int, ...],
+                                     left: str) -> None:  # fmt: skip
+    through_the_kernel(monkeypatch)
+    a = torch.randn(19, 21) if left == "rows" else torch.randn(21, 19).mT
+    b, c = torch.randn(21, 35), torch.randn(bias)
+    made = problem("addmm", a.half(), b.half(), bias=c.half(), alpha=0.5, beta=2.0)
+    kernel = padded.PaddedCandidate(made.problem).kernel()
+    kernel.source(*(made.tensors[name] for _, name in kernel.arguments))
+    expected = torch.addmm(c.half().float(), a.half().float(), b.half().float(), alpha=0.5, beta=2)
+    torch.testing.assert_close(made.tensors["c"].view(19, 35).float(), expected, atol=0.02,
+                               rtol=0.01)  # fmt: skip
+
+
+def test_a_column_that_is_added_is_left_to_the_library() -> None:
+    a, b, c = (torch.randn(shape).half() for shape in ((19, 21), (21, 35), (19, 1)))
+    assert not padded.is_misaligned(problem("addmm", a, b, bias=c).problem)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_batch_with_something_added(monkeypatch: pytest.MonkeyPatch, beta: float) -> None:
+    through_the_kernel(monkeypatch)
+    a, b, c = torch.randn(2, 5, 21), torch.randn(2, 21, 35), torch.randn(2, 1, 35)
+    made = problem("baddbmm", a.half(), b.half(), bias=c.half(), alpha=2.0, beta=beta)
+    kernel = padded.PaddedCandidate(made.problem).kernel()
+    kernel.source(*(made.tensors[name] for _, name in kernel.arguments))
+    expected = torch.baddbmm(c.half().float(), a.half().float(), b.half().float(), alpha=2,
+                             beta=beta)  # fmt: skip
+    torch.testing.assert_close(made.tensors["c"].view(2, 5, 35).float(), expected, atol=0.04,
+                               rtol=0.01)  # fmt: skip
+
+
+def test_constants_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = through_the_kernel(monkeypatch)
+    for k in range(3):
+        a, weight = torch.randn(16, 24).half(), torch.randn(24, 35).half()
+        made = problem("mm", a, weight)
+        source: Any = padded.PaddedCandidate(made.problem, constant=("x1",)).kernel().source
+        launches.clear()
+        for _ in range(2):
+            given = {**made.tensors, "x0": torch.randn(16, 24).half()}
+            source(*(given[name] for name in source.names))
+            found = given["c"].view(16, 35)
+            torch.testing.assert_close(found, given["x0"] @ weight, atol=0.02, rtol=0.01)
+        assert launches == [1, 1, 1], (k, "the weights once, and each result")
+
+
+# ---- the model
+
+
+def meta(op: Any, a: tuple[int, int], b: tuple[int, int], layout: str = "nn",
+         dtype: torch.dtype = torch.bfloat16, arch: str = "sm_90") -> GemmProblem:  # fmt: skip
+    with torch.device("meta"):
+        left = (
+            torch.empty(a, dtype=dtype)
+            if layout[0] == "n"
+            else torch.empty(a[::-1], dtype=dtype).mT
+        )
+        right = (
+            torch.empty(b, dtype=dtype)
+            if layout[1] == "n"
+            else torch.empty(b[::-1], dtype=dtype).mT
+        )
+        return problem(op, left, right, target=Target(arch)).problem
+
+
+VOCABULARY = {
+    "logits": meta("mm", (8192, 768), (768, 50257), "nt"),
+    "gradient of what is multiplied": meta("mm", (8192, 50257), (50257, 768)),
+    "gradient of the weights": meta("mm", (50257, 8192), (8192, 768), "tn"),
+    "its transpose": meta("mm", (768, 8192), (8192, 50257), "tn"),
+}
+
+
+@pytest.mark.parametrize("name", VOCABULARY)
+def test_products_with_a_vocabulary_of_50257_are_padded(name: str) -> None:
+    """Without measuring too, forward and backward: their rows are twice as fast and more."""
+    found = padded.preferred(VOCABULARY[name])
+    assert found is not None and found.name == "padded_mm"
+    assert 2 * found.estimate < padded.unaligned(VOCABULARY[name])
+    assert padded.offered(VOCABULARY[name]) == [padded.PaddedCandidate(VOCABULARY[name])]
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (meta("mm", (8192, 768), (768, 50304), "nt"), "all rows are aligned"),
+        (meta("mm", (1, 768), (768, 50257), "nt"), "memory is the limit"),
+        (meta("mm", (16, 4095), (4095, 4096)), "memory is the limit"),
+        (meta("mm", (100, 101), (101, 102)), "it is too small"),
+        (meta("mm", (8192, 768), (768, 50257), "nt", torch.float32), "no matrix units are used"),
+    ],
+)
+def test_products_that_are_left_alone(made: GemmProblem, why: str) -> None:
+    assert padded.preferred(made) is None, why
+
+
+def test_options_of_padding() -> None:
+    """MA-A9, MA-K16: `force_shape_pad` asks no model, `shape_padding` switches all off."""
+    slow = meta("mm", (16, 4095), (4095, 4096))
+    with config.patch({"force_shape_pad": True}):
+        assert padded.preferred(slow) is not None
+        assert padded.preferred(meta("mm", (8192, 768), (768, 50304))) is None
+    with config.patch({"shape_padding": False, "force_shape_pad": True}):
+        assert padded.preferred(slow) is None and padded.offered(slow) == []
+
+
+def test_a_constant_costs_no_copy() -> None:
+    made = VOCABULARY["logits"]
+    free = padded.PaddedCandidate(made, constant=("x1",)).estimate
+    assert padded.PaddedCandidate(made).estimate - free > 2 * 768 * 50257 * 2 / 4e6
+
+
+# ---- whole programs
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_head_with_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    """In default mode forward and both gradients are padded, and nothing is fused away."""
+    monkeypatch.setattr(padded, "WORTH", 1)
+    monkeypatch.setattr(padded, "GAIN", 0.0)
+
+    def head(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, w).float(), targets)
+
+    with as_cuda(), fresh_cache():
+        call = compiled(head, dynamic=dynamic)
+        for rows in (24, 40) if dynamic else (24,):
+            x, w = torch.randn(rows, 16).bfloat16(), torch.randn(37, 16).bfloat16()
+            targets = torch.randint(0, 37, (rows,))
+            mine, theirs = ([t.clone().requires_grad_() for t in (x, w)] for _ in range(2))
+            found, expected = call(*mine, targets), head(*theirs, targets)
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+            found.backward()
+            expected.backward()
+            for a, b in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=2e-2)
+    assert metrics.counters["gemm"]["padded_mm by the model"] == 3
 
 
 def ptx(source: TritonSource) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.products import Made, interpret, problem
+from tests.products import Made, interpret, problem, programs
 from tilewright import config, metrics
 from tilewright.gemm.heuristics import GemmConfig
 from tilewright.gemm.provider import Kernel
 from tilewright.gemm.templates import TritonTemplate
 from tilewright.gemm.triton import TritonCandidate, TritonProvider
+from tilewright.runtime.triton_build import TritonSource
 from tilewright.target import Target
 
 PROVIDER = TritonProvider()
@@ -132,6 +133,30 @@ def test_baddbmm() -> None:
     made = problem("baddbmm", a, b, bias=c)
     ran(made, "bmm")
     close(made, torch.baddbmm(c.double(), a.double(), b.double()))
+
+
+def test_ma_b14_a_batch_beyond_the_second_dimension_of_a_grid() -> None:
+    """Programs are counted along the first dimension of a grid alone, which takes 2**31 of them:
+    nothing has to be divided where a batch is larger than 65 535, and none are left over."""
+    batch = 65_536 + 3
+    a, b = (torch.empty(batch, n, k, device="meta") for n, k in ((20, 8), (8, 40)))
+    made = problem("bmm", a, b)
+    kernel = kernel_of(made, "bmm", SMALL)
+    source = kernel.source
+    assert isinstance(source, TritonSource)
+    assert programs(made, source) == batch * 2 * 2  # blocks of 16 by 32 in 20 by 40
+    text = source.text
+    assert "program_id(0)" in text and "program_id(1)" not in text and "program_id(2)" not in text
+
+
+@pytest.mark.parametrize("sizes", [(7, 20, 8, 40), (3, 1, 5, 1)])
+def test_ma_b14_every_batch_is_computed(sizes: tuple[int, int, int, int]) -> None:
+    batch, m, k, n = sizes
+    a, b = torch.randn(batch, m, k), torch.randn(batch, k, n)
+    made = problem("bmm", a, b)
+    made.tensors["c"].fill_(torch.nan)
+    ran(made, "bmm")
+    close(made, torch.bmm(a.double(), b.double()), tolerance=1e-4)
 
 
 def test_bmm_into_a_wider_type() -> None:
@@ -274,10 +299,23 @@ def test_empty_products(sizes: tuple[int, int, int]) -> None:
     close(made, torch.zeros(m, n, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("sizes", [(0, 24, 40), (20, 0, 40), (20, 24, 0)])
+def test_ma_i1_empty_sums_of_products(sizes: tuple[int, int, int]) -> None:
+    """Where a size turns out to be zero: nothing is written, or zeros are."""
+    m, k, n = sizes
+    a, b, c, d = (torch.randn(s) for s in ((m, k), (k, n)) * 2)
+    made = problem("mm_plus_mm", a, b, c, d, dynamic=(m, n, k))
+    made.tensors["c"].fill_(torch.nan)
+    ran(made, "mm_plus_mm")
+    close(made, torch.zeros(m, n, dtype=torch.float64))
+
+
 def test_nothing_is_offered_for_a_result_known_to_be_empty() -> None:
     """MA-I4."""
-    made = problem("mm", torch.randn(0, 10), torch.randn(10, 100))
-    assert PROVIDER.supports(made.problem) == "the result is empty"
+    for op in ("mm", "mm_plus_mm"):
+        given = [torch.randn(0, 10), torch.randn(10, 100)] * (1 + (op != "mm"))
+        made = problem(op, *given)
+        assert PROVIDER.supports(made.problem) == "the result is empty"
 
 
 # ---- names, keys, and rendering once
@@ -308,7 +346,7 @@ def test_even_k_is_proven(k: int, dynamic: bool) -> None:
 
 
 def test_a_request_is_rendered_once() -> None:
-    """MA-L7, MA-L13: two equal products, four configurations."""
+    """MA-L7: two equal products, four configurations."""
     from tilewright import caches
 
     caches.clear()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewright.tune import clock, race, select
+from tilewright.tune import clock, purse, race, select
 from tilewright.tune.results import Subject
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ class FakeTime:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.now = 0.0
-        for module in (select, race):
+        for module in (select, race, purse):
             monkeypatch.setattr(module, "time", self)
 
     def perf_counter(self) -> float:

@@ -99,7 +99,8 @@ def main() -> None:
 
         subprocess.Popen.__init__ = start  # type: ignore[method-assign]
     options = {"max_autotune_gemm_backends": "CPP,SLOW", "max_autotune": True,
-               "autotune_effort": "max", "test_configs.max_mm_configs": 2}  # fmt: skip
+               "autotune_in_subproc": False, "autotune_effort": "max",
+               "test_configs.max_mm_configs": 2}  # fmt: skip
     x, y = torch.randn(33, 20), torch.randn(20, 24)
     torch.testing.assert_close(compiled(torch.mm, options=options)(x, y), x @ y)
     count = metrics.counters["inductor"]["benchmarking.Benchmarker.benchmark_cpu"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +119,8 @@ def test_debug_levels_write_every_stage(tmp_path: Path) -> None:
     with fresh_cache(), config.patch(debug=4, debug_dir=str(tmp_path)):
         compiled()(torch.randn(6, 5))
     names = {file.stem.split("_", 1)[1] for file in tmp_path.rglob("*") if file.is_file()}
-    assert {"graph", "simplified", "lowered", "scheduled", "host", "kernels"} <= names
+    assert {"graph", "simplified", "lowered", "scheduled", "host"} <= names
+    assert any(name.startswith("cpp_fused_mul__softmax_add") for name in names)
 
 
 def test_the_first_levels_print_a_line_per_graph_and_the_groups(
@@ -128,7 +130,8 @@ def test_the_first_levels_print_a_line_per_graph_and_the_groups(
         torch.compile(lambda x: (x @ x).exp().sum(0), backend="tilewright")(torch.randn(6, 6))
     shown = capsys.readouterr().err
     assert "tilewright: 1 kernels for 2 nodes, 1 ATen calls (aten.mm.default x1)" in shown
-    assert "group 0" in shown and "group 1" in shown
+    assert re.search(r"^ +0 call .* mm ", shown, re.M)
+    assert re.search(r"^ +1 kernel .* exp", shown, re.M)
 
 
 def test_a_compiled_frame_has_no_events_for_profilers() -> None:

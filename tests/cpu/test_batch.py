@@ -109,12 +109,32 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     ids=str,
 )
 def test_gb_03_pointwise_ops_are_stacked_and_computed_once(name: str, dtype: torch.dtype) -> None:
-    def function(*given: Tensor) -> list[Tensor]:
-        return [POINTWISE[name](x.sum(1)) for x in given]
+    """Between products, whose operands and results are in memory anyway."""
 
+    def function(v: Tensor, w: Tensor, *given: Tensor) -> list[Tensor]:
+        return [POINTWISE[name](x @ v) @ w for x in given]
+
+    given = [leaf(6, 16, dtype=dtype) for _ in range(4)]
+    error = 2e-2 if dtype == torch.bfloat16 else 1e-4
     with config.patch(batch_fusion="pointwise"):
-        check(function, *(leaf(6, 3, dtype=dtype) for _ in range(4)))
+        check(function, leaf(16, 5, dtype=dtype), leaf(5, 16, dtype=dtype), *given,
+              tolerance={"rtol": error, "atol": error})  # fmt: skip
     assert batches("pointwise") >= 1
+
+
+@pytest.mark.parametrize("op", [F.relu, F.gelu, torch.tanh])
+def test_gb_03_a_batch_that_adds_traffic_is_refused(op: Callable[[Tensor], Tensor]) -> None:
+    """PF-06, PF-07: the ops are fused with what reads their results; stacked they are not."""
+
+    def function(*given: Tensor) -> Tensor:
+        return torch.cat([op(x) for x in given]) + 10
+
+    inputs = [torch.randn(10, 10) for _ in range(16)]
+    with config.patch(batch_fusion="linear,layer_norm,pointwise"):
+        check(function, *inputs)
+    assert batches("pointwise") == 0
+    assert batches("pointwise refused: more bytes") >= 1
+    assert metrics.num_bytes_accessed == 4 * 2 * 16 * 100
 
 
 def test_gb_03_dropped_numbers_are_the_same_for_everyone() -> None:
@@ -214,16 +234,16 @@ def test_gb_04_infinities_stay_where_they_are() -> None:
 
 
 def test_gb_04_gates_are_batched_as_a_whole() -> None:
-    """Two linears, a sigmoid and a product for each of three inputs: one product for all linears,
-    one kernel's worth of each pointwise op."""
-    gate, transform = nn.Linear(5, 5), nn.Linear(5, 5)
+    """Two linears, a sigmoid and a product for each of three inputs, and a linear behind: one
+    product for all gates and one for what follows, one kernel's worth of each pointwise op."""
+    gate, transform, after = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 4)
 
-    def function(*given: Tensor) -> Tensor:
-        return torch.cat([gate(x) * torch.sigmoid(transform(x)) for x in given], -1)
+    def function(*given: Tensor) -> list[Tensor]:
+        return [after(gate(x) * torch.sigmoid(transform(x))) for x in given]
 
     with config.patch(batch_fusion="linear,pointwise"), torch.no_grad():
         check(function, *(torch.randn(6, 5) for _ in range(3)),
               tolerance={"rtol": 1e-5, "atol": 1e-5})  # fmt: skip
-    assert batches("linear") == 1
+    assert batches("linear") == 2
     assert batches("aten.sigmoid.default") == 1 and batches("aten.mul.Tensor") == 1
     assert batches("pointwise") == 2

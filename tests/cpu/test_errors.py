@@ -52,6 +52,13 @@ def test_at_node_without_a_trace_still_names_the_node():
     assert "sin" in site.node
 
 
+def test_at_node_of_an_argument_names_the_line_that_first_uses_it():
+    node = node_with(TRACE)
+    (argument,) = node.all_input_nodes
+    assert at_node(argument).location == "/home/me/model.py:12"
+    assert "placeholder" in at_node(argument).node
+
+
 def test_user_frame_when_every_frame_is_torchs():
     inside = "\n".join(TRACE.splitlines()[2:])
     frame = user_frame(inside)

@@ -153,7 +153,8 @@ def register() -> Generator[Callable[[ToyProvider], None]]:
     provider.PROVIDERS.update(before)
 
 
-TUNED = {"max_autotune": True, "max_autotune_gemm_backends": "toy"}
+# Toys are not of the package, so they would be timed in a process of their own.
+TUNED = {"max_autotune": True, "max_autotune_gemm_backends": "toy", "autotune_in_subproc": False}
 
 
 def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -289,6 +290,28 @@ def test_results_are_compared_with_what_is_not_finite() -> None:
     found = many.clone()
     found[int((~many.isnan()).nonzero()[0])] = nan
     assert plan.difference(found, many, 1e-4) == "", "zero but for rounding"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_results_may_differ_by_roundings_and_by_no_more(dtype: torch.dtype) -> None:
+    """One element that is off by a little more than allowed is found, and one by a little less is
+    not: the scale is that of all of them."""
+    allowed = plan.tolerance(dtype)
+    most = {torch.float32: 2e-4, torch.float64: 1e-9}.get(dtype, 64 * torch.finfo(dtype).eps)
+    assert torch.finfo(dtype).eps <= allowed <= most
+    expected = torch.ones(1000, dtype=torch.float64)
+    for times, is_wrong in ((1.9, False), (2.1, True)):  # of the scale and the element, both 1
+        found = expected.clone()
+        found[17] += times * allowed
+        assert bool(plan.difference(found, expected, allowed)) == is_wrong
+
+
+def test_integers_are_compared_exactly() -> None:
+    expected = torch.arange(100, dtype=torch.int32)
+    assert plan.difference(expected.clone(), expected, 0.5) == ""
+    found = expected.clone()
+    found[3] += 1
+    assert plan.difference(found, expected, 0.5) == "1 elements differ"
 
 
 def test_an_epilogue_may_make_nan(register: Callable[[ToyProvider], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tilewright import config, metrics
+from tilewright.graph.boundary import EVERYTHING
+from tilewright.host import artifact
 from tilewright.testing import fresh_cache
 
 SCRIPT = """
@@ -140,3 +143,11 @@ def test_a_damaged_entry_is_compiled_anew() -> None:
         entry.write_bytes(b"not a pickle")
         assert compile_again(scaled, x) == (0, 1)
         assert compile_again(scaled, x) == (1, 0)
+
+
+def test_the_same_graph_in_another_role_is_another_artefact() -> None:
+    graph = torch.fx.Graph()
+    graph.output(())
+    gm = torch.fx.GraphModule({}, graph)
+    roles = [replace(EVERYTHING, role=role) for role in ("inference", "backward")]
+    assert len({artifact.key(gm, boundary) for boundary in roles}) == 2

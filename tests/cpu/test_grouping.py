@@ -26,6 +26,7 @@ from tilewright.lower.graph import lower
 from tilewright.schedule import improve
 from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Search
+from tilewright.schedule.legality import is_alone
 from tilewright.schedule.order import Order
 from tilewright.schedule.plan import schedule
 
@@ -461,3 +462,36 @@ def test_few_questions_are_asked_for_each_node(family: str) -> None:
     search.run()
     assert sum(search.tries.values()) <= 2 * len(program.nodes)
     assert search.order.work <= 4 * len(program.nodes)
+
+
+# ---- what is never fused
+
+
+def test_a_nest_that_scatters_scans_or_has_no_points_is_alone() -> None:
+    b = Build()
+    x, places, out = b.input(8), b.input(8, dtype=torch.int64), b.buffer((8,))
+    (i,) = b.loops(8)
+    value, place = b.at(x, i), b.at(places, i)
+    plain = b.nest([i], Store(out, i, value))
+    assert is_alone(plain) == ""
+    assert is_alone(b.nest([i], Store(out, i, value, "add"))) == "it scatters"
+    masked = Store(out, i, value, mask=build.op("lt", i, ix.as_index(5)))
+    assert is_alone(b.nest([i], masked)) == "it scatters"
+    looked_up = Store(out, build.op("index", place, ix.as_index(8)), value)
+    assert is_alone(b.nest([i], looked_up)) == "it stores at gathered indices"
+    (none,) = b.loops(0)
+    assert is_alone(b.nest([none], Store(out, none, b.at(x, none)))) == "it has no points"
+
+
+def test_sums_into_places_are_a_kernel_of_their_own() -> None:
+    """What reads the places waits until all is added: it is not in the kernel that adds."""
+
+    def function(x: Tensor, at: Tensor) -> Tensor:
+        return torch.zeros(5).index_add(0, at, x).exp() * 2
+
+    x, at = torch.randn(40), torch.randint(0, 5, (40,))
+    metrics.reset()
+    with config.patch(force_disable_caches=True):
+        found = compiled(function)(x, at)
+    torch.testing.assert_close(found, function(x, at), rtol=1e-4, atol=1e-4)
+    assert metrics.generated_kernel_count == 3

@@ -12,7 +12,17 @@ PACKAGE = "tilewright"
 # In pipeline order. A unit imports from itself and from units in earlier layers; only the first
 # layer, which is not a stage, may import among its own.
 LAYERS: list[set[str]] = [
-    {"errors", "options", "caches", "config", "target", "metrics", "undisturbed"},
+    {
+        "errors",
+        "known_options",
+        "options",
+        "caches",
+        "config",
+        "target",
+        "metrics",
+        "monitor",
+        "undisturbed",
+    },
     {"ir"},
     {"graph"},
     {"lower"},
@@ -21,12 +31,18 @@ LAYERS: list[set[str]] = [
     {"tune"},
     {"codegen"},
     {"gemm"},
+    {"attention"},
     {"host"},
+    {"report"},
     {"dump"},  # writes any stage out for a reader
     {"pipeline"},
+    {"sharing"},
     {"capture"},
+    {"saved"},
     {"backend"},
+    {"tuning"},
     {"explanation", "cli", "testing"},
+    {"__main__"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 

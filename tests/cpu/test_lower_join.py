@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.cpu.native import check
+from tests.programs import compiled
 from tilewright import config
+from tilewright.testing import run_and_get_code
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +113,19 @@ def test_no_elements_and_no_dimensions() -> None:
                         x.repeat(2, 2) + 1, torch.stack([x, x]), y.repeat(2, 0)),
           torch.randn(0, 3), torch.randn(2, 3))  # fmt: skip
     check(lambda x: (torch.stack([x, x]) + 1, x.repeat(3) + 1, x.roll(1)), torch.tensor(2.5))
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_every_concatenation_is_one_loop_when_asked(forced: bool) -> None:
+    """`force_pointwise_cat` (MA-P4): what is chosen among is then computed where it is read, and
+    is not in memory in between."""
+
+    def function(*given: Tensor) -> Tensor:
+        return torch.cat([t.cos().sin() for t in given], 1)[:, ::3].cumsum(1)
+
+    inputs = [torch.randn(4, 3) for _ in range(12)]
+    with config.patch(force_pointwise_cat=forced, force_disable_caches=True):
+        torch._dynamo.reset()
+        found, code = run_and_get_code(compiled(function), *inputs)
+    torch.testing.assert_close(found, function(*inputs))
+    assert ("empty_cpu((4, 36,)" in code[0]) != forced

@@ -145,3 +145,36 @@ def test_float16_holds_neither_the_sum_of_squares_nor_the_count(shape: tuple[int
     ours = compiled(lambda t: F.batch_norm(t, None, None, training=True))(x)
     exact = F.batch_norm(x.double(), None, None, training=True)
     assert (ours - exact).abs().max() < 4e-3
+
+
+# ---- columns that a group of rows folds, one group after the other
+
+
+def channels(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Statistics of channels that are last in memory, then of groups of them, then the image."""
+    n, c = x.shape[:2]
+    variance, mean = torch.var_mean(x, (2, 3), correction=0)
+    groups = mean.view(n, 4, c // 4)
+    middle = groups.mean(2, keepdim=True)
+    spread = (variance.view(n, 4, -1) + (groups - middle).square()).mean(2, keepdim=True)
+    whole = (n, 4, c // 4)
+    centred = x - middle.expand(whole).reshape(n, c, 1, 1)
+    scaled = centred * (spread + 1e-5).rsqrt().expand(whole).reshape(n, c, 1, 1)
+    return scaled * w[:, None, None], x.amax((2, 3)), (x * scaled).sum((2, 3)).softmax(-1)
+
+
+@pytest.mark.parametrize("size", [(3, 64, 7, 9), (2, 96, 5, 4), (1, 40, 33, 31), (2, 12, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_channels_that_are_last_are_folded_side_by_side(
+    size: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x = (5 + 2 * torch.randn(size)).to(dtype).contiguous(memory_format=torch.channels_last)
+    w = torch.randn(size[1]).to(dtype)
+    x[0, 1, 2, 2] = 40.0
+    got = torch.compile(channels, backend="tilewright")(x, w)
+    right = channels(x.double(), w.double())
+    for ours, eager, exact in zip(got, channels(x, w), right, strict=True):
+        assert ours.dtype == eager.dtype and ours.stride() == eager.stride()
+        rounding = 8 * torch.finfo(dtype).eps * exact.abs().max().clamp_min(1)
+        allowed = (eager.double() - exact).abs().max() * 2 + rounding
+        assert (ours.double() - exact).abs().max() <= allowed

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.models import UNet
+from tests import kernels as user
 from tests.fuzz.build import Build
 from tests.fuzz.stages import capture
 from tests.programs import check, compiled, copy, fresh_compiler, same
@@ -312,7 +313,24 @@ def test_mp_10_dead_buffers_are_reused_and_live_slices_are_not() -> None:
         b = a.flip(0).cumsum(0)
         return whole[5:] * 2, b.flip(0).cumsum(0) + first
 
-    host(function, torch.randn(5, 5), torch.randn(5, 5))
+    text = host(function, torch.randn(5, 5), torch.randn(5, 5))
+    assert (allocations(text), text.count("# memory used again")) == (2, 3)
+
+
+def test_mp_10_four_kernels_of_the_users_and_a_sum_need_two_allocations() -> None:
+    def function(x: Tensor) -> Tensor:
+        for _ in range(4):
+            out = torch.empty_like(x)
+            user.sin_kernel[(x.numel(),)](x, out, x.numel(), BLOCK=4)
+            x = out
+        return x + 1
+
+    x = torch.randn(12)
+    expected = x.sin().sin().sin().sin() + 1
+    with user.seen():
+        got, code = run_and_get_code(compiled(function), x)
+    torch.testing.assert_close(got, expected)
+    assert (allocations(code[0]), code[0].count("# memory used again")) == (2, 3)
 
 
 # ---- limits that keep memory low

@@ -23,7 +23,7 @@ TRAINED = [case for case in CASES if case.train]
 
 # small ones: what is left out is large, random, launches Triton kernels on a card, or has an opaque
 # op without an implementation
-SMALL = [c for c in TRAINED if c.limit < 1e5 and c.name not in ("PF-55", "PF-56", "PF-58")]
+SMALL = [c for c in TRAINED if c.reference < 1e5 and c.name not in ("PF-55", "PF-56", "PF-58")]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)

@@ -3,6 +3,7 @@ into chunks. Traffic of the same programs is in `tests/traffic.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.compile.as_cuda import as_cuda
 from tests.cpu.against_eager import check
 from tests.fuzz.stages import capture, first_wrong
+from tests.programs import compiled
 from tilewright import metrics
 from tilewright.schedule import group, mixed, split
 from tilewright.schedule.plan import Schedule
 from tilewright.target import Target
+from tilewright.testing import run_and_get_code
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +126,27 @@ def test_rows_behind_the_data_are_not_touched() -> None:
     """RD-4: the rows are part of a larger tensor, poisoned behind them."""
     whole = torch.full((250, 48), float("nan"))
     whole[:237] = torch.randn(237, 48)
-    check(lambda x: (x.sum(0), x.sum(1), x.amax()), whole[:237], rtol=1e-4, atol=1e-4)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(0), x.sum(1), x.amax()
+
+    rows = whole[:237]  # as it is: a copy would have nothing behind it
+    found = compiled(function)(rows)
+    assert all(t.isfinite().all() for t in found)
+    torch.testing.assert_close(found, function(rows), rtol=1e-4, atol=1e-4)
+    with as_cuda():
+        torch.testing.assert_close(compiled(function)(rows), function(rows), rtol=1e-4, atol=1e-4)
+
+
+def test_rd_4_several_tensors_of_partial_sums_coexist() -> None:
+    """Two pairs of rows and columns at once, each with memory of its own for what is not done."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(0), x.sum(1), y.sum(0), y.sum(1)
+
+    args = torch.randn(237, 48), torch.randn(190, 24)
+    assert serial_loops(plans(function, *args)) == 2
+    check(function, *args, rtol=1e-4, atol=1e-4)
 
 
 def test_three_dimensions() -> None:
@@ -222,15 +246,25 @@ def test_never_more_bytes_than_apart(size: tuple[int, int]) -> None:
 
 
 def test_norms_with_common_weights() -> None:
-    """RD-7: three norms, three kernels for their gradients."""
+    """RD-7: three norms, three walks over rows and columns for their gradients, by one text."""
 
     def function(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         return tuple(F.rms_norm(t, (32,), w) for t in (x, y, z))
 
-    found = capture(function, *[torch.randn(60, 32, requires_grad=True) for _ in range(3)],
-                    torch.randn(32, requires_grad=True))  # fmt: skip
-    assert len(found.graphs) >= 1
-    check(function, *[torch.randn(60, 32) for _ in range(3)], torch.randn(32))
+    given = [torch.randn(60, 32, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(32, requires_grad=True)
+    directions = [torch.randn(60, 32) for _ in range(3)]
+
+    def gradients(call: Callable[..., Any]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(*given, weight), (*given, weight), directions)
+
+    expected = gradients(function)
+    found, (_, backward) = run_and_get_code(lambda: gradients(compiled(function)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    _, *texts = re.split(r"^// cpp_\w+\n", backward, flags=re.M)
+    # each writes a gradient and its part of the weights'; what is left adds up the parts
+    assert len(re.findall(r"_part0 = empty_cpu", backward)) == 3
+    assert len(texts) == 4 and len({text.strip() for text in texts[:3]}) == 1
 
 
 def test_what_uses_a_partial_fold_joins_the_last_step() -> None:

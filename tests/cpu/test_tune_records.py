@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import logging
 import os
@@ -83,13 +84,17 @@ def test_a_file_that_breaks_while_open_is_set_aside(folder):
     assert list(records.measured(subject())) == ["b"]
 
 
-def test_records_of_another_version_are_set_aside(folder):
+def test_two_versions_keep_records_beside_each_other(folder):
     records.keep(subject(), [row("a")])
     records._file.close()
     with sqlite3.connect(folder / "tuning.db") as db:
         db.execute("pragma user_version = 999")
     assert records.measured(subject()) == {}
-    assert list(folder.glob("tuning.db.broken-*"))
+    records.keep(subject(), [row("b")])
+    assert list(records.measured(subject())) == ["b"]
+    assert not list(folder.glob("tuning.db.broken-*"))
+    with sqlite3.connect(folder / "tuning.db") as db:
+        assert db.execute("select trial from trials").fetchall() == [("a",)]
 
 
 def test_a_locked_file_is_done_without(folder, monkeypatch):
@@ -130,7 +135,8 @@ def test_several_processes_write_at_once(folder):
 
 
 def test_threads_share_the_connection():
-    threads = [threading.Thread(target=records.keep, args=(subject(), [row(f"{k}")]))
+    threads = [threading.Thread(target=contextvars.copy_context().run,
+                                args=(records.keep, subject(), [row(f"{k}")]))
                for k in range(8)]  # fmt: skip
     for thread in threads:
         thread.start()

@@ -68,6 +68,17 @@ def test_every_finalist_is_verified_and_a_wrong_one_does_not_win():
     assert "3 elements are off" in verdict.rejected["triton_mm_0"]
 
 
+def test_a_candidate_that_fails_is_an_error_when_none_may_fail():
+    """`triton.disallow_failing_autotune_kernels_TESTING_ONLY` (MA-J18)."""
+    with (
+        config.patch({"triton.disallow_failing_autotune_kernels_TESTING_ONLY": True}),
+        pytest.raises(BuildError, match="no room"),
+    ):
+        choose(aten(100.0), Fake("triton_mm_0", 50.0, build=refused("no room")))
+    verdict = choose(aten(100.0), Fake("triton_mm_0", 50.0, build=refused("no room")), key="2")
+    assert verdict.winner.name == "mm" and "no room" in verdict.rejected["triton_mm_0"]
+
+
 def test_a_wrong_library_alone_is_an_error():
     with pytest.raises(NoValidChoicesError, match="NaN everywhere"):
         choose(Fake("a", 1.0, wrong="NaN everywhere"), Fake("b", 1.0, wrong="NaN everywhere"))
@@ -528,13 +539,15 @@ def test_ma_q5_a_candidate_that_fails_costs_only_itself(said, told):
     assert told in verdict.rejected["a"]
 
 
-def test_ma_q5_not_implemented_and_triton_errors_reject_and_others_propagate():
+def test_ma_q5_any_error_rejects():
     OutOfResources = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
     verdict = choose(aten(100.0), Fake("a", 1.0, crash=NotImplementedError("no")),
                      Fake("b", 1.0, crash=OutOfResources("shared memory")))  # fmt: skip
     assert verdict.winner.name == "mm" and "shared memory" in verdict.rejected["b"]
-    with pytest.raises(TypeError, match="a fault of ours"):
-        choose(aten(100.0), Fake("c", 1.0, crash=TypeError("a fault of ours")))
+    for error in (TypeError("one"), KeyError("one"), AssertionError("one"), SystemExit(3)):
+        verdict = choose(aten(100.0), Fake("c", 1.0, crash=error))
+        assert verdict.winner.name == "mm"
+        assert ("one" if str(error) != "3" else "exit code 3") in verdict.rejected["c"]
 
 
 def test_ma_q5_all_failing_to_compile_is_an_error_with_every_reason():

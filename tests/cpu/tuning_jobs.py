@@ -43,3 +43,30 @@ def visible() -> str | None:
 
 def option() -> int:
     return config.max_fusion_size
+
+
+class TestBenchmarkRequest:
+    """A benchmark that sleeps, raises, ends the process or gives its result; it may insist on the
+    card it sees."""
+
+    __test__ = False
+
+    def __init__(self, result: float = 0.0, device: int | None = None, sleep: float | None = None,
+                 exc: Exception | None = None, crash: bool = False) -> None:  # fmt: skip
+        self.result, self.device, self.sleep, self.exc, self.crash = (
+            result, device, sleep, exc, crash)  # fmt: skip
+
+    def benchmark(self) -> float:
+        if self.device is not None:
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == str(self.device)
+        if self.sleep is not None:
+            time.sleep(self.sleep)
+        if self.exc is not None:
+            raise self.exc
+        if self.crash:
+            os._exit(1)
+        return self.result
+
+
+def answer() -> int:
+    return 42

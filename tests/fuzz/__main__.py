@@ -18,21 +18,26 @@ from tempfile import TemporaryFile
 import torch
 
 from tests.compile.as_cuda import as_cuda
+from tests.fuzz import generate as anything
+from tests.fuzz import products
 from tests.fuzz.check import blame, difference
-from tests.fuzz.generate import Program, generate
+from tests.fuzz.forced import forced
+from tests.fuzz.generate import Program
 from tests.fuzz.shrink import shrink
+from tilewright import config
 
 CARD = "card"
 DEVICES = f"cpu, cuda, or {CARD}: kernels of a card in Triton's interpreter"
+FORCED = "with max-autotune, a candidate drawn for each product: every template has its turn"
 SHARE = 40  # programs of one process
 GRACE = 60.0  # seconds that a process may take longer than it was told to
 BEGINS = "begins: seed"
 SUMMARY = re.compile(r"(\d+) programs, (\d+) differ from eager")
 
 
-def report(seed: int, found: str, attempts: int = 60) -> str:
+def report(program: Program, found: str, attempts: int = 60) -> str:
     """A failure as a person wants it: the seed, a short program, and the stage to blame."""
-    program = generate(seed)
+    seed = program.seed
     kind = _kind(found)
     small = shrink(program, lambda p: _kind(difference(p)) == kind, attempts)
     lines = [f"seed {seed}: {found}", "", describe(small), difference(small)[:1500], ""]
@@ -57,11 +62,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
     parser.add_argument("--device", default="cpu", help=DEVICES)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--products", action="store_true", help="programs around matrix products")
+    parser.add_argument("--forced", action="store_true", help=FORCED)
     parser.add_argument("--no-shrink", action="store_true", help="print failures as generated")
     parser.add_argument("--tell", action="store_true", help="name each seed as it begins")
     parser.add_argument("--keep-going", type=int, default=5, help="failures after which to stop")
     options = parser.parse_args()
     start = time.perf_counter()
+    config.verify_ir = True  # a program that is not sound is an error, not a warning
     torch.set_num_threads(2 if options.jobs == 1 else 1)
     if options.jobs > 1:
         done = shared(options)
@@ -88,12 +96,15 @@ def alone(options: argparse.Namespace) -> Done:
     for seed in range(options.seed, options.seed + options.programs):
         if options.tell:
             print(BEGINS, seed, file=sys.stderr, flush=True)
-        found = difference(generate(seed))
-        done.programs += 1
-        if found:
-            done.failures += 1
-            print(f"seed {seed}: {found}\n{describe(generate(seed))}", flush=True)
-            print("" if options.no_shrink else report(seed, found), "=" * 80, flush=True)
+        program = products.generate(seed) if options.products else anything.generate(seed)
+        turn = forced(seed, options.device) if options.forced else contextlib.nullcontext("")
+        with turn as name:
+            found = difference(program)
+            done.programs += 1
+            if found:
+                done.failures += 1
+                print(f"seed {seed} {name}: {found}\n{describe(program)}", flush=True)
+                print("" if options.no_shrink else report(program, found), "=" * 80, flush=True)
         if done.failures >= options.keep_going or time.perf_counter() - start > options.seconds:
             break
     return done
@@ -112,7 +123,8 @@ def shared(options: argparse.Namespace) -> Done:
         count = min(SHARE, last - first)
         command = [sys.executable, "-m", "tests.fuzz", "--programs", count, "--seed", first,
                    "--seconds", left, "--device", options.device, "--keep-going", count, "--tell",
-                   *["--no-shrink"][: options.no_shrink]]  # fmt: skip
+                   *["--no-shrink"][: options.no_shrink], *["--products"][: options.products],
+                   *["--forced"][: options.forced]]  # fmt: skip
         code, output, errors = ended([str(c) for c in command], left + GRACE)
         *failures, summary = output.strip().split("\n") or [""]
         counts = re.match(SUMMARY, summary)

@@ -57,7 +57,7 @@ class Input:
         if self.dtype == torch.bool:
             return drawn(0, 2).bool()
         if self.highest:
-            return drawn(0, self.highest)
+            return drawn(0, self.highest).to(self.dtype)
         if not self.dtype.is_floating_point:
             return drawn(0 if self.dtype == torch.uint8 else -9, 10).to(self.dtype)
         # multiples of an eighth: many sums and ties are exact in every type
@@ -136,10 +136,10 @@ class Program:
 
 def generate(seed: int) -> Program:
     with torch.device("cpu"):  # where a line that is not valid raises, and nothing else happens
-        return _Growth(seed).grow()
+        return Growth(seed).grow()
 
 
-class _Growth:
+class Growth:
     """A program under construction, with the eager values of each choice of sizes."""
 
     def __init__(self, seed: int) -> None:

@@ -18,13 +18,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=max(1, min(JOBS, CORES // 4)))
     options = parser.parse_args()
     began = time.perf_counter()
-    ended, failed = 0, list[str]()
+    ended, skipped, failed = 0, 0, list[str]()
     for name, said, seconds in finished(options.names, options.jobs):
         ended += 1
-        failed += [] if said == "ok" else [f"{name}: {said}"]
+        skipped += said.startswith("skipped")
+        failed += [f"{name}: {said}"] if said.startswith("FAILED") else []
         print(f"{name}: {said} ({seconds:.1f} s)", flush=True)
     print("\n".join(failed))
-    print(f"{ended - len(failed)} of {ended} cases passed in "
+    print(f"{ended - skipped - len(failed)} of {ended} cases passed, {skipped} were skipped, in "
           f"{time.perf_counter() - began:.0f} s, {options.jobs} at a time")  # fmt: skip
     return 1 if failed else 0
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
+from unittest import SkipTest, mock
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,13 @@ from tilewright.tune import child, select
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FEW: dict[str, Any] = {"max_autotune": True, "test_configs.max_mm_configs": 4}
 LOOSE = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def rounded(dtype: torch.dtype, k: int) -> dict[str, float]:
+    """What sums over k random numbers of a type may differ by: they are near sqrt(k), and rounded
+    to the type once or twice. What an epilogue adds has to be larger than that to be missed."""
+    step = torch.finfo(dtype).eps if dtype != F32 else 2.0**-10  # as TF32 multiplies
+    return {"rtol": 2 * step, "atol": 2 * step * k**0.5}
 
 
 def code(function: Callable[..., Any], *args: Any, tolerance: Any = None, **options: Any) -> str:
@@ -57,7 +64,7 @@ def products_into_float32() -> None:
         return torch.bmm(a, b, out_dtype=F32)
 
     def mm(a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a, b, out_dtype=F32) + 1
+        return torch.mm(a, b, out_dtype=F32) + 50
 
     text = code(bmm, a, b, max_autotune=False, max_autotune_gemm_backends="ATEN", tolerance=tight)
     assert "bmm_dtype(" in text
@@ -72,7 +79,7 @@ def products_into_float32() -> None:
 def products_on_another_card() -> None:
     """MA-B12: which is not the current one."""
     if torch.cuda.device_count() < 2:
-        return
+        raise SkipTest("there is one card, and this is about the second")
     a, b = (torch.randn(1024, 1024, device="cuda:1") for _ in range(2))
     assert torch.cuda.current_device() == 0
     code(torch.mm, a, b, tolerance={"rtol": 4e-3, "atol": 4e-3})
@@ -149,20 +156,21 @@ def epilogues_by_analysis() -> None:
     """MA-J4 to MA-J13: decided without timing, right in any case."""
 
     def cast(a: Tensor, b: Tensor) -> Tensor:
-        return (a @ b).float() + 1.0
+        return (a @ b).float() + 100.0
 
     def scaled(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         return (x @ w) * scale + bias
 
-    loose = {"rtol": 2e-2, "atol": 1.0}
+    loose = rounded(BF16, 1024)
     a, b = cuda(512, 1024, dtype=BF16), cuda(1024, 2048, dtype=BF16)
     text = code(cast, a, b, benchmark_epilogue_fusion=False, tolerance=loose,
                 max_autotune_gemm_backends="TRITON")  # fmt: skip
     assert "triton_tem_fused_" in text
-    full = [cuda(512, 2048, dtype=BF16) for _ in range(2)]
-    code(scaled, a, b, *full, benchmark_epilogue_fusion=False, tolerance=loose)
-    code(lambda a, b: (a + 1) @ b + 2, cuda(512, 1024), cuda(1024, 2048), tolerance=loose,
-         benchmark_epilogue_fusion=False)  # fmt: skip
+    full = [1 + cuda(512, 2048, dtype=BF16).abs(), 100 + cuda(512, 2048, dtype=BF16)]
+    wide = {"rtol": 4 * loose["rtol"], "atol": 4 * loose["atol"]}  # rounded three times, scaled
+    code(scaled, a, b, *full, benchmark_epilogue_fusion=False, tolerance=wide)
+    code(lambda a, b: (a + 1) @ b + 100, cuda(512, 1024), cuda(1024, 2048),
+         tolerance=rounded(F32, 2 * 1024), benchmark_epilogue_fusion=False)  # fmt: skip
 
 
 @case
@@ -171,16 +179,23 @@ def renderings_are_shared() -> None:
 
     def chain(x: Tensor) -> Tensor:
         for _ in range(10):
-            x = x @ x / 4
+            x = x @ x
         return x
 
     def both(x: Tensor, y: Tensor, z: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         return x @ y, torch.cat([x, z], 1) @ torch.cat([y, m, n], 0)
 
-    code(chain, cuda(10, 10), max_autotune_gemm_backends="TRITON")
+    turn = torch.linalg.qr(cuda(10, 10)).Q  # neither grows nor vanishes
+    assert chain(turn).abs().max() > 0.1
+    code(chain, turn, max_autotune_gemm_backends="TRITON")
     args = cuda(10, 22), cuda(22, 30), cuda(10, 11), cuda(8, 30), cuda(3, 30)
     code(both, *args, max_autotune_gemm_backends="TRITON", tolerance={"rtol": 5e-2, "atol": 5e-2})
-    assert metrics.counters["inductor"]["generated_module_cache_miss"] > 0
+    counters = metrics.counters["inductor"]
+    assert counters["generated_module_cache_miss"] > 0
+    again = counters["generated_module_cache_miss"]
+    compiled(both, *args, max_autotune_gemm_backends="TRITON", fx_graph_cache=False,
+             tolerance={"rtol": 5e-2, "atol": 5e-2})  # fmt: skip
+    assert counters["generated_module_cache_miss"] >= again
 
 
 @case
@@ -188,7 +203,7 @@ def operands_made_in_the_program() -> None:
     """MA-P2, MA-P3: they have the strides their readers were written for."""
     a, b = cuda(4608, 512, dtype=BF16), cuda(4608, 1490)
     bias = cuda(1490, dtype=BF16)
-    loose = {"rtol": 2e-2, "atol": 1.0}
+    loose = rounded(BF16, 4608)
     for backends in ("TRITON", "ATEN,CUBLASLT,TRITON"):
         code(lambda a, b: (a.t() @ b.to(BF16)).float(), a, b, tolerance=loose,
              max_autotune_gemm_backends=backends)  # fmt: skip
@@ -214,7 +229,7 @@ def views_of_operands_have_strides_of_their_own() -> None:
         seen = d.view(32, 1053, 40)
         return torch.bmm(a, seen), torch.bmm(seen, c), d + 1
 
-    loose = {"rtol": 2e-2, "atol": 1.0}
+    loose = rounded(BF16, 1053)
     joint = cuda(32, 512, 512), cuda(32, 256, 1490), cuda(32, 256, 1490), cuda(
         32, 512, 1490, dtype=BF16)  # fmt: skip
     b = cuda(460, 1119, 112, dtype=BF16).permute(0, 2, 1)

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from unittest import SkipTest
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -35,9 +36,10 @@ def finished(wanted: list[str], jobs: int) -> Iterator[tuple[str, str, float]]:
 
 def names() -> tuple[list[str], set[str]]:
     """All cases, and those to run with nobody beside them."""
-    from tests.gpu import cases, gemm_cases, user_kernels
+    from tests.gpu import attention_cases, cases, gemm_cases, spec_cases, user_kernels
 
-    assert gemm_cases and user_kernels  # their cases are registered
+    # their cases are registered
+    assert attention_cases and gemm_cases and spec_cases and user_kernels
     return list(cases.CASES), cases.ALONE
 
 
@@ -50,6 +52,8 @@ def one(name: str) -> tuple[str, str, float]:
     try:
         cases.run(name)
         said = "ok"
+    except SkipTest as why:
+        said = f"skipped: {why}"
     except Exception as error:
         traceback.print_exc()
         said = f"FAILED {type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,10 +55,26 @@ def pretended(test: Callable[P, None]) -> Callable[P, None]:
 def _process() -> ProcessPoolExecutor:
     _library()  # built here, once, where a failure is easy to read
     spawn = multiprocessing.get_context("spawn")
-    made = ProcessPoolExecutor(1, mp_context=spawn, initializer=cuda)
+    made = ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin)
     with _no_main_module():
         made.submit(int).result()
+    _started.append(made)
     return made
+
+
+_started: list[ProcessPoolExecutor] = []
+
+
+def stop() -> None:
+    """End the process, if there is one: a pytest process may go without telling it."""
+    _process.cache_clear()
+    while _started:
+        _started.pop().shutdown(wait=True, cancel_futures=True)
+
+
+def _begin() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with who started it
+    cuda()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@
 - `choose.py`    the stage: every product's fastest plan in its place
 - `aten.py`      the library's own products, also of padded operands
 - `cublaslt.py`  the cuBLASLt provider: problems in the library's terms, its epilogues
+- `cutlass/`     the CUTLASS provider: kernels that nvcc compiles, epilogues as visitors
+- `narrow.py`    products of eight-bit operands as problems
 - `cpp.py`       C++ kernels for the CPU: candidates by a cost model; `cpp_source.py` their text
 - `triton.py`    the Triton provider: `templates.py` (kernels with hooks, sources in `kernels/`),
   `hooks.py` (loads and stores of a problem as text), `heuristics.py` (configurations, the model)

@@ -24,7 +24,7 @@ class AtenCall:
 
     op: str
     views: tuple[View, ...]  # operands in the order of the op, the result last
-    scale: tuple[tuple[str, float], ...]
+    scale: tuple[tuple[str, Any], ...]  # and what else is given by name
     names: tuple[str, ...]  # of the arguments
     dtype: torch.dtype | None = None  # of the result, where not the operands'
 
@@ -66,11 +66,14 @@ class AtenCandidate:
     def kernel(self) -> Kernel:
         p = self.problem
         views = [] if p.bias is None else [_natural(p.bias.view)]
-        views += [*(o.view for o in p.operands), p.result]
+        views = [*(o.view for o in p.operands), *(o.view for o in p.scales), *views, p.result
+                 ] if p.scales else [*views, *(o.view for o in p.operands), p.result]  # fmt: skip
         memory = tuple(dict.fromkeys(v.buffer for v in views))
         arguments: tuple[Argument, ...] = tuple(("ptr", b) for b in memory)
         arguments += tuple(("int", s.arg.name) for s in p.symbols)
         scale = () if p.bias is None else (("alpha", p.alpha), ("beta", p.beta))
+        if p.scales:
+            scale = (("out_dtype", p.dtype), ("use_fast_accum", p.fast))
         names = tuple(name for _, name in arguments)
         source = AtenCall(p.op, tuple(views), scale, names, p.out_dtype)
         return Kernel(f"extern_kernels.{self.name}", source, arguments)

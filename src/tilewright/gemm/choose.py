@@ -7,17 +7,21 @@ with). Where nothing can be measured the library computes the product, as in eag
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tilewright import caches, config, metrics
 from tilewright.errors import BuildError, NoValidChoicesError
-from tilewright.gemm import analysis, aten, fuse
+from tilewright.gemm import activated, analysis, aten, fuse, padded
 from tilewright.gemm.analysis import Times
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.plan import (
@@ -31,10 +35,19 @@ from tilewright.gemm.plan import (
     tolerance,
 )
 from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
-from tilewright.gemm.provider import PROVIDERS, Argument, Candidate, Kernel, Source, unknown
+from tilewright.gemm.provider import (
+    FUSION_COUNTERS,
+    PROVIDERS,
+    Argument,
+    Candidate,
+    Kernel,
+    Source,
+    unknown,
+)
 from tilewright.gemm.providers import enabled
 from tilewright.gemm.roofline import loop_time, roofline
 from tilewright.ir import index as ix
+from tilewright.ir.expr import syms
 from tilewright.ir.program import Opaque, Origin, Program, View
 from tilewright.runtime import store
 from tilewright.runtime.cxx import CxxSource
@@ -42,10 +55,13 @@ from tilewright.runtime.triton_build import TritonSource
 from tilewright.schedule.group import Group
 from tilewright.tune import select
 from tilewright.tune.choices import effort
+from tilewright.tune.results import ADVANTAGE
 
 log = logging.getLogger("tilewright.choose")
 
 LoopKernel = Callable[[Program, Group], tuple[Sequence[Argument], Source]]
+MOST_NAMED = 60  # letters of the name of a kernel that say what is fused
+MOST_BESIDE = 8  # calls that share a launch
 MOST_UNFUSED = 8  # candidates for the product alone, beside fused ones, that are not the library's
 
 
@@ -57,6 +73,7 @@ class Implementation:
     kernel: Kernel
     names: tuple[tuple[str, str], ...]  # the kernel's buffers -> the program's
     chosen: str  # who, and why, for a reader
+    candidate: Any = None
 
     @property
     def __name__(self) -> str:
@@ -76,15 +93,109 @@ class Implementation:
 def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -> Chosen:
     """The groups with every product's winner in place."""
     found = Chosen(list(groups))
-    if not (config.max_autotune or config.max_autotune_gemm):
+    asked = config.max_autotune or config.max_autotune_gemm
+    if not asked:
+        found = Chosen(modelled(program, found.groups))
+    names = [g.call.name for g in found.groups if g.call is not None
+             and (fuse.is_posed(g) or (asked and fuse.is_product(g)))]  # fmt: skip
+    if not names:
         return found
-    names = [g.call.name for g in found.groups if g.call is not None and fuse.is_product(g)]
     with select.budget(len(names)):
         if len(names) > 1:
             _prepare(program, found.groups, names, loop_kernel)
         for name in names:
             found = _chosen(program, found, name, loop_kernel)
+    return replace(found, groups=_side_by_side(found.groups))
+
+
+def _side_by_side(groups: list[Group]) -> list[Group]:
+    """Calls whose winners can share a launch, at the place of the first of them."""
+    left, found = list(groups), list[Group]()
+    while left:
+        group = left.pop(0)
+        mine = [group]
+        for k, other in enumerate(list(left)):
+            why = _apart(mine, other, left[:k])
+            if why:
+                log.debug("no launch for both: %s", why)
+            else:
+                mine.append(other)
+        left = [g for g in left if all(g is not m for m in mine)]
+        found.append(group if len(mine) == 1 else _joined(mine))
     return found
+
+
+def modelled(program: Program, groups: list[Group]) -> list[Group]:
+    """Without measuring, products of a card are the library's: of padded copies, or with what
+    follows them in the same call, where a model finds that faster."""
+    for name in [g.call.name for g in groups if g.call is not None and fuse.is_product(g)]:
+        position = _position(groups, name)
+        assert position is not None
+        found = _by_model(program, groups, position)
+        if found is not None:
+            winner, why = found
+            metrics.counters["gemm"][f"{winner.candidate.name} by the model"] += 1
+            decided(Decision(str(winner.fusion.problem), str(winner), why))
+            groups = _put(program, groups, position, winner, why)
+    return groups
+
+
+def _by_model(program: Program, groups: Sequence[Group], position: int
+              ) -> tuple[_Winner, str] | None:  # fmt: skip
+    call = groups[position].call
+    assert call is not None
+    alone = fuse.alone(program, call)
+    if isinstance(alone, str) or not alone.problem.target.is_gpu:
+        return None
+    constant = {mine for mine, name in alone.names.items()
+                if program.buffers[name].kind == "constant"}  # fmt: skip
+    copied = padded.preferred(alone.problem, frozenset(constant))
+    if copied is not None:
+        return _Winner(alone, copied), (
+            f"by the model: {copied.estimate:.3g} us of padded copies, "
+            f"{padded.unaligned(alone.problem):.3g} us as it is"
+        )
+    fusion = fuse.followed(program, groups, position, activated.OPS)
+    made = None if fusion is None else activated.preferred(fusion.problem)
+    if fusion is None or made is None:
+        return None
+    return _Winner(fusion, made), f"by the model: {made.saved:.3g} us saved"
+
+
+def _apart(mine: Sequence[Group], other: Group, between: Sequence[Group]) -> str:
+    """Why a call does not join those before it, or an empty string."""
+    calls = [g.call.target if g.call is not None else None for g in (mine[0], other)]
+    first, second = (getattr(t, "candidate", None) for t in calls)
+    if first is None or not hasattr(first, "together") or type(first) is not type(second):
+        return "they are not calls of one kind"
+    reason = first.apart(second)
+    if reason:
+        return reason
+    for g in (*mine, *(g for g in between if all(g is not m for m in mine))):
+        if other.reads & g.writes or other.writes & (g.reads | g.writes):
+            return "one needs what the other, or a group between them, makes"
+    return "" if len(mine) < MOST_BESIDE else f"{MOST_BESIDE} share a launch already"
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    """One call in place of several."""
+    calls = [g.call for g in groups if g.call is not None]
+    made = [c.target for c in calls]
+    first: Implementation = made[0]
+    each = ((f"{b}__{k}", name) for k, m in enumerate(made) for b, name in m.names)
+    who = first.candidate.provider.lower()
+    metrics.counters["inductor"][f"{who}_horizontal_fusion_counter"] += 1
+    target = replace(
+        first,
+        kernel=first.candidate.together(len(made)),
+        names=(*first.names, *each),
+        chosen=f"{first.chosen}; {len(made)} in one launch",
+    )
+    views = tuple(dict.fromkeys(v for c in calls for v in c.args))
+    written = tuple(dict.fromkeys(b for c in calls for b in c.mutates))
+    call = replace(calls[0], target=target, args=views, mutates=written, fills=written,
+                   origin=_origin(groups))  # fmt: skip
+    return replace(groups[0], call=call)
 
 
 @dataclass(frozen=True)
@@ -146,10 +257,20 @@ class _Chooser:
             return self.groups  # nothing is computed; the library knows how
         winner, why = self._winner()
         metrics.counters["gemm"][winner.provider] += 1
-        decisions.append(Decision(self._title(), str(winner), why))
+        for counter in FUSION_COUNTERS.get(winner.provider, ()):
+            metrics.counters["inductor"][counter] += len(winner.fusion.problem.epilogue)
+        decided(Decision(self._title(), str(winner), why))
         if isinstance(winner.candidate, aten.AtenCandidate):
             return self.groups  # it is called already
+        if winner.candidate == problem.library:
+            return self._called()
         return self._replaced(winner, why)
+
+    def _called(self) -> list[Group]:
+        """The operator itself, in place of a call that templates could have computed."""
+        call = self.site.call
+        plain = replace(self.groups[self.site.position], call=call.target.plain(call))
+        return [plain if k == self.site.position else g for k, g in enumerate(self.groups)]
 
     def begin(self) -> bool:
         """Begin to build the loops that plans have in common; whether there is more to prepare.
@@ -163,9 +284,17 @@ class _Chooser:
 
     def prepare(self) -> None:
         try:
-            select.prepare(self._subject(self.plans), self.plans)
+            with self._apart():
+                select.prepare(self._subject(self.plans), self.plans)
         finally:
             self._release()
+
+    def _apart(self) -> contextlib.AbstractContextManager[None]:
+        """All are timed in a process of their own, if a foreign kernel is among them: one that
+        writes where it must not would take the user's program with it."""
+        if self.device.type == "cuda" and any(plan.is_foreign for plan in self.plans):
+            return config.patch(autotune_in_subproc=True)
+        return contextlib.nullcontext()
 
     def _release(self) -> None:
         """Give up the memory that plans were timed on: the next ones find it where it was."""
@@ -184,7 +313,8 @@ class _Chooser:
         if not self.plans:
             raise _nobody(self.site, self.rejected)
         try:
-            plan, why = self._selected(self.plans)
+            with self._apart():
+                plan, why = self._selected(self.plans)
         finally:
             self._release()
         if self.complete:
@@ -217,6 +347,7 @@ class _Chooser:
             title=str(plans[0].fusion.problem if len(plans) == 1 else self._title()),
             device=self.device,
             sets=plans[0].work.bench.memory.count,
+            size=plans[0].work.bench.memory.size,
             facts={
                 "op": problem.op,
                 "sizes": problem.hints,
@@ -267,16 +398,23 @@ class _Chooser:
         """For the product alone and for every fusion of it, library first."""
         found: list[tuple[Fusion, Candidate]] = []
         for fusion in (self.site.bare, *self.site.fusions):
-            for provider in enabled():
-                reason = provider.supports(fusion.problem)
+            for provider in fusion.problem.providers or enabled():
+                try:
+                    reason = provider.supports(fusion.problem)
+                    offered = [] if reason else provider.candidates(fusion.problem, effort())
+                except Exception as error:  # anybody's: it costs what they would have offered
+                    reason, offered = f"it raised {type(error).__name__}: {error}", []
+                    log.warning("%s offers nothing for %s: %s", provider.name, fusion.problem,
+                                reason, exc_info=True)  # fmt: skip
                 if reason:
                     self.rejected[f"{provider.name} for {fusion.problem}"] = reason
-                    continue
-                found += [(fusion, c) for c in provider.candidates(fusion.problem, effort())]
+                found += [(fusion, c) for c in offered]
         alone = [(f, c) for f, c in found if f is self.site.bare]
         fused = [(f, c) for f, c in found if f is not self.site.bare]
         library = [(f, c) for f, c in alone if c.provider in ("ATEN", "CUBLASLT")]
         others = [(f, c) for f, c in alone if c.provider not in ("ATEN", "CUBLASLT")]
+        if library and config.test_configs.force_extern_kernel_in_multi_template:
+            return library
         if fused:
             others = others[:MOST_UNFUSED]
         return [*library, *fused, *others]
@@ -290,13 +428,29 @@ class _Chooser:
         bench = Bench(self._memory(around), tolerance(self.site.bare.problem.dtype))
         loops = {k: self._loop(self.groups[k]) for k in around}
         self.loop_times = {k: time for k, (_, time) in loops.items()}
-        plans = [self._plan(fusion, candidate, bench, loops) for fusion, candidate in found]
+        made = (self._made(fusion, candidate, bench, loops) for fusion, candidate in found)
+        plans = [plan for plan in made if plan is not None]
+        if not plans:
+            return []
         if plans[0].is_library:
             bench.library = plans[0].work
         else:
-            library = aten.AtenCandidate(self.site.bare.problem)
+            problem = self.site.bare.problem
+            library = problem.library or aten.AtenCandidate(problem)
             bench.library = self._plan(self.site.bare, library, bench, loops).work
         return plans
+
+    def _made(self, fusion: Fusion, candidate: Candidate, bench: Bench,
+              loops: Mapping[int, tuple[Part, float]]) -> Plan | None:  # fmt: skip
+        """The plan of a candidate, unless it raises: then it is rejected."""
+        try:
+            plan = self._plan(fusion, candidate, bench, loops)
+            _ = plan.key, plan.name, plan.description
+            return plan
+        except Exception as error:
+            self.rejected[f"a candidate of {candidate.provider}"] = repr(error)
+            log.warning("a candidate of %s is rejected: %r", candidate.provider, error)
+            return None
 
     def _plan(self, fusion: Fusion, candidate: Candidate, bench: Bench,
               loops: Mapping[int, tuple[Part, float]]) -> Plan:  # fmt: skip
@@ -348,13 +502,19 @@ class _Chooser:
         compared = [n for n in sorted(written) if all(
             n in {f.names[b] for b in f.problem.writes} or n in self._outside(f)
             for f in self.site.fusions)]  # fmt: skip
-        symbols = {s.arg.name: ix.likely(s) for s in self.program.symbols.values()}
+        # an argument of a backward graph may be a number computed of symbols
+        sizes = (e for n in names for b in (self.program.buffers[n],) for e in (*b.size, *b.stride))
+        symbols = {s.arg.name: ix.likely(s) for s in syms(*self.program.symbols.values(), *sizes)}
         views = [a for a in (*call.args, call.out) if isinstance(a, View)]
         extents = [(v.buffer, extent(v.size, v.stride, v.offset)) for v in views]
         buffers = tuple(self.program.buffers[n] for n in sorted(names))
-        return Memory(Described(buffers, tuple(symbols.items()), tuple(compared),
+        return Memory(Described(buffers, tuple(sorted(symbols.items())), tuple(compared),
                                 tuple(sorted(extents)), roofline(self.site.bare.problem),
-                                tuple(sorted(written))))  # fmt: skip
+                                tuple(sorted(written)), self._contents()))  # fmt: skip
+
+    def _contents(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        names = self.site.bare.names
+        return tuple((names[b], values) for b, values in self.site.bare.problem.contents.items())
 
     def _outside(self, fusion: Fusion) -> set[str]:
         """What the groups that a fusion leaves out write."""
@@ -364,36 +524,53 @@ class _Chooser:
     # ---- the result
 
     def _replaced(self, winner: _Winner, why: str) -> list[Group]:
-        fusion, candidate = winner.fusion, winner.candidate
-        problem = fusion.problem
-        call = self.site.call
-        views = tuple(_whole(self.program, fusion.names[b]) for b in problem.reads)
-        written = tuple(fusion.names[b] for b in problem.writes)
-        gone = {*fusion.before, self.site.position}
-        place = self.site.position if fusion.after is None else fusion.after
-        taken = [self.groups[k] for k in sorted(gone | {place})]
-        origin = _origin(taken)
-        label = "_".join(dict.fromkeys(n.rstrip("_0123456789") for n in origin.nodes))
-        kernel = candidate.kernel()
-        target = Implementation(
-            problem, kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}"
-        )
-        ours = isinstance(kernel.source, CxxSource | TritonSource)
-        made = Opaque(
-            f"{call.name}_chosen",
-            target,
-            views,
-            {},
-            (),
-            written,
-            origin,
-            fills=written,
-            generated=ours,
-        )
-        log.debug("%s: %s", label, target.chosen)
-        result = list(self.groups)
-        result[place] = Group(call=made, refused=dict(self.site.refused))
-        return [g for k, g in enumerate(result) if k == place or k not in gone]
+        return _put(self.program, self.groups, self.site.position, winner, why, self.site.refused)
+
+
+def _put(program: Program, groups: Sequence[Group], position: int, winner: _Winner, why: str,
+         refused: Mapping[str, str] | None = None) -> list[Group]:  # fmt: skip
+    """The groups with the winner in place of the product at `position` and of what it takes in."""
+    fusion, candidate = winner.fusion, winner.candidate
+    call = groups[position].call
+    assert call is not None
+    problem = fusion.problem
+    views = tuple(_whole(program, fusion.names[b]) for b in problem.reads)
+    written = tuple(fusion.names[b] for b in problem.writes)
+    gone = {*fusion.before, position}
+    place = position if fusion.after is None else fusion.after
+    taken = [groups[k] for k in sorted(gone | {place})]
+    origin = _origin(taken)
+    label = "_".join(sorted({re.sub(r"_\d+$", "", n) for n in origin.nodes}))[:MOST_NAMED]
+    kernel = candidate.kernel()
+    if isinstance(kernel.source, TritonSource):
+        # the function in its text is named by the product: equal kernels are built once,
+        # whatever their programs call what is fused
+        kernel = replace(kernel, name=f"triton_tem_fused_{label}")
+    target = Implementation(
+        problem, kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}", candidate
+    )
+    ours = isinstance(kernel.source, CxxSource | TritonSource)
+    _count(taken, ours, candidate.provider)
+    made = Opaque(
+        f"{call.name}_chosen",
+        target,
+        views,
+        {},
+        (),
+        written,
+        origin,
+        fills=written,
+        generated=ours,
+    )
+    who = candidate.provider.lower()
+    counters = metrics.counters["inductor"]
+    if candidate.provider not in FUSION_COUNTERS:  # which count stores
+        counters[f"{who}_epilogue_fusion_counter"] += fusion.after is not None
+    counters[f"{who}_prologue_fusion_counter"] += len(fusion.before)
+    log.debug("%s: %s", label, target.chosen)
+    result = list(groups)
+    result[place] = Group(call=made, refused=dict(refused or {}))
+    return [g for k, g in enumerate(result) if k == place or k not in gone]
 
 
 def _told(verdict: select.Verdict) -> str:
@@ -405,6 +582,9 @@ def _told(verdict: select.Verdict) -> str:
     shown = [*([own] if own in alive else []), *others]
     times = ", ".join(f"{name} {alive[name].median_us:.3g} us" for name in shown)
     parts = [f"{verdict.source}: {times}" if times else verdict.source, verdict.why]
+    if not verdict.why and own in alive and others and (
+        alive[others[0]].median_us < alive[own].median_us):  # fmt: skip
+        parts.append(f"within {100 * ADVANTAGE:.2g} % they are equals, of which the first is taken")
     return "; ".join(p for p in parts if p)
 
 
@@ -449,6 +629,44 @@ class Decision:
 
 decisions: deque[Decision] = deque(maxlen=1000)
 """The latest decisions of this process, for reports."""
+_all = itertools.count()
+_number = next(_all)
+
+
+def decided(decision: Decision) -> None:
+    """It was decided, now or by the process that a program is kept from."""
+    global _number
+    decisions.append(decision)
+    _number = next(_all)
+
+
+def mark() -> int:
+    """Where decisions are now, for `since`."""
+    return _number
+
+
+def since(mark: int) -> tuple[Decision, ...]:
+    """What was decided after that."""
+    return tuple(decisions)[len(decisions) - min(_number - mark, len(decisions)) :]
+
+
+def _count(taken: Sequence[Group], ours: bool, provider: str) -> None:
+    """Products that were counted as ATen's are another's: a kernel's, or another library's."""
+    for group in taken:
+        target = None if group.call is None else group.call.target
+        if not isinstance(target, torch._ops.OpOverload):
+            continue
+        name = f"{target.overloadpacket}.default"
+        if not metrics.fallback_ops[name]:
+            continue
+        metrics.fallback_ops[name] -= 1
+        if not metrics.fallback_ops[name]:
+            del metrics.fallback_ops[name]
+        if ours:
+            metrics.fallback_nodes -= 1
+            metrics.native_nodes += 1
+        else:
+            metrics.fallback_ops[f"{provider.lower()}.{target.overloadpacket.__name__}"] += 1
 
 
 def _origin(groups: Sequence[Group]) -> Origin:

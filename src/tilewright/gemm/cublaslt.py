@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from tilewright import config
 from tilewright.gemm.problem import GemmProblem, takes_tf32
 from tilewright.gemm.provider import Argument, Effort, Kernel, register
 from tilewright.gemm.roofline import roofline
@@ -425,6 +426,8 @@ class CublasLt:
     def supports(self, problem: GemmProblem) -> str:
         if not problem.target.is_gpu:
             return "it computes on NVIDIA cards"
+        if not config.triton.autotune_cublasLt:
+            return "triton.autotune_cublasLt is off"
         reason = lt.why_not()
         if reason:
             return reason

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as every
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tilewright import config
-from tilewright.gemm.problem import GemmProblem, Op, Operand, loops, plain
+from tilewright.gemm import narrow
+from tilewright.gemm.problem import NARROW, GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS
@@ -33,6 +34,8 @@ OPS: dict[Any, Op] = {
     aten.addmm.out: "addmm", aten.bmm.default: "bmm", aten.bmm.out: "bmm",
     aten.baddbmm.default: "baddbmm", aten.baddbmm.out: "baddbmm", aten.mm.dtype: "mm",
     aten.addmm.dtype: "addmm", aten.bmm.dtype: "bmm", aten.baddbmm.dtype: "baddbmm",
+    aten._int_mm.default: "_int_mm", aten._int_mm.out: "_int_mm",
+    aten._scaled_mm.default: "_scaled_mm", aten._scaled_mm.out: "_scaled_mm",
 }  # fmt: skip
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 MORE_READ = 1.1  # times the bytes of an operand that its prologue may read instead
@@ -63,8 +66,19 @@ class Site:
     refused: Mapping[str, str]  # what was not fused, and why
 
 
+class Posed(Protocol):
+    """What a call has for a target where it says itself what is to be computed."""
+
+    def problem(self, program: Program, call: Opaque) -> GemmProblem | str: ...
+
+
 def is_product(group: Group) -> bool:
     return group.call is not None and group.call.target in OPS
+
+
+def is_posed(group: Group) -> bool:
+    return group.call is not None and hasattr(group.call.target, "problem") and (
+        not hasattr(group.call.target, "kernel"))  # fmt: skip
 
 
 def site(program: Program, groups: Sequence[Group], position: int) -> Site | str:
@@ -78,12 +92,37 @@ def site(program: Program, groups: Sequence[Group], position: int) -> Site | str
     return finder.site()
 
 
+def alone(program: Program, call: Opaque) -> Fusion | str:
+    """The product without looking at its neighbours."""
+    found = _parsed(program, call)
+    return found if isinstance(found, str) else Fusion(*_canonical(found, program.buffers))
+
+
+def followed(program: Program, groups: Sequence[Group], position: int, ops: frozenset[str]
+             ) -> Fusion | None:  # fmt: skip
+    """The product with what uses its result, where that has one of these operations."""
+    call = groups[position].call
+    assert call is not None
+    user = next((g for g in groups[position + 1 :] if call.writes & (g.reads | g.writes)), None)
+    if user is None or not any(m.ops & ops for m in user.members) or not config.epilogue_fusion:
+        return None
+    found = _parsed(program, call)
+    if isinstance(found, str):
+        return None
+    finder = _Finder(program, groups, position, call, found)
+    return finder.with_epilogue()
+
+
 # ---- the product alone
 
 
 def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
     """The bare problem, still in the program's names."""
+    if call.target not in OPS:
+        return call.target.problem(program, call)
     op = OPS[call.target]
+    if op in NARROW:
+        return narrow.parsed(program, call, op, _result(program, call))
     tensors = [a for a in call.args if isinstance(a, View)]
     scale = {"alpha": 1.0, "beta": 1.0, **call.kwargs}
     scale.pop("out_dtype", None)  # the result has it
@@ -163,6 +202,10 @@ class _Finder:
         bare = _canonical(self.problem, self.program.buffers)
         return Site(self.position, self.call, Fusion(*bare), tuple(fusions), dict(self.refused))
 
+    def with_epilogue(self) -> Fusion | None:
+        after = self._epilogue()
+        return None if after is None else self._fusion(after, [])
+
     def _fusion(self, after: tuple[int, list[Store]] | None,
                 before: Sequence[tuple[int, Values]],
                 both: tuple[int, GemmProblem] | None = None) -> Fusion:  # fmt: skip
@@ -201,11 +244,13 @@ class _Finder:
             return reason
         if group.writes & (self.call.reads | self.call.writes):
             return "it overwrites what the product uses"
-        index = {n.src[0] for m in group.members for n in loads(*m.exprs)
+        index = {n.src for m in group.members for n in loads(*m.exprs)
                  if n.arg == problem.result.buffer}  # fmt: skip
         if len(index) != 1:
             return "it reads the product in several ways"
-        (at,) = index
+        ((at, *masks),) = index
+        if masks:
+            return "it reads parts of the product"
         where = _solve(at, group.members[0].loops, problem.result, problem.place)
         if where is None:
             return "its loops are not those of the product"
@@ -214,7 +259,13 @@ class _Finder:
             return inlined
         made = [Store(s.buffer, substitute(s.index, where), substitute(s.value, where))
                 for s in inlined]  # fmt: skip
-        return made
+        return [replace(s, value=self._of_product(s.value, substitute(at, where))) for s in made]
+
+    def _of_product(self, value: Expr, at: Expr) -> Expr:
+        """The value with the product, which it loads at `at`, spelled as the problem spells it: an
+        axis of one element is in the problem's index, and not in that of a loop nest."""
+        mine = self.problem.product
+        return substitute(value, {load(mine.arg, mine.dtype, at): mine})
 
     def _cannot_wait(self, position: int) -> str:
         """Why the product cannot be computed as late as there."""
@@ -257,7 +308,7 @@ class _Finder:
             return []  # low-precision eager rounds both products before it adds them
         (total,) = sums
         other = total.src[total.src[0] is mine]
-        if other.op != "load" or other.src[0] is not mine.src[0]:
+        if other.op != "load" or other is not load(other.arg, other.dtype, self._nest_index):
             return []
         stores = [replace(s, value=substitute(s.value, {total: const(0, total.dtype)}))
                   for s in after[1]]  # fmt: skip
@@ -270,6 +321,12 @@ class _Finder:
             return []
         summed = [replace(s, value=substitute(s.value, {total: mine})) for s in after[1]]
         return [self._fusion((after[0], summed), [], both)]
+
+    @property
+    def _nest_index(self) -> Expr:
+        """Where an element of the product is, as loop nests spell it."""
+        single = {v: ix.ZERO for v in self.problem.place if v.src[0] is ix.ONE}
+        return substitute(self.problem.product.src[0], single)
 
     def _with(self, maker: int | None, result: View) -> tuple[int, GemmProblem] | None:
         """The product at `maker` and this one, if the first makes just this view."""
@@ -344,7 +401,7 @@ class _Finder:
             if where is None:
                 return "its loops are not those of the operand"
             value = substitute(store.value, where)
-            reason = _unwanted(self.program, operand, value)
+            reason = _unwanted(self.program, operand, value, self.problem.reads_again)
             if reason:
                 return reason
             values[k] = value
@@ -369,7 +426,7 @@ def _not_pointwise(group: Group) -> str:
     return ""
 
 
-def _unwanted(program: Program, operand: Operand, value: Expr) -> str:
+def _unwanted(program: Program, operand: Operand, value: Expr, again: bool = True) -> str:
     """Why computing an operand where it is read is no gain."""
     read = list(loads(value))
     if not read:
@@ -377,10 +434,10 @@ def _unwanted(program: Program, operand: Operand, value: Expr) -> str:
     reads = sum(min(hint_product(program.buffers[n.arg].size),
                     hint_product(v.src[0] for v in free_vars(n.src[0]))) * n.dtype.itemsize
                 for n in read)  # fmt: skip
-    if reads > MORE_READ * hint_product(operand.view.size) * operand.dtype.itemsize:
+    if again and reads > MORE_READ * hint_product(operand.view.size) * operand.dtype.itemsize:
         return "it reads more bytes than the operand has"
     arithmetic = {n.op for n in walk(value)} - MOVES
-    if operand.dtype.itemsize <= 2 and arithmetic:
+    if again and operand.dtype.itemsize <= 2 and arithmetic:
         return "its arithmetic would be done again for every tile"
     return ""
 
@@ -492,6 +549,8 @@ def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
         names.setdefault(operand.view.buffer, mine)
     if problem.bias is not None:
         names.setdefault(problem.bias.view.buffer, "bias")
+    for mine, operand in zip(("scale_a", "scale_b"), problem.scales, strict=False):
+        names.setdefault(operand.view.buffer, mine)
     names.setdefault(problem.result.buffer, "c")
     values = [o.value for o in problem.operands]
     for node in loads(*values, *(e for s in problem.epilogue for e in s.exprs)):
@@ -520,6 +579,7 @@ def _renamed(problem: GemmProblem, names: Mapping[str, str]) -> GemmProblem:
         problem,
         operands=tuple(operand(o) for o in problem.operands),
         bias=None if problem.bias is None else operand(problem.bias),
+        scales=tuple(operand(o) for o in problem.scales),
         result=view(problem.result),
         epilogue=tuple(Store(names[s.buffer], rewrite(s.index, rule), rewrite(s.value, rule),
                              s.mode, s.mask) for s in problem.epilogue),

@@ -363,6 +363,8 @@ class SplitKHeuristic(MMTemplateHeuristic):
 
     def splits(self, problem: GemmProblem, c: GemmConfig) -> Iterator[GemmConfig]:
         b, m, n, k = problem.hints
+        if config.triton.num_decompose_k_splits == 0:
+            return
         if c.split_k > 1:  # a list of one's own says how
             yield c
             return

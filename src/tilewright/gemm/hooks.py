@@ -18,7 +18,7 @@ from tilewright.codegen.triton.facts import coarse, narrow, valued
 from tilewright.codegen.triton.kernel import BAD_INDEX
 from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
-from tilewright.gemm.padded import is_misaligned
+from tilewright.gemm.padded import is_slow
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
@@ -440,7 +440,7 @@ def tma_limits(problem: GemmProblem) -> str:
     Without being asked for they are offered where the library is out of the race: a result whose
     rows start anywhere, of operands whose rows do not (2048x50257x768 in bfloat16 on an H200: 273
     us, 284 us without descriptors, 1677 us by the library)."""
-    if not config.triton.enable_persistent_tma_matmul and not is_misaligned(problem):
+    if not config.triton.enable_persistent_tma_matmul and not is_slow(problem):
         return "triton.enable_persistent_tma_matmul is off"
     if problem.target.capability < (9, 0):
         return "cards before Hopper have no tensor descriptors"

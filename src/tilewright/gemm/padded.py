@@ -10,16 +10,18 @@ copies the result to where it belongs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewright import caches, config
 from tilewright.gemm.problem import GemmProblem, takes_tf32, window
 from tilewright.gemm.provider import Argument, Kernel
-from tilewright.gemm.roofline import LAUNCH, loop_time, roofline
+from tilewright.gemm.roofline import LAUNCH, bandwidth, flops, roofline
 from tilewright.ir import index as ix
 from tilewright.ir.program import View
 from tilewright.runtime import launch, store, triton_build
@@ -29,25 +31,74 @@ ALIGNED = 16  # bytes the matrix units load at once
 UNIT = 16  # elements that rows of copies are a multiple of: then they are stored sixteen bytes each
 WORTH = 1 << 30  # operations below which copying costs more than it brings
 ROWS, COLUMNS = 2, 1024  # that one program copies; of nine sizes the best there, 8.8 and 6.1 us
+GAIN = 1.1  # times faster that copies have to make a product, by the model, to be taken unmeasured
+
+SHARE: dict[str, float] = {"sm_90": 0.16}
+"""Of the operations per second of aligned kernels that the library's others do. H200, bfloat16:
+2049x2051x2047 takes 164 us, 2048x50257x768 1677 us, which is 1.05e8 and 0.94e8 operations per
+microsecond of 6.5e8."""
+SHARE_ELSEWHERE = 0.3  # not measured on other cards yet: by the model they gain half as much
 
 
 def is_misaligned(problem: GemmProblem) -> bool:
     """Whether rows of operands or result start at addresses the matrix units cannot load from."""
-    if problem.op not in ("mm", "bmm") or problem.symbols or not problem.target.is_gpu:
+    if problem.op == "mm_plus_mm" or not problem.target.is_gpu:
         return False
     views = (*(o.view for o in problem.operands), problem.result)
     if problem.out_dtype is not None or not all(o.is_plain for o in problem.operands):
         return False
-    if problem.result.stride[-1] is not ix.ONE or not all(ix.ONE in v.stride[-2:] for v in views):
+    added = () if problem.bias is None else (problem.bias.view,)
+    rows = (problem.result, *added)  # these are copied row by row
+    if any(v.stride[-1] is not ix.ONE for v in rows):
+        return False
+    if not all(ix.ONE in v.stride[-2:] for v in views):
         return False
     _, _, n, k = problem.hints
     unit = ALIGNED // problem.operands[0].dtype.itemsize
-    return bool(n % unit or k % unit) and problem.flops >= WORTH
+    return bool(n % unit or k % unit) or any(map(starts_anywhere, views))
+
+
+def is_slow(problem: GemmProblem) -> bool:
+    """Whether it is misaligned, and large enough to do something about it."""
+    return is_misaligned(problem) and problem.flops >= WORTH
+
+
+def starts_anywhere(view: View) -> bool:
+    """Whether a matrix, one of its rows (or columns, where these are contiguous), or one matrix of
+    a batch begins at no multiple of sixteen bytes."""
+    steps = [s for s, n in zip(view.stride, view.size, strict=True)
+             if n is not ix.ONE and s is not ix.ONE]  # fmt: skip
+    return any(ix.likely(s) * view.dtype.itemsize % ALIGNED for s in (*steps, view.offset))
 
 
 def offered(problem: GemmProblem) -> list[PaddedCandidate]:
-    wanted = config.shape_padding and is_misaligned(problem)
+    wanted = config.shape_padding and is_slow(problem)
     return [PaddedCandidate(problem)] if wanted else []
+
+
+def preferred(problem: GemmProblem, constant: frozenset[str] = frozenset()
+              ) -> PaddedCandidate | None:  # fmt: skip
+    """The product by way of copies, where a model finds that faster; nothing is measured. Copies of
+    what is in `constant` are made once."""
+    if not config.shape_padding or not is_misaligned(problem):
+        return None
+    found = PaddedCandidate(problem, constant=tuple(sorted(constant)))
+    if config.force_shape_pad:
+        return found
+    views = (*(o.view for o in problem.operands), problem.result)
+    if not is_slow(problem):
+        return None
+    uses_units = problem.operands[0].dtype.itemsize == 2 or takes_tf32()
+    if not uses_units or not any(map(starts_anywhere, views)):
+        return None  # slow or fast, the library's kernels are the same
+    return found if GAIN * found.estimate < unaligned(problem) else None
+
+
+def unaligned(problem: GemmProblem) -> float:
+    """Microseconds of the library's kernels for rows that start anywhere."""
+    rate = flops(problem.target, problem.operands[0].dtype)
+    share = SHARE.get(problem.target.arch, SHARE_ELSEWHERE)
+    return max(problem.flops / (share * rate), roofline(problem) - LAUNCH) + LAUNCH
 
 
 @dataclass(frozen=True)
@@ -55,6 +106,7 @@ class PaddedCandidate:
     problem: GemmProblem
     provider: str = "ATEN"
     description: str = ""
+    constant: tuple[str, ...] = ()  # buffers that never change
 
     @property
     def name(self) -> str:
@@ -62,23 +114,49 @@ class PaddedCandidate:
 
     @property
     def estimate(self) -> float:
-        """Operands and result are read and written once more, from cache or into it."""
+        """What is copied is read and written once more."""
         p = self.problem
-        return roofline(p) + loop_time(list(p.buffers), p.target) + LAUNCH
+        copied = [v for v in self._copied if v.buffer not in self.constant]
+        return roofline(p) + sum(2 * _bytes(v) / bandwidth(p.target) + LAUNCH for v in copied)
+
+    @property
+    def _copied(self) -> list[View]:
+        """What has to lie elsewhere for the library, as `PaddedCall` finds at run time."""
+        p = self.problem
+        _, m, n, k = p.hints
+        left, right, out, *_ = self.views
+        high = m if left.stride[-1] is not ix.ONE else 0  # copied as its transpose
+        unit = ALIGNED // left.dtype.itemsize
+        inner = ((left, (k, high)), (right, (k, n)), (out, (n, high)))
+        return [v for v, sizes in inner if starts_anywhere(v) or any(s % unit for s in sizes)]
 
     @property
     def key(self) -> str:
         text = _text(2), repr((ROWS, COLUMNS))
         return store.key("padded", self.problem.key, *text, torch.__version__, str(takes_tf32()))
 
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Left, right, the result, and what is added."""
+        p = self.problem
+        added = () if p.bias is None or p.beta == 0 else (p.bias.view,)
+        return (*(o.view for o in p.operands), p.result, *added)
+
     def kernel(self) -> Kernel:
         p = self.problem
-        views = (*(o.view for o in p.operands), p.result)
-        memory = tuple(dict.fromkeys(v.buffer for v in views))
+        memory = tuple(dict.fromkeys(v.buffer for v in self.views))
         arguments: tuple[Argument, ...] = tuple(("ptr", b) for b in memory)
+        arguments += tuple(("int", s.arg.name) for s in p.symbols)
+        names = tuple(name for _, name in arguments)
         major, minor = p.target.capability if p.target.is_gpu else (0, 0)
-        source = PaddedCall(p.op, views, memory, 10 * major + minor, p.target.shared_memory)
+        source = PaddedCall(p.op, self.views, names, 10 * major + minor, p.target.shared_memory,
+                            (p.alpha, p.beta), self.constant)  # fmt: skip
         return Kernel(f"extern_kernels.{self.name}", source, arguments)
+
+
+def _bytes(view: View) -> int:
+    used = (n for n, s in zip(view.size, view.stride, strict=True) if s is not ix.ZERO)
+    return math.prod(ix.likely(n) for n in used) * view.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -86,37 +164,68 @@ class PaddedCall:
     """`aten.op` over padded copies of windows of the memory it is given."""
 
     op: str
-    views: tuple[View, ...]  # left, right, result
+    views: tuple[View, ...]  # left, right, result, and what is added
     names: tuple[str, ...]  # of the arguments
     capability: int
     shared_memory: int
+    scale: tuple[float, float] = (1.0, 1.0)
+    constant: tuple[str, ...] = ()  # arguments that never change: copied at the first call
 
     @property
     def text(self) -> str:
         return f"extern_kernels.{self.op} of padded operands"
 
-    def __call__(self, *args: torch.Tensor) -> None:
+    def __call__(self, *args: Any) -> None:
         given = dict(zip(self.names, args, strict=True))
-        left, right, out = (window(v, given) for v in self.views)
+        left, right, out, *added = (window(v, given) for v in self.views)
         # a matrix that is contiguous down its columns is copied as its transpose
         down = left.stride(-1) != 1
         m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
         wide_n, wide_k = _up(n, out), _up(k, out)
-        a = _room(left, _up(m, out) if down else m, wide_k, down)
-        b = _room(right, wide_k, wide_n, right.stride(-1) != 1)
-        pairs = [(x, room) for x, room in ((left, a), (right, b)) if x is not room]
-        self._copy(pairs, into=True)
-        if wide_n == n and a.shape[-2] == m and _is_aligned(out):
-            getattr(torch, self.op)(a, b, out=out)
-            return
-        made = getattr(torch, self.op)(a, b)
-        self._copy([(made, out)], into=False)
+        rooms = [_room(left, _up(m, out) if down else m, wide_k, down),
+                 _room(right, wide_k, wide_n, right.stride(-1) != 1)]  # fmt: skip
+        high = rooms[0].shape[-2]
+        direct = (wide_n, high) == (n, m) and _is_aligned(out)
+        sides = [left, right, *map(_row, added)]
+        if added:
+            bias, fits = sides[2], (wide_n, high) == (n, m)
+            rows = 1 if bias.shape[-2] == 1 else high
+            rooms.append(bias if fits else _fresh(bias, rows, wide_n))
+        self._fill(sides, rooms, args)
+        made = self._product(rooms, {"out": out} if direct else {})
+        if not direct:
+            self._copy([(made, out)], into=False)
+
+    def _product(self, rooms: Sequence[torch.Tensor], out: dict[str, torch.Tensor]) -> torch.Tensor:
+        a, b, *added = rooms
+        alpha, beta = self.scale
+        if not added:
+            made = (torch.bmm if a.dim() == 3 else torch.mm)(a, b, **out)
+            return made if alpha == 1 else made.mul_(alpha)
+        one = added[0].dim() == 2 and added[0].shape[0] == 1
+        bias = added[0][0] if one else added[0]  # a vector is added by the library's own epilogue
+        return getattr(torch, self.op)(bias, a, b, alpha=alpha, beta=beta, **out)
+
+    def _fill(self, sides: Sequence[torch.Tensor], rooms: list[torch.Tensor],
+              args: Sequence[Any]) -> None:  # fmt: skip
+        """Copy what has to be; constants at the first call alone."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for k, (side, room) in enumerate(zip(sides, rooms, strict=True)):
+            if side is room:
+                continue
+            name = self.views[k].buffer
+            if k < 2 and name in self.constant:
+                known = _copies.setdefault(args[self.names.index(name)], {})
+                rooms[k] = known.setdefault((self, k), room)
+                if rooms[k] is not room:
+                    continue
+            pairs.append((side, room))
+        if pairs:
+            self._copy(pairs, into=True)
 
     def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], into: bool) -> None:
         """Each into a window of another size: what is not there is zero, what has no place is left
         out. The padded side is what is copied into, or from."""
-        if not pairs:
-            return
         first = pairs[0][0]
         if not first.is_cuda:
             for source, target in pairs:
@@ -135,6 +244,16 @@ class PaddedCall:
         kernel(torch.cuda.current_stream(first.device).cuda_stream, programs, 1, 1, *given)
 
 
+_copies: Any = WeakTensorKeyDictionary()
+"""Of constants, for as long as they are there: call and operand -> the copy."""
+
+
+def _row(added: torch.Tensor) -> torch.Tensor:
+    """What is added, with one row where all are the same."""
+    same = added.stride(-2) == 0 and added.shape[-2] > 1
+    return added[..., :1, :] if same else added
+
+
 def _up(size: int, like: torch.Tensor) -> int:
     return size if size * like.element_size() % ALIGNED == 0 else -(-size // UNIT) * UNIT
 
@@ -149,10 +268,11 @@ def _room(like: torch.Tensor, rows: int, columns: int, down: bool) -> torch.Tens
     """Memory for the matrix with so many rows and columns; itself, where it will do."""
     if (rows, columns) == tuple(like.shape[-2:]) and _is_aligned(like):
         return like
-    lead = like.shape[:-2]
-    if down:
-        return like.new_empty(*lead, columns, rows).transpose(-1, -2)
-    return like.new_empty(*lead, rows, columns)
+    return _fresh(like, columns, rows).mT if down else _fresh(like, rows, columns)
+
+
+def _fresh(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return like.new_empty(*like.shape[:-2], rows, columns)
 
 
 def _numbers(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], int]:

@@ -21,7 +21,7 @@ from tilewright.gemm.analysis import Resources
 from tilewright.gemm.aten import AtenCall
 from tilewright.gemm.fuse import Fusion
 from tilewright.gemm.problem import takes_tf32
-from tilewright.gemm.provider import Argument, Candidate, Kernel, Source
+from tilewright.gemm.provider import Argument, Candidate, CompiledSource, Kernel, Source
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer
@@ -29,6 +29,7 @@ from tilewright.runtime import cxx, launch, store, triton_build
 from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import Built, TritonSource
 from tilewright.tune import clock
+from tilewright.tune.memory import room
 
 Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
 MOST_BYTES = 16 << 30  # of all sets of buffers together
@@ -58,6 +59,8 @@ class Part:
                 return triton_build.submit(self.source)
             case CxxSource():
                 return cxx.submit([self.source]).futures[0]
+            case CompiledSource():
+                return self.source.submit()
             case _:
                 return None
 
@@ -111,6 +114,7 @@ class Described:
     extents: tuple[tuple[str, int], ...] = ()  # elements that are read beyond a buffer's own
     estimate: float = math.inf  # microseconds that a run takes at best
     filled: tuple[str, ...] = ()  # what plans write, compared or not
+    contents: tuple[tuple[str, tuple[int, ...]], ...] = ()  # integers that are not zero
 
 
 class Memory:
@@ -136,7 +140,8 @@ class Memory:
         self.size = sum(self._counts[b.name] * b.dtype.itemsize for b in described.buffers)
         read = [b for b in described.buffers if b.name not in described.filled]
         size = sum(self._counts[b.name] * b.dtype.itemsize for b in read)
-        self.count = max(1, min(LARGEST_SETS, MOST_BYTES // max(1, self.size),
+        most = min(MOST_BYTES, room(self.device))
+        self.count = max(1, min(LARGEST_SETS, most // max(1, self.size),
                                 max(clock.sets_beyond_cache(size, self.device),
                                     self._places())))  # fmt: skip
         self._sets: list[dict[str, torch.Tensor]] = []
@@ -160,6 +165,9 @@ class Memory:
                                    else _filled(b, self._counts[b.name], generator)
                                    for b in self.described.buffers})  # fmt: skip
                 one = {name: self._sets[0][name] for name in self.described.filled}
+                for name, values in self.described.contents:
+                    held = self._sets[-1][name]
+                    held[: len(values)] = torch.tensor(values).to(held)
         return self._sets
 
     def arguments(self, names: Sequence[Argument], which: int,
@@ -198,6 +206,8 @@ def _filled(buffer: Buffer, count: int, generator: torch.Generator) -> torch.Ten
     """Normal numbers, which tell a wrong element from a right one; integers that are safe as
     indices. The user's random state is left alone."""
     device = buffer.device
+    if buffer.dtype == torch.int8:  # operands of products, and no indices
+        return torch.randint(-8, 8, (count,), generator=generator, dtype=torch.int8, device=device)
     if not buffer.dtype.is_floating_point:
         return torch.zeros(count, dtype=buffer.dtype, device=device)
     return torch.randn(count, generator=generator, device=device).to(buffer.dtype)
@@ -280,7 +290,15 @@ class Plan:
     @property
     def compiles(self) -> bool:
         own = (part.source for part in self.work.parts if part.kernel is not None)
-        return any(isinstance(source, TritonSource | CxxSource) for source in own)
+        kinds = (TritonSource, CxxSource, CompiledSource)
+        return any(isinstance(source, kinds) for source in own)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether code of somebody else's runs, which may do anything to the process: of a
+        provider that is not this package's, or of a compiler that is not."""
+        offered = type(self.candidate).__module__.partition(".")[0] != "tilewright"
+        return offered or any(isinstance(part.source, CompiledSource) for part in self.work.parts)
 
     @property
     def key(self) -> str:
@@ -299,7 +317,8 @@ class Plan:
             reason = analysis.spilled(made)
             if reason:
                 raise RuntimeError(reason)
-        if not config.autotune_in_subproc:
+        elsewhere = config.autotune_in_subproc
+        if not (self.is_foreign if elsewhere is None else elsewhere):
             self.work.finish()
 
     def resources(self) -> Resources | None:
@@ -339,6 +358,7 @@ class RemotePlan:
     def open(self) -> Assembly:
         if _here.get("site") != self.site:
             bench = Bench(Memory(self.memory), self.tolerance)
+            bench.memory.count = self.sets  # as many as who asked counts on
             bench.library = Assembly(self.library, bench)
             _here.update(site=self.site, bench=bench)
         made = Assembly(self.parts, _here["bench"])
@@ -415,4 +435,4 @@ def difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) ->
 def tolerance(dtype: torch.dtype) -> float:
     if dtype == torch.float32 and takes_tf32():
         return _TF32
-    return _TOLERANCE[dtype]
+    return _TOLERANCE.get(dtype, 0.0)  # integers are equal

@@ -32,7 +32,8 @@ from tilewright.target import Target
 
 aten = torch.ops.aten
 
-Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm"]
+Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm"]
+NARROW: tuple[Op, ...] = ("_int_mm", "_scaled_mm")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class GemmProblem:
     beta: float = 1.0
     keeps: bool = True  # `c` is itself needed in memory
     epilogue: tuple[Store, ...] = ()
+    scales: tuple[Operand, ...] = ()  # of _scaled_mm: what the sum is multiplied by, as given
+    fast: bool = False  # of _scaled_mm: sums may be taken in fewer bits
 
     # ---- sizes
 
@@ -94,7 +97,28 @@ class GemmProblem:
     @property
     def out_dtype(self) -> torch.dtype | None:
         """The result's dtype, where the call asks for another than the operands'."""
-        return None if self.dtype == self.operands[0].dtype else self.dtype
+        same = self.dtype == self.operands[0].dtype or self.op in NARROW
+        return None if same else self.dtype
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether an element of an operand is loaded more than once."""
+        return True
+
+    @property
+    def providers(self) -> tuple[Any, ...]:
+        """Who alone can compute it; none: whoever is enabled."""
+        return ()
+
+    @property
+    def library(self) -> Any:
+        """The candidate that others are compared with; none: ATen's."""
+        return None
+
+    @property
+    def contents(self) -> dict[str, tuple[int, ...]]:
+        """What integers buffers hold while it is timed; others hold zeros."""
+        return {}
 
     @property
     def flops(self) -> int:
@@ -110,7 +134,7 @@ class GemmProblem:
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """Buffers read, in order of their names."""
-        values = [o.value for o in self.operands]
+        values = [o.value for o in (*self.operands, *self.scales)]
         if self.bias is not None and self.beta != 0:
             values.append(self.bias.value)
         values += [e for s in self.epilogue for e in s.exprs]
@@ -128,6 +152,7 @@ class GemmProblem:
         """Run-time numbers that sizes, strides and values depend on, in order of their names."""
         exprs = [*self.sizes, *(o.value for o in self.operands), _at(self.result, self.place)]
         exprs += [] if self.bias is None else [self.bias.value]
+        exprs += [o.value for o in self.scales]
         exprs += [e for s in self.epilogue for e in s.exprs]
         return tuple(sorted(syms(*exprs), key=lambda e: e.arg.name))
 
@@ -179,6 +204,7 @@ class GemmProblem:
         lines = [f"{self.op} {self.target.key} {scale} {self.sizes}"]
         lines += [f"{o.view} = {show_expr(o.value)}" for o in self.operands]
         lines += [f"bias {self.bias.view}"] if self.bias is not None else []
+        lines += [f"scale {o.view} fast={self.fast}" for o in self.scales]
         lines += [f"{self.result}", *map(str, self.buffers), *map(str, self.epilogue)]
         return "\n".join(lines)
 
@@ -237,6 +263,10 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
         second = [problem.result, *views[2:]]
         nodes += [_call("mm", views[:2], problem.result, {}, None),
                   _call("addmm", second, problem.result, {}, None)]  # fmt: skip
+    elif problem.op == "_scaled_mm":
+        views += [o.view for o in (*problem.scales, *([problem.bias] if problem.bias else []))]
+        given = {"out_dtype": problem.dtype, "use_fast_accum": problem.fast}
+        nodes.append(_call(problem.op, views, problem.result, given, None))
     else:
         scale: dict[str, Any] = {}
         if problem.bias is not None:

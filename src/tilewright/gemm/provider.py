@@ -8,8 +8,9 @@ A new provider is one class, registered with `register`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tilewright import config
 from tilewright.gemm.problem import GemmProblem
@@ -34,7 +35,16 @@ class LibrarySource(Protocol):
     def __call__(self, *args: Any) -> None: ...
 
 
-Source = CxxSource | TritonSource | LibrarySource
+@runtime_checkable
+class CompiledSource(LibrarySource, Protocol):
+    """One that is compiled before its first call, in the background."""
+
+    def submit(self) -> Future[Any]:
+        """Begin; the same one for equal sources."""
+        ...
+
+
+Source = CxxSource | TritonSource | CompiledSource | LibrarySource
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,8 @@ class Provider(Protocol):
 
 
 PROVIDERS: dict[str, Provider] = {}
+FUSION_COUNTERS: dict[str, tuple[str, ...]] = {}
+"""By provider: what counts the stores of epilogues that its kernels compute."""
 
 
 def register(make: Callable[[], Provider]) -> Callable[[], Provider]:

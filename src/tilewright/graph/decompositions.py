@@ -16,6 +16,8 @@ import torch
 from torch._decomp import get_decompositions
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from tilewright.graph import attention
+
 aten = torch.ops.aten
 
 POINTWISE: list[Any] = [
@@ -110,11 +112,22 @@ def _into_repeated(op: Any) -> Callable[..., Any]:
     return traced
 
 
+def _addmv_of_nothing(x: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor, *,
+                      beta: Any = 1, alpha: Any = 1) -> Any:  # fmt: skip
+    """What is added to a product without rows keeps its one element in eager; the shape function
+    says that nothing is left of it."""
+    rows: Any = matrix.size(0)
+    if not isinstance(rows, int) or rows != 0 or beta == 0:
+        return NotImplemented
+    return x * beta
+
+
 def _is_crop(pad: Any) -> bool:
     return not free_unbacked_symbols(pad) and bool(pad <= 0)
 
 
 OWN: dict[Any, Callable[..., Any]] = {
+    aten.addmv.default: _addmv_of_nothing,
     aten.constant_pad_nd.default: _cropped,
     aten.linalg_vector_norm.default: _norm_along,
     aten.multi_margin_loss.default: _loss_of_one_sample(aten.multi_margin_loss.default, 3),
@@ -214,7 +227,10 @@ def _cumprod_backward(
     return torch.where(zero, torch.where(first, at_first, 0), sums / torch.where(zero, 1, x))
 
 
-APART: dict[Any, Callable[..., Any]] = {aten.cumprod_backward.default: _cumprod_backward}
+APART: dict[Any, Callable[..., Any]] = {
+    aten.cumprod_backward.default: _cumprod_backward,
+    attention.WHOLE: attention.attention,
+}
 """Composite ops that we take apart otherwise than torch does."""
 
 

@@ -1,7 +1,8 @@
 """Layouts, which are those of the fake values on the nodes, decided once for the whole graph.
 
-`channels_last` is a choice: the library's convolutions of images are faster that way on the CPU,
-and loops go along with whatever layout they are given. What the graph returns keeps its own.
+`channels_last` is a choice, for graphs of inference and for joint graphs before they are parted:
+the library's convolutions of images are faster that way on the CPU, and loops go along with
+whatever layout they are given. What the graph returns keeps its own.
 
 `eager_strides` is a correction. Eager lays a result out after the first operand that says how, and
 an expanded operand says nothing. torch's shape functions convert half precision operands first,
@@ -11,6 +12,7 @@ which makes an expanded one contiguous: from then on it does say something. And 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import operator
 from typing import Any
@@ -30,45 +32,99 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 
+# What a byte of a copy into the other layout costs beside what a convolution gains for each byte of
+# its image and of its result, which the library otherwise puts into a layout of its own and back.
+# One thread, AVX-512, float32, 2026-11-18: 27 convolutions, of 1 to 1024 channels, grouped and
+# depthwise ones too, gained 0.016 to 0.13 ms of a megabyte, 0.045 in the middle, as much in their
+# gradients; a copy cost 0.10 to 0.24 ms of a megabyte, 0.12 in the middle.
+COPY = 3
+
+# Groups of channels that are folded are short, and apart, with channels last: beside a copy of the
+# image, this many times (4x64x32x32, 8 groups, one thread, 2026-11-18: group norm and silu 0.40 ms
+# instead of 0.12, with gradients 1.83 instead of 0.35).
+FOLDED: dict[Any, int] = {
+    aten.native_group_norm.default: 2,
+    aten.native_group_norm_backward.default: 12,
+}
+
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
 def channels_last(graph: torch.fx.Graph) -> bool:
     """Lay out images with their channels last, where that pays; says whether it did."""
-    images = [n for n in graph.find_nodes(op="call_function", target=aten.convolution.default)
-              if _is_image(n)]  # fmt: skip
-    if _results_meet(graph):
+    calls = (n for target in CONVOLUTIONS
+             for n in graph.find_nodes(op="call_function", target=target))  # fmt: skip
+    images = {n for n in calls if _is_image(n) and not _is_laid_out(n)}
+    if not images:
         return False
-    if not _pays(images) or _folds_channels(graph):
-        return _wide_ones(graph, images)
-    _lay_out(graph, set(images), set(graph.nodes))
-    return True
+    if _Trial(graph, images, set(graph.nodes)).pays():
+        return True
+    wide, following = _wide_ones(images)
+    return bool(wide) and _Trial(graph, wide, following).is_legal()
 
 
-def _lay_out(graph: torch.fx.Graph, images: set[Node], following: set[Node]) -> None:
-    """Give convolutions channels last, and the calls that go along with them."""
-    before = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
-    moved: set[Node] = set()
-    for node in list(graph.nodes):
-        if node in images:
-            _convert(node, moved)
-        elif moved.intersection(node.all_input_nodes):
-            if node.op != "output" and node in following:
-                _follow(node, before, moved)
-            else:
-                _give_back(node, before, moved)
+class _Trial:
+    """Convolutions with channels last and the calls that go along with them: done, and undone
+    where it does not pay."""
+
+    def __init__(self, graph: torch.fx.Graph, images: set[Node], following: set[Node]) -> None:
+        self._graph, self._images = graph, images
+        self._before = {n: (n.args, n.kwargs, n.meta) for n in graph.nodes}
+        values = {n: n.meta["val"] for n in graph.nodes if _tensor(n) is not None}
+        meeting = _meeting(graph)
+        for node in graph.nodes:
+            node.meta = dict(node.meta)
+        moved: set[Node] = set()
+        for node in list(graph.nodes):
+            if node in images:
+                _convert(node, moved)
+            elif moved.intersection(node.all_input_nodes):
+                if node.op != "output" and node in following:
+                    _follow(node, values, moved)
+                else:
+                    _give_back(node, values, moved)
+        self._legal = not moved & meeting
+
+    def is_legal(self) -> bool:
+        if not self._legal:
+            self._undo()
+        return self._legal
+
+    def pays(self) -> bool:
+        gained = sum(map(_touched, self._images))
+        copied = sum(self._copied(n) for n in self._graph.nodes)
+        pays = self._legal and gained > COPY * copied
+        if not pays:
+            self._undo()
+        return pays
+
+    def _copied(self, node: Node) -> int:
+        """The bytes of copies that a node is, or is worth."""
+        if node not in self._before:
+            return _bytes(node)
+        folded = FOLDED.get(node.target, 0)
+        return folded * _bytes(node.args[0]) if folded and _is_channels_last(node.args[0]) else 0
+
+    def _undo(self) -> None:
+        for node in reversed(list(self._graph.nodes)):
+            if node in self._before:
+                node.args, node.kwargs, node.meta = self._before[node]
+        for node in reversed(list(self._graph.nodes)):
+            if node not in self._before:
+                self._graph.erase_node(node)
 
 
-def _wide_ones(graph: torch.fx.Graph, images: list[Node]) -> bool:
-    """Only convolutions of images that are large beside their results have channels last, and what
-    makes those images alone of others: the library would make a copy of each that is laid out
-    otherwise, and what a skip connection is put beside, or what a bottleneck widens, is most of
-    what is alive."""
-    wide = {n for n in images if _bytes(n.args[0]) >= 2 * _bytes(n) and not _is_single(n)}
+def _wide_ones(images: set[Node]) -> tuple[set[Node], set[Node]]:
+    """Convolutions of images that are large beside their results, and what makes those images alone
+    of others: the library would make a copy of each that is laid out otherwise, and what a skip
+    connection is put beside, or what a bottleneck widens, is most of what is alive."""
+    forward = {n for n in images if n.target is aten.convolution.default and not n.args[6]}
+    wide = {n for n in forward if _bytes(n.args[0]) >= 2 * _bytes(n) and not _is_single(n)}
     following: set[Node] = set()
     made = set(wide)
     for node in wide:
-        _trace(node.args[0], {node}, following, made.union(images), made)
-    if wide:
-        _lay_out(graph, made, following)
-    return bool(wide)
+        _trace(node.args[0], {node}, following, made.union(forward), made)
+    return made, following
 
 
 def _trace(value: Any, users: set[Node], following: set[Node], images: set[Node],
@@ -189,47 +245,61 @@ def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_image(node: Node) -> bool:
-    image, weight = _tensor(node.args[0]), _tensor(node.args[1])
-    if image is None or weight is None or image.dim() != 4 or image.device.type != "cpu":
+    """Whether a convolution, or its gradients, is of images on the CPU whose sizes are known."""
+    operands = [_tensor(n) for n in _operands(node)]
+    if any(t is None or t.dim() != 4 or t.device.type != "cpu" for t in operands):
         return False
-    sizes: tuple[Any, ...] = (*image.shape, *weight.shape)
-    known = all(isinstance(n, int) for n in sizes)
-    return known and image.dtype == weight.dtype == torch.float32 and not node.args[6]
+    sizes: list[Any] = [n for t in operands if t is not None for n in t.shape]
+    types = {t.dtype for t in operands if t is not None}
+    return all(isinstance(n, int) and n > 0 for n in sizes) and len(types) == 1 and types <= FLOATS
 
 
-def _results_meet(graph: torch.fx.Graph) -> bool:
-    """Whether results share memory: copies of them would not."""
-    results = [t for n in graph.output_node().all_input_nodes if (t := _tensor(n)) is not None]
-    return len({t.untyped_storage()._cdata for t in results}) < len(results)
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
-def _pays(images: list[Node]) -> bool:
-    """Whether most of the work is in convolutions that gain: those of all channels at once, over
-    more than single pixels."""
-    gain = total = 0
-    for node in images:
-        weight = _tensor(node.args[1])
-        assert weight is not None
-        work = node.meta["val"].numel() * weight[0].numel()
-        total += work
-        gain += work if weight.shape[2] * weight.shape[3] > 1 and node.args[8] == 1 else 0
-    return 2 * gain > total
+def _operands(node: Node) -> tuple[Any, ...]:
+    """The image and the weight; of gradients, the result's first."""
+    return tuple(node.args[: 3 if node.target is aten.convolution_backward.default else 2])
 
 
-def _folds_channels(graph: torch.fx.Graph) -> bool:
-    """Whether groups of channels are folded: they are short, and apart, with channels last (a
-    U-Net with group norm took 72 ms instead of 63; AVX2, one thread, 2026-11-15)."""
-    return bool(graph.find_nodes(op="call_function", target=aten.native_group_norm.default))
+def _is_laid_out(node: Node) -> bool:
+    return all(_is_channels_last(n) for n in _operands(node)[:-1])
+
+
+def _is_channels_last(node: Any) -> bool:
+    return node.meta["val"].is_contiguous(memory_format=torch.channels_last)
+
+
+def _touched(node: Node) -> int:
+    """The bytes of images and results that the library would lay out otherwise."""
+    if node.target is aten.convolution.default:
+        return _bytes(node.args[0]) + _bytes(node)
+    gradient, image, mask = _bytes(node.args[0]), _bytes(node.args[1]), node.args[10]
+    wanted = sum(mask[:2])  # type: ignore[index]
+    return wanted * (gradient + image)
+
+
+def _meeting(graph: torch.fx.Graph) -> set[Node]:
+    """Results that share memory: copies of them would not."""
+    results = [n for n in graph.output_node().all_input_nodes if _tensor(n) is not None]
+    owners = collections.Counter(map(_storage, results))
+    return {n for n in results if owners[_storage(n)] > 1}
+
+
+def _storage(node: Node) -> int:
+    return node.meta["val"].untyped_storage()._cdata
 
 
 def _convert(node: Node, moved: set[Node]) -> None:
-    node.args = (_copied(node, node.args[0]), _copied(node, node.args[1]), *node.args[2:])
+    # weights stay: the library orders them in its own way at every call, whatever they come as
+    count = len(_operands(node)) - 1
+    node.args = (*(_copied(node, n) for n in node.args[:count]), *node.args[count:])
     _evaluate(node)
     moved.add(node)
 
 
 def _copied(before: Node, source: Any) -> Node:
-    if source.meta["val"].is_contiguous(memory_format=torch.channels_last):
+    if _is_channels_last(source):
         return source
     with before.graph.inserting_before(before):
         made = before.graph.call_function(aten.clone.default, (source,),

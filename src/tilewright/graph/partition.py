@@ -21,10 +21,12 @@ from torch._functorch import partitioners
 from torch._functorch.partitioners import NodeInfo, _size_of, min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
-from tilewright.graph import seeded, simplify
+from tilewright import config
+from tilewright.graph import attention, seeded, simplify
 from tilewright.graph.distinct import store_distinct
 from tilewright.graph.expose import expose, narrow_places
 from tilewright.graph.flow import INFINITE, Network
+from tilewright.graph.layout import channels_last
 
 aten = torch.ops.aten
 
@@ -60,6 +62,9 @@ def partitioner(family: Family) -> Callable[..., tuple[torch.fx.GraphModule, tor
             return kept(graph, info, num_fwd_outputs, family)
 
         annotated = any("recompute" in n.meta for n in joint.graph.nodes)
+        attention.prune(joint.graph)
+        if config.layout_optimization:
+            channels_last(joint.graph)
         expose(joint.graph, lambda node: family(node.target) not in OPAQUE)
         narrow_places(joint.graph)
         store_distinct(joint.graph)
@@ -141,11 +146,15 @@ class Facts:
         if self.is_opaque(node) or (_is_window(node) and self.in_memory(_whole(node))):
             return True
         users = [u for u in self.users(node) if self.info.is_required_fw(u)]
-        return any(self.is_opaque(u) for u in users) or self._used_far_apart(node, users)
+        return any(self.is_held_by(u, node) for u in users) or self._used_far_apart(node, users)
 
     def is_held_anyway(self, node: Node) -> bool:
         """Whether an opaque call of the backward pass takes the value."""
-        return any(self.is_opaque(u) and self.needs(u) for u in self.users(node))
+        return any(self.is_held_by(u, node) and self.needs(u) for u in self.users(node))
+
+    def is_held_by(self, user: Node, node: Node) -> bool:
+        """Whether a call wants the value in memory."""
+        return self.is_opaque(user) and not attention.is_read_by(user, node)
 
     def _used_far_apart(self, node: Node, users: list[Node]) -> bool:
         """Kernels before and after an opaque call use the value: storing it costs what computing it
@@ -230,7 +239,7 @@ def kept(graph: torch.fx.Graph, info: NodeInfo, forward_outputs: int,
         network.edge(here, read, read_price)
         network.edge(stored, read, INFINITE)
         for user in facts.users(node):
-            where = stored if facts.is_opaque(user) or is_alias(user) else read
+            where = stored if facts.is_held_by(user, node) or is_alias(user) else read
             if facts.needs(user):
                 network.edge(where, network.sink, INFINITE)
             if user in computed and prices[user] < INFINITE:

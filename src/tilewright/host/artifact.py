@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import operator
 import pickle
@@ -15,15 +16,18 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from tilewright import config, metrics
+from tilewright import caches, config, metrics
+from tilewright.attention.choose import Resort
 from tilewright.errors import BuildError, location_of
-from tilewright.gemm.provider import LibrarySource
+from tilewright.gemm.choose import Decision
+from tilewright.gemm.provider import CompiledSource, LibrarySource
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
 from tilewright.host import cudagraphs
 from tilewright.host.program import HostProgram, Kernel
 from tilewright.host.refit import Refit
 from tilewright.host.spare import Spare
+from tilewright.lower.table import OVERRIDES
 from tilewright.runtime import cxx, launch, native, store
 from tilewright.runtime.cxx import CxxSource, Loaded, Submitted
 from tilewright.runtime.triton_build import TritonSource
@@ -47,6 +51,8 @@ def begin(source: Source) -> None:
             cxx.submit([source])
         case TritonSource():
             tune.submit(source)
+        case CompiledSource():
+            source.submit()
         case _:
             pass
 
@@ -57,12 +63,14 @@ class Artifact:
 
     host: HostProgram
     kernels: dict[str, Source] = field(default_factory=dict[str, Source])
-    spares: dict[str, tuple[Spare, tuple[int, ...]]] = field(
-        default_factory=dict[str, "tuple[Spare, tuple[int, ...]]"]
+    spares: dict[str, tuple[Spare | Resort, tuple[int, ...]]] = field(
+        default_factory=dict[str, "tuple[Spare | Resort, tuple[int, ...]]"]
     )  # for each Triton kernel: torch's own operations, and where its arguments are
     counted: metrics.Delta = field(default_factory=metrics.Delta)
     complete: bool = True  # nothing was left undecided for want of time: it may be kept
     replay: cudagraphs.Facts | None = None  # where it is to be recorded as a CUDA graph
+    decisions: tuple[Decision, ...] = ()  # who computes its products, and why
+    groups: str = ""  # what was fused, and why not further, for a reader
 
     def build(self) -> Building:
         """Start building what is missing, of every language, and return at once."""
@@ -73,6 +81,12 @@ class Artifact:
             cxx.submit([s for s in found if isinstance(s, CxxSource)]),
             [tune.submit(s) for s in found if isinstance(s, TritonSource)],
         )
+
+    @property
+    def names(self) -> set[str]:
+        """What the host program's text is given."""
+        return {*self.host.constants, *self.host.attributes, *self.kernels,
+                *(f"{name}_wide" for name in self.kernels)}  # fmt: skip
 
     def constants(self, gm: torch.fx.GraphModule) -> dict[str, Any]:
         """What the program takes from the graph it was made from, by its own names."""
@@ -122,7 +136,7 @@ class Artifact:
         except RuntimeError as error:  # the driver's, which knows the card best
             if refit is None or isinstance(error, BuildError):
                 raise
-            log.warning("%s cannot be loaded: %s", name, error)
+            log.debug("%s cannot be loaded: %s", name, error)
             functions[name] = refit
         if source.wide is not None:
             wide = launch.later(replace(source.wide, configs=(chosen.config,), shrinks=False),
@@ -149,6 +163,13 @@ class Artifact:
         return self.host.filled(locations, grids)
 
 
+def node_by_node(gm: torch.fx.GraphModule) -> Artifact:
+    """The graph as it is, run by torch alone. It is not kept."""
+    run = torch.fx.Interpreter(gm).boxed_run
+    text = "def call(args):\n    return run(args)\n"
+    return Artifact(HostProgram(text, {"run": run}), complete=False)
+
+
 @dataclass(frozen=True)
 class Building:
     """Kernels under way."""
@@ -171,13 +192,50 @@ def key(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> str | None
     except Undigestible as why:
         metrics.counters["graph_cache"][f"not cached: {why}"] += 1
         return None
-    return named(text, repr(boundary), *(Target.of(card).key for card in _cards(gm)))
+    name = named(text, repr(boundary), *(Target.of(card).key for card in _cards(gm)))
+    _parts[name] = _described(text, boundary, gm)
+    return name
 
 
 def named(*made_from: str) -> str:
     """The name of what this compiler, with these options, makes for this machine."""
-    return store.key(*made_from, repr(config.code_key()), torch.__version__, _compiler_digest(),
-                     Target.host().key)  # fmt: skip
+    taken = repr(sorted((str(target), digest) for target, digest in OVERRIDES.items()))
+    return store.key(*made_from, repr(config.code_key()), torch.__version__, compiler_digest(),
+                     Target.host().key, taken)  # fmt: skip
+
+
+# ---- why a graph was not found
+
+
+_parts: dict[str, dict[str, str]] = {}  # artefact -> what its name was made from
+caches.register(_parts.clear)
+
+
+def _described(text: str, boundary: Boundary, gm: torch.fx.GraphModule) -> dict[str, str]:
+    """What the name of a graph's artefact is made from, part by part."""
+    options = {f"option {name}": repr(value) for name, value in config.code_key()}
+    cards = {f"card {k}": Target.of(card).key for k, card in enumerate(_cards(gm))}
+    return {"graph": store.key(text), "boundary": repr(boundary), "torch": torch.__version__,
+            "tilewright": compiler_digest()[:12], "machine": Target.host().key, **cards,
+            **options}  # fmt: skip
+
+
+def difference(name: str) -> str:
+    """Which parts of a name are not those under which the same graph was kept last: why it was not
+    found. Empty where the graph itself is new."""
+    now = _parts.get(name)
+    kept = None if now is None else store.get(_parts_path(now))
+    if now is None or kept is None:
+        return ""
+    before: dict[str, str] = json.loads(kept)
+    parts = [f"{part} {before.get(part, 'none')} -> {now.get(part, 'none')}"
+             for part in dict.fromkeys((*before, *now))
+             if before.get(part) != now.get(part)]  # fmt: skip
+    return ", ".join(parts) or "it was dropped, or never finished"
+
+
+def _parts_path(parts: Mapping[str, str]) -> Path:
+    return store.path(store.key("parts", parts["graph"]), ".parts")
 
 
 def _cards(gm: torch.fx.GraphModule) -> list[torch.device]:
@@ -189,11 +247,9 @@ def _cards(gm: torch.fx.GraphModule) -> list[torch.device]:
 
 def find(name: str) -> Artifact | None:
     """The kept artefact; one that cannot be read (another Python, a torn disk) counts as none."""
-    data = store.get(store.path(name, ".graph"))
-    if data is None:
-        return None
     try:
-        found = pickle.loads(data)
+        data = store.get(store.path(name, ".graph"))
+        found = None if data is None else pickle.loads(data)
     except Exception:
         return None
     return found if isinstance(found, Artifact) else None
@@ -205,11 +261,12 @@ def keep(name: str, artifact: Artifact) -> None:
     except Exception as why:  # a constant that does not pickle: the graph is compiled each time
         metrics.counters["graph_cache"][f"not cached: {type(why).__name__}"] += 1
         return
-    store.put_atomic(store.path(name, ".graph"), data)
+    if store.keep(store.path(name, ".graph"), data) and name in _parts:
+        store.keep(_parts_path(_parts[name]), json.dumps(_parts[name]).encode())
 
 
 @functools.cache
-def _compiler_digest() -> str:
+def compiler_digest() -> str:
     """Changes whenever the compiler itself does."""
     root = Path(__file__).parent.parent
     files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".h", ".cpp", ".jinja"))

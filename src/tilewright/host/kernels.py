@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from tilewright.attention import choose as attention
 from tilewright.codegen.cpp.kernel import CppKernel
 from tilewright.codegen.triton.made import Param, TritonKernel
 from tilewright.gemm.choose import Implementation
@@ -48,8 +49,9 @@ def triton(program: Program, kernel: TritonKernel, wide: TritonKernel | None, na
                       counters=ix.as_index(kernel.counters)), source  # fmt: skip
 
 
-def chosen(program: Program, made: Implementation, number: int) -> tuple[KernelCall, Source]:
-    """The kernel that was chosen for a product."""
+def chosen(program: Program, made: Implementation | attention.Implementation,
+           number: int) -> tuple[KernelCall, Source]:  # fmt: skip
+    """The kernel that was chosen for a product, or for attention."""
     kernel, source = made.kernel, made.kernel.source
     name = f"{kernel.name}_{number}".replace(".", "_")
     device = program.buffers[made.result].device
@@ -124,13 +126,17 @@ def _elements(buffer: Buffer) -> int:
 
 def spares(program: Program, groups: Sequence[Group],
            made: Sequence[tuple[KernelCall, object] | None]
-           ) -> dict[str, tuple[Spare, tuple[int, ...]]]:  # fmt: skip
+           ) -> dict[str, tuple[Spare | attention.Resort, tuple[int, ...]]]:  # fmt: skip
     """For each Triton kernel its last resort, and which of its arguments that takes."""
-    found: dict[str, tuple[Spare, tuple[int, ...]]] = {}
+    found: dict[str, tuple[Spare | attention.Resort, tuple[int, ...]]] = {}
     for group, item in zip(groups, made, strict=True):
         if item is None or not isinstance(item[1], TritonSource):
             continue
-        chosen = None if group.call is None else group.call.target
+        chosen: object = None if group.call is None else group.call.target
+        if isinstance(chosen, attention.Implementation):
+            given = chosen.kernel.arguments
+            found[item[0].name] = chosen.resort, tuple(range(len(given)))
+            continue
         if isinstance(chosen, Implementation):
             resort = Spare.product(chosen.problem)
             given = [name for _, name in chosen.kernel.arguments]

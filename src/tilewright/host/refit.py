@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from tilewright import metrics
+from tilewright.attention.choose import Resort
 from tilewright.host.spare import Spare
 from tilewright.runtime import launch, triton_build
 from tilewright.runtime.launch import Launcher
@@ -27,7 +28,7 @@ class Refit:
     name: str
     source: TritonSource
     refused: TritonConfig
-    spare: Spare
+    spare: Spare | Resort
     order: tuple[int, ...]
     made: list[tuple[Launcher, str]] = field(default_factory=list[tuple[Launcher, str]])
     taken_over: bool = False  # torch's operations have run
@@ -66,7 +67,7 @@ class Refit:
             except RuntimeError:
                 continue
             metrics.counters["triton"]["kernels made smaller at their launch"] += 1
-            log.warning("%s does not fit the card: it runs with %s", self.name, less)
+            log.debug("%s does not fit the card: it runs with %s", self.name, less)
             self.made.append((kernel, self.source.programs(less)))
             yield self.made[-1]
 

@@ -115,6 +115,13 @@ def laid_out(t: torch.Tensor | None, size: Any, stride: Any) -> torch.Tensor | N
     return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
+def sized(t: torch.Tensor, size: Any, site: str) -> None:
+    """Sizes that depend on values are those that the program was told of (`torch._check`)."""
+    if t.size() != size:
+        raise RuntimeError(f"a result has sizes {tuple(t.size())} where the program was told of "
+                           f"{tuple(size)}  {site}")  # fmt: skip
+
+
 try:  # the same without the dispatcher, 0.5 instead of 3 us; private too
     from torch._C._dynamo.guards import _reinterpret_tensor as window  # type: ignore[import]
 except ImportError:
@@ -257,6 +264,7 @@ __all__ = [
     "recast",
     "resolve",
     "scratch_cuda",
+    "sized",
     "torch",
     "window",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -181,6 +180,7 @@ class Opaque:
     covers: tuple[str, ...] = ()  # those of `fills` of which it leaves nothing as it was
     generated: bool = False  # the target is a kernel of ours
     out: View | None = None  # where the only result is written, by a target that takes `out=`
+    data_sized: bool = False  # sizes of results depend on values, and are to be checked
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -228,6 +228,14 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A whole number that the host program computes of others, as Python text."""
+
+    text: str
+    symbols: frozenset[str]
+
+
 @dataclass
 class Program:
     """One graph after lowering: nodes in an order that respects every dependence.
@@ -241,8 +249,9 @@ class Program:
     inputs: list[str] = field(default_factory=list[str])
     outputs: list[Output] = field(default_factory=list["Output"])
     symbols: dict[str, Expr] = field(default_factory=dict[str, Expr])
-    derived: dict[str, str] = field(default_factory=dict[str, str])  # symbol -> text over others
+    derived: dict[str, Derived] = field(default_factory=dict[str, "Derived"])
     constants: dict[str, str] = field(default_factory=dict[str, str])  # name -> graph attribute
+    bodies: set[str] = field(default_factory=set[str])  # constants that are graphs to be compiled
     donated: frozenset[str] = frozenset()  # inputs that nobody reads after the call
 
     @property
@@ -252,8 +261,8 @@ class Program:
 
     def behind(self, symbol: str) -> set[str]:
         """The symbols that have to be known for one to be: itself, or those it is computed of."""
-        text = self.derived.get(symbol)
-        return {symbol} if text is None else set(re.findall(r"\b[a-z]+\d+\b", text))
+        found = self.derived.get(symbol)
+        return {symbol} if found is None else set(found.symbols)
 
 
 def rewritten(members: Sequence[Nest]) -> set[str]:

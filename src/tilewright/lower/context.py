@@ -396,6 +396,13 @@ def read_number(t: torch.Tensor) -> float:
     return float(t.item())
 
 
+def as_told(found: Any, told: Any) -> Any:
+    """Called by a program that was compiled for a number it reads to be this one."""
+    if found != told:
+        raise RuntimeError(f"a number is {found} where the program was told that it is {told}")
+    return found
+
+
 def is_number(t: torch.Tensor) -> bool:
     """Whether eager takes `t` as a number beside tensors of another device."""
     return t.device.type == "cpu" and t.dim() == 0

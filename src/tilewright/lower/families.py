@@ -8,6 +8,7 @@ FAMILIES = (
     "pointwise", "activations", "casts", "views", "join", "indexing", "scatter", "bags",
     "reductions", "softmax", "losses", "margins", "distances", "norms", "scans", "sorting",
     "factories", "random", "pooling", "resample", "grid_sample", "quantize", "products", "optim",
+    "attention",
 )  # fmt: skip
 
 

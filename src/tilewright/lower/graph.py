@@ -17,11 +17,13 @@ from torch.utils import _pytree as pytree
 
 from tilewright import config, metrics
 from tilewright.errors import LoweringError, TilewrightError, at_node
+from tilewright.graph.attention import is_read_by
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, loads, sym
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
 from tilewright.lower import families
-from tilewright.lower.context import Lowering, as_view, is_number, is_plain
+from tilewright.lower.context import Lowering, as_told, as_view, is_number, is_plain
+from tilewright.lower.control import CONTROL, controlled
 from tilewright.lower.layouts import along_operands, is_for_loops
 from tilewright.lower.opaque import fallback, opaque_arguments, same_layout, storage_of
 from tilewright.lower.sizes import symbols_of, unbacked, undefined
@@ -161,8 +163,12 @@ def _lowered(ctx: Lowering, node: torch.fx.Node) -> Any:
     """The node's value by a lowering of ours."""
     if node.target is triton_kernel_wrapper_functional:
         return launched(ctx, node)
+    if node.target in CONTROL:
+        return controlled(ctx, node)
     if node.target in FUNCTIONS:
-        return FUNCTIONS[node.target](ctx, node)
+        found = FUNCTIONS[node.target](ctx, node)
+        if found is not NotImplemented:
+            return found
     lowering = LOWERINGS.get(node.target)
     device = None if lowering is None else _native_device(ctx, node)
     if lowering is None or device is None:
@@ -244,7 +250,19 @@ def _number(ctx: Lowering, node: torch.fx.Node, value: Any) -> Expr:
     ctx.program.nodes.append(
         Opaque(ctx.fresh("call"), node.target, args, kwargs, (), (), ctx.origin(), tuple(binds))
     )
+    if plain and result.is_const:
+        _told(ctx, name, result)
     return result
+
+
+def _told(ctx: Lowering, name: str, result: Expr) -> None:
+    """A number that is data, of which the program was told what it is: another one is an error."""
+    given = ctx.fresh("number")
+    ctx.program.symbols[given] = sym(given, torch.int64)
+    ctx.program.nodes.append(
+        Opaque(ctx.fresh("call"), as_told, (sym(name, torch.int64), result), {}, (), (),
+               ctx.origin(), ((given, ()),))
+    )  # fmt: skip
 
 
 def _settle(ctx: Lowering, node: torch.fx.Node, result: Any) -> Any:
@@ -305,6 +323,7 @@ MANY_TIMES = 8
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 REPEATED_WORK = 12  # some quotients are, if rows of them are repeated many times
 REPEATED = 64
+MASK_WORK, MASK_READS = 20, 2  # of an element of a mask, beside the products of a score
 SPREAD_WORK = 48  # two functions or more are worth computing once, if spread over many elements
 
 
@@ -316,6 +335,8 @@ def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
     if most is not None and _bytes_read(ctx, t) >= most:
         return True
     work, reads = cost(t.body)
+    if work < MASK_WORK and reads <= MASK_READS and _is_mask(holder):
+        return False  # a mask: attention computes it where it is used
     if work > 16 * config.realize_opcount_threshold or reads > config.realize_acc_reads_threshold:
         return True
     if not free_vars(t.body) and _elements(holder) != 1:
@@ -331,6 +352,14 @@ def should_store(ctx: Lowering, holder: torch.fx.Node, t: Tensor) -> bool:
     if work >= REPEATED_WORK and _is_repeated(holder):
         return True
     return work >= SPREAD_WORK and _is_spread(holder)
+
+
+def _is_mask(holder: torch.fx.Node) -> bool:
+    """Whether only attention reads it, at the positions of scores, perhaps through views."""
+    return bool(holder.users) and all(
+        is_read_by(user, holder) or (family(user.target) == "views" and _is_mask(user))
+        for user in holder.users
+    )
 
 
 def _bytes_read(ctx: Lowering, t: Tensor) -> int:

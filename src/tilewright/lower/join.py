@@ -72,6 +72,8 @@ def _join_in_one_loop(ctx: Lowering, inputs: Sequence[Tensor], dim: int) -> bool
     Where only pointwise ops follow, what they store is cut into the inputs' parts again.
     """
     assert ctx.node is not None
+    if config.force_pointwise_cat:
+        return True
     if len(inputs) <= MOST_PARTS and _feeds_pointwise(ctx.node):
         return True
     work = sum(cost(t.body)[0] for t in inputs)

@@ -23,7 +23,7 @@ from tilewright.lower.fold import (
     sub,
 )
 from tilewright.lower.promote import compute_type
-from tilewright.lower.table import lowers
+from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Tensor, from_indices, pointwise
 
 aten = torch.ops.aten
@@ -267,6 +267,8 @@ def _nll_backward(ctx: Lowering, grad: Tensor, t: Tensor, target: Tensor, weight
     result = dtype_of(ctx)
     dtype = compute_type(result)
     axis = _class_axis(t)
+    if target.rank != t.rank - 1 or grad.rank not in (0, target.rank):
+        raise Unsupported("one sample whose label or gradient is a vector: eager reads the first")
     counts, used = _labels(t, target, ignore_index)
     weights = _class_weight(weight, used, counts, t.size[axis], dtype)
     grad = grad.to(dtype)

@@ -4,6 +4,7 @@ as buffers, and the ATen fallback."""
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,8 +51,33 @@ _ANY_LAYOUT = frozenset(INTO)
 def opaque_arguments(ctx: Lowering, node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with every tensor as a view of memory, laid out as eager has it."""
     any_layout = node.target in _ANY_LAYOUT
+    if _wants_contiguous(node.target):
+        return _contiguous_arguments(ctx, node)
     args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)),
                            lambda arg: as_argument(ctx, arg, any_layout))  # fmt: skip
+    return plain(args), plain(kwargs)
+
+
+def _wants_contiguous(target: Any) -> bool:
+    """Whether the op says that it can only read tensors without gaps, in order."""
+    tag = getattr(torch.Tag, "needs_contiguous_strides", None)
+    return tag is not None and isinstance(target, OpOverload) and tag in target.tags
+
+
+def _contiguous_arguments(ctx: Lowering, node: torch.fx.Node
+                          ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    def found(arg: torch.fx.Node) -> Any:
+        value = ctx.env[arg]
+        if not isinstance(value, Tensor):
+            return value
+        stride = ix.contiguous_strides(value.size)
+        view = as_view(value)
+        if view is None or not same_layout(view, stride):
+            view = as_view(ctx.copy(value, stride))
+        assert view is not None
+        return view
+
+    args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), found)
     return plain(args), plain(kwargs)
 
 
@@ -66,7 +92,8 @@ def as_argument(ctx: Lowering, arg: torch.fx.Node, any_layout: bool = False) -> 
         found = ctx.env[arg] = ctx.copy(found, stride)
         view = as_view(found)
         assert view is not None
-    return view
+    # eager's strides also where a dimension has one element: ATen tells layouts apart by them
+    return view if any_layout else replace(view, stride=stride)
 
 
 def plain(tree: Any) -> Any:
@@ -86,6 +113,11 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
     if node.target is not operator.getitem:
         metrics.fallback_nodes += 1
         metrics.fallback_ops[str(node.target)] += 1
+    return call_out(ctx, node, node.target)
+
+
+def call_out(ctx: Lowering, node: torch.fx.Node, target: Any) -> Any:
+    """The node's value by a call of `target`, which takes what the node's own target does."""
     args, kwargs = opaque_arguments(ctx, node)
     value = node.meta.get("val")
     if node.target in INTO and isinstance(value, torch.Tensor):
@@ -100,8 +132,12 @@ def fallback(ctx: Lowering, node: torch.fx.Node) -> Any:
         ctx.program.symbols[symbol.name] = bound
         ctx.defined.add(symbol.name)
         binds.append((symbol.name, path))
-    result = ctx.call(node.target, args, kwargs, value, _mutated(node, args, kwargs), tuple(binds),
+    result = ctx.call(target, args, kwargs, value, _mutated(node, args, kwargs), tuple(binds),
                       may_alias(node.target))  # fmt: skip
+    if node.meta.get("unbacked_bindings"):
+        made = ctx.program.nodes[-1]
+        assert isinstance(made, Opaque)
+        ctx.program.nodes[-1] = replace(made, data_sized=True)
     if isinstance(result, Tensor) and value is not None and storage_of(value) in ctx.shared:
         ctx.owners.setdefault(result.body.arg, storage_of(value))
     return lift(ctx, result)

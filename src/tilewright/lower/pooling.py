@@ -21,7 +21,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const
 from tilewright.lower.context import Fill, Lowering
 from tilewright.lower.promote import compute_type
-from tilewright.lower.table import lowers
+from tilewright.lower.table import Unsupported, lowers
 from tilewright.lower.tensor import Size, Tensor, cost, from_indices, is_stored, placeholders, view
 
 aten = torch.ops.aten
@@ -456,6 +456,8 @@ def _scattered(ctx: Lowering, source: Tensor, indices: Tensor, into: Size, lead:
                mode: Any) -> Tensor:  # fmt: skip
     """Zeros of size `into`, with `source` put at positions in the flattened trailing dimensions."""
     plane = ix.product(into[lead:])
+    if plane is ix.ZERO:
+        raise Unsupported("nothing can be put into a plane without elements")
     zeros = from_indices((*into[:lead], plane), source.device, lambda *_: _zero(source.dtype))
 
     def target(*at: Expr) -> list[Expr]:
@@ -544,9 +546,15 @@ def _adaptive(into: Size, out: Size) -> list[Adaptive]:
     return [Adaptive(i, o) for i, o in zip(into, out, strict=True)]
 
 
+def _of_floats(x: Tensor) -> None:
+    if not x.dtype.is_floating_point:
+        raise Unsupported("eager pools adaptively over floats alone, and says so")
+
+
 def _adaptive_avg_pool(n: int) -> Callable[..., Tensor]:
     def lowering(ctx: Lowering, x: Tensor, output_size: Any) -> Tensor:
         out = _result_size(ctx)
+        _of_floats(x)
         return _sum_inputs(ctx, x, out, _adaptive(x.size[-n:], out[-n:]), None)
 
     return lowering
@@ -562,6 +570,7 @@ def _adaptive_avg_pool_backward(n: int) -> Callable[..., Tensor]:
 def _adaptive_max_pool(n: int) -> Callable[..., tuple[Tensor, Tensor]]:
     def lowering(ctx: Lowering, x: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
         out = _result_size(ctx)
+        _of_floats(x)
         return _maxima(ctx, x, out, _adaptive(x.size[-n:], out[-n:]))
 
     return lowering

@@ -67,7 +67,9 @@ def elementwise(ctx: Lowering, fn: Callable[..., Expr], *operands: Operand,
     """
     fakes = [_fake(x) for x in operands]
     computation, result = elementwise_dtypes(*fakes, type_promotion_kind=kind)
-    common = computation if kind == KIND.ALWAYS_BOOL else result
+    common = result
+    if kind == KIND.ALWAYS_BOOL:  # of truth values, what is compared has the type that counts
+        common = elementwise_dtypes(*fakes, type_promotion_kind=KIND.NO_OPMATH)[1]
     tensors: list[Tensor] = []
     for k, x in enumerate(operands):
         t = operand(ctx, x, common) if k < rounds else x

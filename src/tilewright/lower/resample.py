@@ -270,6 +270,8 @@ def _axes(kind: Kind, x: Tensor, into: Size, out: Size, align: bool,
     """Coordinates are float32, except those of float64 tensors."""
     coordinates = x.dtype if x.dtype == torch.float64 else torch.float32
     factors = [*factors, *[None] * (len(into) - len(factors))]
+    # one that is not above zero counts as none: eager scales by the sizes then
+    factors = [None if isinstance(f, (int, float)) and f <= 0 else f for f in factors]
     return [Axis(kind, i, o, align, f, coordinates, x.device)
             for i, o, f in zip(into, out, factors, strict=True)]  # fmt: skip
 

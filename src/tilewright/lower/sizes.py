@@ -16,8 +16,10 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
+from tilewright import config
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, sym
+from tilewright.ir.program import Derived
 
 _BINARY: dict[str, Callable[[Expr, Expr], Expr]] = {
     "FloorDiv": ix.floordiv,
@@ -35,7 +37,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self.symbols: dict[str, Expr] = {}
-        self.derived: dict[str, str] = {}  # symbol -> Python text over others
+        self.derived: dict[str, Derived] = {}
         self._done: dict[sympy.Basic, Expr | None] = {}
 
     def index(self, value: Any) -> Expr:
@@ -69,7 +71,7 @@ class Sizes:
         computes it, and here it is a symbol of its own."""
         name = f"size{len(self.derived)}"
         known = {s: self.symbol(s, env) for s in e.free_symbols}
-        self.derived[name] = PythonPrinter().doprint(e)
+        self.derived[name] = Derived(PythonPrinter().doprint(e), frozenset(s.name for s in known))
         value = e.xreplace({s: sympy.Integer(k.arg.hint) for s, k in known.items()
                             if k is not None and k.arg.hint is not None})  # fmt: skip
         hint = int(value) if value.is_number else None
@@ -170,6 +172,7 @@ def _finite(bound: Any) -> int | None:
 def _hint(s: Any, env: Any) -> int | None:
     for name in ("backed_var_to_val", "var_to_val"):  # the name differs between torch versions
         if hasattr(type(env), name) or name in vars(env):
-            values = getattr(env, name)
-            return int(values[s]) if s in values else None
+            value = getattr(env, name).get(s, config.unbacked_symint_fallback)
+            # what a jagged dimension has in place of a number stands for no size
+            return int(value) if isinstance(value, (int, sympy.Integer)) else None
     return None

@@ -11,6 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 LoweringFn = Callable[..., Any]
 
 LOWERINGS: dict[Any, LoweringFn] = {}
+OVERRIDES: dict[Any, str] = {}  # targets that users have taken over, and a digest of by what
 
 
 class Unsupported(Exception):

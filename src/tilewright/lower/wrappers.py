@@ -16,6 +16,7 @@ from torch._higher_order_ops import auto_functionalize as af
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from tilewright import metrics
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, load
 from tilewright.lower.context import Lowering, as_view, is_plain
@@ -210,6 +211,8 @@ def _run(ctx: Lowering, node: Node, op: OpOverload, given: dict[str, Any],
     kwargs = {name: argument(value) for name, value in given.items()}
     made: tuple[Any, ...] = tuple(node.meta["val"])[: len(node.meta["val"]) - len(owned)]
     value = made[0] if len(op._schema.returns) < 2 else made
+    metrics.fallback_nodes += 1
+    metrics.fallback_ops[str(op)] += 1
     result = ctx.call(op, (), kwargs, value, tuple(dict.fromkeys(written)), (), may_alias(op))
     lifted = lift(ctx, result)
     return [*(lifted if isinstance(value, tuple) else [lifted]), *owned]

@@ -6,9 +6,11 @@ Ctrl-C it would otherwise go on to build all that was ordered.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 _lock = threading.Lock()
 _running: set[subprocess.Popen[str]] = set()
@@ -19,9 +21,11 @@ class Ended(Exception):
     """The program was interrupted meanwhile."""
 
 
-def run(command: Sequence[str], *, timeout: float, text: str = ""
+def run(command: Sequence[str], *, timeout: float, text: str = "", folder: Path | None = None
         ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run a compiler to its end with a text to read, and take what it says."""
+    """Run a compiler to its end with a text to read, and take what it says. What it writes on its
+    way goes to a folder, where one is given: another may be full."""
+    env = None if folder is None else {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
     with _lock:
         before = _ended
         process = subprocess.Popen(
@@ -30,6 +34,8 @@ def run(command: Sequence[str], *, timeout: float, text: str = ""
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
+            env=env,
         )
         _running.add(process)
     with process:

@@ -308,7 +308,7 @@ def algorithms(call: Call, count: int, device: torch.device, card: str) -> tuple
         kept = store.get(path)
         found = tuple(_ask(lib, call, count, device)) if kept is None else pickle.loads(kept)
         if kept is None:
-            store.put_atomic(path, pickle.dumps(found))
+            store.keep(path, pickle.dumps(found))
         _known[name] = found
     return _known[name]
 

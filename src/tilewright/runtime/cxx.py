@@ -11,7 +11,9 @@ kernel and to cost 110 ms of its own before the first one can start.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
+import errno
 import functools
 import os
 import re
@@ -26,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilewright import caches, config
+from tilewright import caches, config, monitor
 from tilewright.errors import BuildError
 from tilewright.runtime import compilers, native, store
 from tilewright.target import Target
@@ -58,6 +60,7 @@ FLAGS = (
 # An undefined symbol is to fail here, where the source is at hand, and not when loading.
 LINK = ("-nostdlib", "-Wl,-z,defs", "-lm", "-lc", "-lgcc")
 _TIMEOUT = 600.0
+_NO_ROOM = os.strerror(errno.ENOSPC)
 
 _CTYPES: dict[ArgKind, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double]] = {
     "ptr": ctypes.c_void_p,
@@ -151,15 +154,17 @@ class _Workshop:
             found = self._kernels.get(identity)
             if found is not None and not (found.done() and found.exception() is not None):
                 return found
-            if order.library.exists():
+            if store.is_good(order.library):
                 try:
                     future: Future[Loaded] = Future()
-                    future.set_result(_load(source, order))
+                    future.set_result(_load(source, order, order.library))
                     self._kernels[identity] = future
                     return future
                 except OSError:
                     pass  # not a library of this machine: build it again
-            future = self._workers().submit(_build, source, order)
+            monitor.happened("build", f"the kernel {source.name}")
+            # in the context of who asks: the options of a thread are its own
+            future = self._workers().submit(contextvars.copy_context().run, _build, source, order)
             self._kernels[identity] = future
             return future
 
@@ -194,7 +199,8 @@ class _Order:
     """How a source is to be built, and where to."""
 
     key: str
-    command: tuple[str, ...]  # without the files
+    compiler: str | None  # none: what was built with one that is gone can still be had
+    command: tuple[str, ...]  # without the compiler and the files
     link: tuple[str, ...]
     library: Path
     source: Path
@@ -202,15 +208,16 @@ class _Order:
     @classmethod
     def of(cls, source: CxxSource) -> _Order:
         isa = Target.host().cxx_flags if source.flags is None else source.flags
-        compiler = _compiler(config.cpp.cxx)
+        compiler, version = _compiler(config.cpp.cxx)
         flags = (*FLAGS, *isa, *_definitions(source.text))
         openmp = _openmp_library()
         # The library is found again by its own name, not by where it was when we linked.
         linked = os.path.basename(openmp)
-        key = store.key(source.text, _headers(), _compiler_version(compiler), *flags, *LINK, linked)
+        key = store.key(source.text, _headers(), version, *flags, *LINK, linked)
         return cls(
             key,
-            (compiler, *flags, f"-I{INCLUDE}"),
+            compiler,
+            (*flags, f"-I{INCLUDE}"),
             (openmp, *LINK),
             store.path(key, ".so"),
             store.path(key, ".cpp"),
@@ -219,9 +226,9 @@ class _Order:
 
 def _build(source: CxxSource, order: _Order) -> Loaded:
     for attempt in (1, 2):
-        _compile(source, order)
+        library = _compile(source, order)
         try:
-            return _load(source, order)
+            return _load(source, order, library)
         except OSError as error:
             # Deleted or damaged between building and loading: once is bad luck.
             if attempt == 2:
@@ -234,17 +241,20 @@ def _build(source: CxxSource, order: _Order) -> Loaded:
     raise AssertionError("unreachable")
 
 
-def _compile(source: CxxSource, order: _Order) -> None:
-    store.put_atomic(order.source, source.text.encode())
-    store.put_atomic(order.library, lambda draft: _run(source, order, draft))
+def _compile(source: CxxSource, order: _Order) -> Path:
+    store.keep(order.source, source.text.encode(), plain=True)
+    return store.build(order.library, lambda draft: _run(source, order, draft))
 
 
 def _run(source: CxxSource, order: _Order, output: Path) -> None:
+    if order.compiler is None:
+        raise _no_compiler()
     # The text goes through a pipe: nobody can delete it under the compiler.
-    command = (*order.command, "-x", "c++", "-", "-x", "none", "-o", str(output), *order.link)
+    command = (order.compiler, *order.command, "-x", "c++", "-", "-x", "none", "-o", str(output),
+               *order.link)  # fmt: skip
     for attempt in (1, 2):
         try:
-            done = compilers.run(command, timeout=_TIMEOUT, text=source.text)
+            done = compilers.run(command, timeout=_TIMEOUT, text=source.text, folder=output.parent)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(
                 f"the C++ compiler could not build {source.name}: {error}",
@@ -254,6 +264,8 @@ def _run(source: CxxSource, order: _Order, output: Path) -> None:
             ) from error
         if done.returncode == 0:
             return
+        if _NO_ROOM in done.stderr:
+            raise OSError(errno.ENOSPC, _NO_ROOM)
         if not _worth_retrying(done, output) or attempt == 2:
             raise _refused(source, order, command, done)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -280,8 +292,10 @@ def _refused(
     return BuildError(message, command=command, stderr=done.stderr, hint=hint)
 
 
-def _load(source: CxxSource, order: _Order) -> Loaded:
-    library = ctypes.CDLL(str(order.library))
+def _load(source: CxxSource, order: _Order, file: Path) -> Loaded:
+    library = ctypes.CDLL(_executable(file))
+    if "omp parallel" in source.text:
+        _survive_forks()
     try:
         function = library[source.name]
     except AttributeError as error:
@@ -294,7 +308,7 @@ def _load(source: CxxSource, order: _Order) -> Loaded:
     function.argtypes = [_CTYPES[kind] for kind in source.args]
     function.restype = None
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
-    loaded = Loaded(source.name, _of_tensors(function), address, order.library, order.source)
+    loaded = Loaded(source.name, _of_tensors(function), address, file, order.source)
     if "float" in source.args or len(source.args) > native.MOST:
         return loaded
 
@@ -303,6 +317,28 @@ def _load(source: CxxSource, order: _Order) -> Loaded:
 
     native.when_ready(quick)
     return loaded
+
+
+def _executable(file: Path) -> str:
+    """The file, or a copy in memory of one in a folder that nothing is executed from."""
+    if not file.is_relative_to(store.MEMORY):
+        return str(file)
+    handle = os.memfd_create(file.name)
+    os.write(handle, file.read_bytes())
+    return f"/proc/self/fd/{handle}"
+
+
+@functools.cache
+def _survive_forks() -> None:
+    """OpenMP's threads are not there in a forked process, and whoever waits for them waits for ever
+    (libgomp): there kernels run on the one thread there is. A DataLoader's workers have torch run
+    on one thread too, but a kernel for `config.cpp.threads` does not ask torch."""
+    try:
+        openmp = ctypes.CDLL(_openmp_library())
+        alone = openmp.omp_set_max_active_levels
+    except (OSError, AttributeError):
+        return
+    os.register_at_fork(after_in_child=functools.partial(alone, 0))
 
 
 def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:
@@ -318,16 +354,30 @@ def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @functools.cache
-def _compiler(name: str) -> str:
+def _compiler(name: str) -> tuple[str | None, str]:
+    """Where the compiler is, and what it says of itself. Of one that is gone, what it last said:
+    what was built with it needs none to be loaded."""
     found = shutil.which(name)
+    last = store.path(store.key("the last compiler", name), ".cxx")
     if found is None:
-        raise BuildError(
-            f"no C++ compiler: {name!r} is not on the PATH",
-            command=(name,),
-            stderr="",
-            hint="install g++ (Debian, Ubuntu: `apt install g++`) or set config.cpp.cxx",
-        )
-    return found
+        known = store.get(last)
+        if known is None:
+            raise _no_compiler()
+        return None, known.decode()
+    version = _compiler_version(found)
+    if store.get(last) != version.encode():
+        store.keep(last, version.encode())
+    return found, version
+
+
+def _no_compiler() -> BuildError:
+    name = config.cpp.cxx
+    return BuildError(
+        f"no C++ compiler: {name!r} is not on the PATH",
+        command=(name,),
+        stderr="",
+        hint="install g++ (Debian, Ubuntu: `apt install g++`) or set config.cpp.cxx",
+    )
 
 
 @functools.cache
@@ -347,7 +397,7 @@ def _compiler_version(compiler: str) -> str:
             stderr=done.stderr,
             hint="set config.cpp.cxx to a GNU C++ compiler",
         )
-    store.put_atomic(kept, done.stdout.encode())
+    store.keep(kept, done.stdout.encode())
     return done.stdout
 
 

@@ -368,12 +368,21 @@ PyMemberDef entry_members[] = {
     {"program", T_OBJECT, offsetof(Entry, program), READONLY, nullptr},
     {"switch", T_OBJECT, offsetof(Entry, switched), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
+
+// Whoever looks for Python's code in what Dynamo calls finds the program's.
+PyObject* entry_code(PyObject* self, void*) {
+    return PyObject_GetAttrString(reinterpret_cast<Entry*>(self)->program, "__code__");
+}
+
+PyGetSetDef entry_values[] = {{"__code__", entry_code, nullptr, nullptr, nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot entry_slots[] = {{Py_tp_new, reinterpret_cast<void*>(make_entry)},
                              {Py_tp_dealloc, reinterpret_cast<void*>(drop_entry)},
                              {Py_tp_traverse, reinterpret_cast<void*>(visit_entry)},
                              {Py_tp_clear, reinterpret_cast<void*>(clear_entry)},
                              {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
                              {Py_tp_members, entry_members},
+                             {Py_tp_getset, entry_values},
                              {0, nullptr}};
 PyType_Spec entry_spec = {"tw_launch.Entry", sizeof(Entry), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC,

@@ -6,6 +6,7 @@ ctypes does the same in several times the time.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 from collections.abc import Callable
@@ -39,7 +40,8 @@ def start() -> Future[Any]:
         _load(future)
     else:
         # A process that ends sooner waits for it: the next one finds it built.
-        threading.Thread(target=_load, args=(future,), name="tilewright-native").start()
+        load = contextvars.copy_context().run  # the options of this thread
+        threading.Thread(target=load, args=(_load, future), name="tilewright-native").start()
     return future
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewright import caches, config, metrics
+from tilewright import caches, config, metrics, monitor
 from tilewright.errors import BuildError
 from tilewright.runtime import store
 from tilewright.runtime.cubin import facts
@@ -262,8 +262,9 @@ class _Workshop:
                         return
             if not left and not seen and (less := smaller(source, chosen)) is not None:
                 if chosen in source.configs:  # not for every half of it
-                    log.warning("%s is built with smaller blocks than planned: %s", source.name,
-                                str(error or too_big(source)).splitlines()[0])  # fmt: skip
+                    metrics.counters["triton"]["kernels built with smaller blocks"] += 1
+                    log.debug("%s is built with smaller blocks than planned: %s", source.name,
+                              str(error or too_big(source)).splitlines()[0])  # fmt: skip
                 left.append(less)
             if left:
                 self._attempt(source, left, seen, result)
@@ -330,14 +331,14 @@ def _kept(key: str) -> Binary | None:
     return found if isinstance(found, Binary) else None
 
 
-def _keep(key: str, made: dict[str, Any]) -> Binary:
+def _keep(path: Path, made: dict[str, Any]) -> Binary:
     known = facts(made["cubin"], made["name"])
     binary = Binary(
-        key, made["cubin"], made["name"], made["shared"], made["num_warps"], made["num_ctas"],
+        path.stem, made["cubin"], made["name"], made["shared"], made["num_warps"], made["num_ctas"],
         made["cooperative"], made["pdl"], made["global_scratch"] + made["profile_scratch"],
         known.registers, known.stack, known.parameters,
     )  # fmt: skip
-    store.put_atomic(store.path(key, ".cubin"), pickle.dumps(binary))
+    store.keep(path, pickle.dumps(binary))
     return binary
 
 
@@ -364,7 +365,8 @@ class _Pool:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="tilewright-")
-        self._waiting: dict[int, tuple[str, dict[str, Any], Future[Binary]]] = {}
+        # the order, and where its binary goes by the options of who asked
+        self._waiting: dict[int, tuple[Path, dict[str, Any], Future[Binary]]] = {}
         most = config.compile_threads or len(os.sched_getaffinity(0))
         path = os.pathsep.join(p for p in sys.path if p)
         self._process = subprocess.Popen(
@@ -383,9 +385,10 @@ class _Pool:
 
     def compile(self, key: str, order: dict[str, Any], future: Future[Binary]) -> None:
         metrics.kernels_compiled += 1
+        monitor.happened("build", f"the kernel {order['name']}")
         with self._lock:
             number = next(self._numbers)
-            self._waiting[number] = (key, order, future)
+            self._waiting[number] = (store.path(key, ".cubin"), order, future)
             data = pickle.dumps({**order, "number": number, "timeout": _TIMEOUT,
                                  "result": self._result(number)})  # fmt: skip
             assert self._process.stdin is not None
@@ -404,9 +407,9 @@ class _Pool:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             number, status = map(int, line.split())
-            key, order, future = self._waiting.pop(number)
+            path, order, future = self._waiting.pop(number)
             try:
-                future.set_result(_keep(key, self._take(order, number, status)))
+                future.set_result(_keep(path, self._take(order, number, status)))
             except BaseException as error:
                 future.set_exception(error)
         self._give_up()

@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright.graph.user_kernels import Launch
+from tilewright.ir.expr import Expr, syms
 from tilewright.ir.program import Handle, Node, Opaque, Program, leaves
 from tilewright.schedule.access import disjoint, signature, touched
 
@@ -26,7 +27,8 @@ def dependences(program: Program, nodes: Sequence[Node]) -> list[set[int]]:
         writes = node.writes
         for b in sorted(node.reads | writes):
             waits |= memory.setdefault(b, _Users()).add(nodes, k, b, b in writes)
-        names = [name for s in node.symbols for name in program.behind(s.arg.name)]
+        used = {*node.symbols, *(s for b in writes for s in _sizes(program, b))}
+        names = [name for s in used for name in program.behind(s.arg.name)]
         if isinstance(node, Opaque):
             names += [h.name for h in leaves((node.args, node.kwargs)) if isinstance(h, Handle)]
             if has_effects(node):
@@ -38,6 +40,12 @@ def dependences(program: Program, nodes: Sequence[Node]) -> list[set[int]]:
         waits.discard(k)
         found.append(waits)
     return found
+
+
+def _sizes(program: Program, buffer: str) -> set[Expr]:
+    """The symbols that have to be known for a buffer to be allocated."""
+    found = program.buffers.get(buffer)
+    return set() if found is None else {s for n in (*found.size, *found.stride) for s in syms(n)}
 
 
 @dataclass

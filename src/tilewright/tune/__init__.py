@@ -11,3 +11,21 @@
 - `select.py`   `choose`, which brings them together
 - `kernels.py`  the configuration of a loop kernel; `user_kernels.py` that of a user's kernel
 """
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+
+class _Called(types.ModuleType):
+    """`tilewright.tune(...)` is a function of users; once this package is imported, which has the
+    same name, it is this package that they call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module("tilewright.tuning").tune(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Called

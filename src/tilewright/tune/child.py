@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # the process starts in a tenth of a second; torch comes with
 
 START = 120.0  # seconds: a Python process that imports torch on a busy machine
 DEFAULT_TIMEOUT = 120.0
-_HARMFUL = ("illegal memory access", "launch failure", "misaligned address")
+_HARMFUL = ("illegal memory access", "launch failure", "misaligned address",
+            "cudaerrorillegaladdress", "cudaerrorlaunchfailure")  # fmt: skip
 _PRECISION = ("fp32_precision", "allow_fp16_reduced_precision_reduction",
               "allow_bf16_reduced_precision_reduction")  # fmt: skip
 _PR_SET_PDEATHSIG = 1
@@ -61,12 +62,19 @@ class TuningProcess:
 
     def put(self, job: Job) -> None:
         """Give it something to do; it is started if it is not there."""
+        self.send(self.packed(job))
+
+    @staticmethod
+    def packed(job: Job) -> bytes:
+        """The job as it is sent, with the options of who asks."""
+        return pickle.dumps((job, Settings.now()))
+
+    def send(self, packed: bytes) -> None:
         if not self.is_alive:
             self._start()
         assert self._process is not None and self._process.stdin is not None
-        data = pickle.dumps((job, Settings.now()))
         with contextlib.suppress(BrokenPipeError):  # it has died: `get` tells
-            self._process.stdin.write(len(data).to_bytes(8, "little") + data)
+            self._process.stdin.write(len(packed).to_bytes(8, "little") + packed)
             self._process.stdin.flush()
 
     def get(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
@@ -88,6 +96,10 @@ class TuningProcess:
         if not done:
             raise value
         return value
+
+    def restart(self) -> None:
+        """End it: its card is of no more use to it. The next `put` starts another."""
+        self.kill()
 
     def kill(self) -> None:
         """End it at once; the next `put` starts another."""
@@ -139,16 +151,21 @@ class Settings:
     options: tuple[tuple[str, Any], ...]
     precision: tuple[tuple[str, Any], ...]
     threads: int
+    epoch: int  # counts how often all was forgotten that is kept in memory
 
     @classmethod
     def now(cls) -> Settings:
         import torch
 
         flags = [(name, getattr(torch.backends.cuda.matmul, name)) for name in _PRECISION]
-        return cls(tuple(config.snapshot().items()), tuple(flags), torch.get_num_threads())
+        return cls(tuple(config.snapshot().items()), tuple(flags), torch.get_num_threads(),
+                   _Table.epoch)  # fmt: skip
 
     def take(self) -> None:
         """For what was unpickled with them: without torch there is nothing to set."""
+        if self.epoch != _Table.epoch:
+            _Table.epoch = self.epoch
+            _table.__init__()
         torch = sys.modules.get("torch")
         if torch is None:
             return
@@ -223,6 +240,8 @@ class Remote(Protocol):
 class _Table:
     """The candidates of the site that is tuned, in the process that times."""
 
+    epoch = 0
+
     def __init__(self) -> None:
         self.site = ""
         self.opened: dict[str, Opened] = {}
@@ -254,9 +273,23 @@ def _clock(device: torch.device) -> Clock:
 _table = _Table()
 
 
+def ready(remote: Remote) -> None:
+    _table.open(remote)
+
+
 def sample(remote: Remote) -> tuple[float, float]:
     bench = _table.bench(remote)
     return bench.sample(), bench.waited
+
+
+def whole(remote: Remote, samples: int) -> tuple[list[float], str]:
+    """Some samples, in microseconds, and why the result is wrong, or nothing: all there is to know
+    of a candidate, in one request."""
+    wrong = check(remote)
+    if wrong:
+        return [], wrong
+    bench = _table.bench(remote)
+    return [bench.sample() for _ in range(samples)], ""
 
 
 def level(remote: Remote, us: float) -> None:
@@ -273,12 +306,16 @@ def check(remote: Remote) -> str:
 class Sampler:
     """A `Bench` whose samples are taken in the other process."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: Remote, seconds: float | None = None) -> None:
+        """`seconds` are what a run may take, once all is ready for it."""
         self._remote = remote
+        self._seconds = seconds
         self.waited = 0.0
+        if seconds is not None:
+            asked(functools.partial(ready, remote), START)
 
     def sample(self) -> float:
-        us, self.waited = asked(functools.partial(sample, self._remote))
+        us, self.waited = asked(functools.partial(sample, self._remote), self._seconds)
         return us
 
     def level(self, us: float) -> None:
@@ -289,10 +326,15 @@ def checked(remote: Remote) -> str:
     return asked(functools.partial(check, remote))
 
 
-def asked(job: Job) -> Any:
+def harms(error: Exception) -> bool:
+    """Whether an error leaves the card unusable for the process that met it."""
+    return any(words in str(error).lower() for words in _HARMFUL)
+
+
+def asked(job: Job, seconds: float | None = None) -> Any:
     """What a job gives in the process that times. Raises `Crashed` where it took the process with
     it, or had to be ended."""
-    seconds = config.max_autotune_subproc_result_timeout_seconds
+    seconds = seconds or config.max_autotune_subproc_result_timeout_seconds
     try:
         if not _process.is_alive:  # what a job imports is not its own time
             _process.put(functools.partial(callable, job))
@@ -304,11 +346,16 @@ def asked(job: Job) -> Any:
     except EOFError as error:
         raise Crashed(f"it brought its own process down: {error}") from None
     except RuntimeError as error:
-        if any(words in str(error).lower() for words in _HARMFUL):
-            _process.kill()
+        if harms(error):
+            _process.restart()
         raise
 
 
+@caches.register
+def forget() -> None:
+    """Have the process that times forget what it has, with its next job."""
+    _Table.epoch += 1
+
+
 _process = TuningProcess()
-caches.register(_process.kill)
 atexit.register(_process.kill)

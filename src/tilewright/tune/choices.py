@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 from tilewright import config
 from tilewright.tune.clock import WAITED, Bench
@@ -115,10 +115,35 @@ class TritonTemplateCaller(ChoiceCaller):
     """A kernel of a Triton template."""
 
 
+class CUTLASSTemplateCaller(ChoiceCaller):
+    """An operation of CUTLASS in one order of its tiles."""
+
+    def info_dict(self) -> dict[str, str]:
+        """What the operation is; little is known of one that was made without."""
+        candidate: Any = getattr(self.trial, "candidate", None)
+        if candidate is None:
+            return {"backend": "CUDA", "op_type": "unknown"}
+        return candidate.info_dict()
+
+    def kernel_hash_key(self) -> str:
+        """Of the binary, which all orders of tiles share."""
+        return cast(Any, self.trial).candidate.kernel_hash_key()
+
+    def hash_key(self) -> str:
+        candidate: Any = getattr(self.trial, "candidate", None)
+        return self.trial.key if candidate is None else f"{candidate.hash_key()}-{self.trial.key}"
+
+
+CALLERS: dict[str, type[ChoiceCaller]] = {
+    "TRITON": TritonTemplateCaller,
+    "CUTLASS": CUTLASSTemplateCaller,
+}
+
+
 def caller(trial: Trial) -> ChoiceCaller:
     if trial.is_library:
         return ExternKernelCaller(trial)
-    return TritonTemplateCaller(trial) if trial.provider == "TRITON" else ChoiceCaller(trial)
+    return CALLERS.get(trial.provider, ChoiceCaller)(trial)
 
 
 # ---- filters and the user's functions

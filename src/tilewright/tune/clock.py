@@ -32,6 +32,7 @@ MOST_CALLS = 1000  # in one batch
 ALONE, TRYING, HOPELESS = 3, 10e6, 3
 WAITED = 0.05  # part of its time that all threads together may have waited in a batch
 LONG = 20e6  # nanoseconds of a batch that is neither led nor taken again: who is alone so long?
+SELDOM = 0.25e9  # nanoseconds of a run that is too long to be made for nothing
 IDLE = 0.02  # seconds after which a card may have lowered its clock
 WARM = 0.01  # seconds of work that bring it back
 
@@ -232,12 +233,24 @@ class _Batch:
         self._is_long = False
         self._in_vain = 0  # samples in a row that were disturbed
         self.waited = 0.0
-        self.sample()
+        self._first = 0.0  # microseconds, where one run is long: it counts, and is not made again
+        began, waited = time.perf_counter_ns(), delays()
+        run(0, 0)
+        took = time.perf_counter_ns() - began
+        if took > SELDOM:
+            self._calls, self._is_long = 1, True
+            self._first, self.waited = took / 1000, (delays() - waited) / 1000
+            return
+        for k in range(1, sets):
+            run(0, k)
         self._calls = _whole(BATCH / max(self.sample(), 0.1), sets, MOST_CALLS)
         if sets * self.sample() > BATCH:
             self._calls = 1  # the sets take turns between samples
 
     def sample(self) -> float:
+        if self._first:
+            first, self._first = self._first, 0.0
+            return first
         alone: list[tuple[int, int]] = []
         shortest, spent = (0, 0), 0
         while len(alone) < ALONE:

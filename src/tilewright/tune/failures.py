@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilewright.errors import BuildError
+from tilewright.tune.memory import is_short
 
 # Part of the driver's message -> what it means here.
 _DRIVER = {
@@ -19,13 +20,7 @@ class Crashed(RuntimeError):
     """A candidate brought down the process that timed it, or would not end."""
 
 
-def is_a_rejection(error: Exception) -> bool:
-    """Whether an error speaks of the candidate; any other is a fault of ours and goes on."""
-    from_triton = type(error).__module__.split(".")[0] == "triton"
-    return from_triton or isinstance(error, (RuntimeError, MemoryError, OSError))
-
-
-def explained(error: Exception) -> tuple[str, bool]:
+def explained(error: BaseException) -> tuple[str, bool]:
     """Why, and whether the same would happen again."""
     text = str(error).partition("\n")[0] or type(error).__name__
     lower = str(error).lower()
@@ -34,7 +29,9 @@ def explained(error: Exception) -> tuple[str, bool]:
         return f"did not build: {text}", bool(error.stderr) and "ended" not in text
     if isinstance(error, Crashed):
         return text, True
-    if "out of memory" in lower or isinstance(error, MemoryError):
+    if isinstance(error, SystemExit):
+        return f"it ended the program with exit code {error.code}", True
+    if is_short(error):
         return f"out of memory: {text}", False
     for part, meaning in _DRIVER.items():
         if part in lower:

@@ -27,14 +27,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from tilewright import caches, metrics
-from tilewright.runtime import store
+from tilewright import caches, config, metrics
+from tilewright.runtime import remote, store
 from tilewright.tune.results import Subject, Timing
 
 log = logging.getLogger("tilewright.tune")
 
 VERSION = 1  # of the tables
-_PATIENCE = 10.0  # seconds to wait for another process's write
+_PATIENCE = 30.0  # seconds to wait for another process's write
 LOG_BYTES = 8 << 20  # of the decision log; then it starts anew, and one old file is kept
 
 _TABLES = """
@@ -73,14 +73,16 @@ class Choice:
 
 
 def measured(subject: Subject) -> dict[str, Row]:
-    """What earlier runs in this environment found, by trial."""
+    """What earlier runs in this environment found, by trial; own rows before those of read-only
+    folders."""
     if not subject.key:
         return {}
     where = (subject.key, environment(subject.device))
     query = ("select trial, name, provider, reason, median_us, spread, samples, checked, final "
              "from trials where subject = ? and environment = ?")  # fmt: skip
-    found = _with(lambda db: db.execute(query, where).fetchall(), [])
-    return {row[0]: _row(*row) for row in found}
+    found = {row[0]: _row(*row) for answer in _from_layers(query, where) for row in answer}
+    own = _with(lambda db: db.execute(query, where).fetchall(), [])
+    return {**found, **{row[0]: _row(*row) for row in own}}
 
 
 def _row(trial: str, name: str, provider: str, reason: str, median: float | None,
@@ -118,8 +120,41 @@ def chosen(subject: Subject, offered: str) -> Choice | None:
     where = (subject.key, offered, environment(subject.device))
     query = ("select trial, description from choices "
              "where subject = ? and offered = ? and environment = ?")  # fmt: skip
-    found = _with(lambda db: db.execute(query, where).fetchone(), None)
-    return Choice(*found) if found else None
+    own = _with(lambda db: db.execute(query, where).fetchall(), [])
+    answers = [own] if own else _from_layers(query, where)
+    return next((Choice(*row) for answer in answers for row in answer), None)
+
+
+def nearest(subject: Subject) -> str:
+    """The description of what was chosen here for the problem most like this one: the same
+    operation and dtype, of sizes that are nearest. Empty where there is none."""
+    sizes: Any = subject.facts.get("sizes")
+    if not isinstance(sizes, Sequence) or not sizes:
+        return ""
+    query = ("select s.facts, c.description from subjects s "
+             "join choices c on c.subject = s.subject "
+             "where c.environment = ? and s.subject != ? "
+             "order by c.at desc limit 2000")  # fmt: skip
+    where = (environment(subject.device), subject.key)
+    best, found = math.inf, ""
+    for text, description in _with(lambda db: db.execute(query, where).fetchall(), []):
+        facts = _parsed(text)
+        same = all(facts.get(part) == subject.facts.get(part) for part in ("op", "dtype"))
+        others = facts.get("sizes")
+        if same and isinstance(others, list) and len(others) == len(sizes):
+            distance = sum(abs(math.log((int(a) + 1) / (int(b) + 1)))
+                           for a, b in zip(sizes, others, strict=True))  # fmt: skip
+            if distance < best:
+                best, found = distance, description
+    return found
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def choose(subject: Subject, offered: str, choice: Choice) -> None:
@@ -133,6 +168,11 @@ def choose(subject: Subject, offered: str, choice: Choice) -> None:
             db.execute("insert or replace into choices values (?, ?, ?, ?, ?, ?)", values)
 
     _with(write, None)
+    for tell in on_choice:
+        tell(subject.key)
+
+
+on_choice: list[Callable[[str], None]] = []  # told of each subject that something was chosen for
 
 
 def elsewhere(subject: Subject) -> list[str]:
@@ -140,6 +180,94 @@ def elsewhere(subject: Subject) -> list[str]:
     query = "select distinct environment from trials where subject = ? and environment != ?"
     where = (subject.key, environment(subject.device))
     return [row[0] for row in _with(lambda db: db.execute(query, where).fetchall(), [])]
+
+
+# ---- as data: for other processes and machines
+
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "subjects": ("subject", "title", "facts"),
+    "trials": ("subject", "trial", "environment", "name", "provider", "reason", "median_us",
+               "spread", "samples", "checked", "final", "at"),
+    "choices": ("subject", "offered", "environment", "trial", "description", "at"),
+}  # fmt: skip
+KEYS = {"subjects": ("subject",), "trials": ("subject", "trial", "environment"),
+        "choices": ("subject", "offered", "environment")}  # fmt: skip
+_NUMBERS = {"median_us", "spread", "samples", "checked", "final", "at"}
+Tables = dict[str, list[dict[str, Any]]]  # table -> rows
+
+
+def exported(subject: str | None = None) -> Tables:
+    """All that is recorded, or what is of one subject, as plain data that people can read."""
+
+    def read(db: sqlite3.Connection) -> Tables:
+        found: Tables = {}
+        for table, columns in _COLUMNS.items():
+            query = f"select {', '.join(columns)} from {table}"
+            where = () if subject is None else (subject,)
+            rows = db.execute(query + (" where subject = ?" if where else ""), where)
+            found[table] = [dict(zip(columns, row, strict=True)) for row in rows]
+        return found
+
+    return _with(read, {table: [] for table in _COLUMNS})
+
+
+def rows_of(subject: Subject) -> Tables:
+    return exported(subject.key)
+
+
+def take(tables: Mapping[str, Any]) -> int:
+    """Add what another process or machine recorded; newer rows stay. Rows of any other form than
+    ours are left out. Gives how many were taken."""
+    checked = {table: [row for row in tables.get(table, ()) if _is_row(table, row)]
+               for table in _COLUMNS}  # fmt: skip
+
+    def write(db: sqlite3.Connection) -> int:
+        count = 0
+        with db:
+            for table, rows in checked.items():
+                columns = _COLUMNS[table]
+                marks = ", ".join("?" * len(columns))
+                keys = ", ".join(KEYS[table])
+                sets = ", ".join(f"{c} = excluded.{c}" for c in columns)
+                newer = f"do update set {sets} where excluded.at > at"
+                text = (f"insert into {table} values ({marks}) on conflict ({keys}) "
+                        + (newer if "at" in columns else "do nothing"))  # fmt: skip
+                for row in rows:
+                    count += db.execute(text, [row[c] for c in columns]).rowcount
+        return count
+
+    return _with(write, 0) if any(checked.values()) else 0
+
+
+def _is_row(table: str, row: Any) -> bool:
+    return isinstance(row, dict) and row.keys() == set(_COLUMNS[table]) and all(
+        isinstance(value, (int, float, type(None)) if name in _NUMBERS else str)
+        for name, value in row.items())  # fmt: skip
+
+
+# ---- a server
+
+
+def fetch(subject: Subject) -> Tables | None:
+    """What others found of a subject in an environment like this one, by the server."""
+    if not remote.enabled() or not subject.key:
+        return None
+    data = remote.get(_remote_key(subject))
+    found = None if data is None else _parsed(data.decode(errors="replace"))
+    return found or None
+
+
+def offer(subject: Subject, tables: Tables) -> None:
+    """Let others have what was found of a subject in this environment."""
+    if remote.enabled() and subject.key:
+        here = environment(subject.device)
+        own = {table: [r for r in rows if r.get("environment", here) == here]
+               for table, rows in tables.items()}  # fmt: skip
+        remote.put(_remote_key(subject), json.dumps(own).encode())
+
+
+def _remote_key(subject: Subject) -> str:
+    return "tuned:" + store.key(subject.key, environment(subject.device), config.cache_key_tag)
 
 
 # ---- the environment
@@ -205,7 +333,10 @@ class _File:
             if was == path and owner == pid and path.exists():
                 return db
             self.close()
-        db = _opened(path)
+        try:
+            db = _opened(path)
+        except _OtherVersion:  # of this program: each keeps its own
+            db = _opened(path.with_name(f"tuning-{VERSION}.db"))
         self._open = path, pid, db
         return db
 
@@ -227,14 +358,19 @@ class _File:
                     "begun: what they held will be measured again", why, to)  # fmt: skip
 
 
+class _OtherVersion(sqlite3.DatabaseError):
+    """The tables are those of another version of this program."""
+
+
 def _opened(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=_PATIENCE, check_same_thread=False)
     try:
+        os.chmod(path, 0o600)
         db.execute("pragma journal_mode = wal")
         db.execute("pragma synchronous = normal")
         found = db.execute("pragma user_version").fetchone()[0]
         if found not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"it is of version {found}, not {VERSION}")
+            raise _OtherVersion(f"it is of version {found}, not {VERSION}")
         if found == 0:
             db.executescript(f"begin immediate; {_TABLES} pragma user_version = {VERSION}; commit;")
     except BaseException:
@@ -245,6 +381,19 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 _file = _File()
 caches.register(_file.close)
+
+
+def _from_layers(query: str, where: tuple[str, ...]) -> list[list[Any]]:
+    """What the databases of read-only folders answer."""
+    found: list[list[Any]] = []
+    for folder in store.layers():
+        path = folder / "tuning.db"
+        with contextlib.suppress(sqlite3.Error, OSError):
+            if path.exists():
+                db = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+                with contextlib.closing(db):
+                    found.append(db.execute(query, where).fetchall())
+    return found
 
 
 def _with(work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
@@ -276,7 +425,7 @@ def write_log(entry: Mapping[str, Any]) -> None:
     try:
         if path.exists() and path.stat().st_size + len(line) > LOG_BYTES:
             os.replace(path, path.with_name(path.name + ".1"))
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             end = os.fstat(handle).st_size
             torn = (

@@ -23,7 +23,8 @@ MOST_NOISE = 0.10  # beyond it a measurement says too little to be believed in e
 class Trial(Protocol):
     """One plan under trial. One that can be timed in another process (`tune/child.py`) has a
     method `remote` as well, which gives what is sent there; then `finish` only waits for builds,
-    and neither `run` nor `check` is called here."""
+    and neither `run` nor `check` is called here. One that `is_foreign` was not written by this
+    package: it is, unless the options say otherwise."""
 
     @property
     def name(self) -> str: ...
@@ -78,6 +79,7 @@ class Subject:
     device: torch.device
     sets: int = 1  # of buffers, which rotate past the cache
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for records and feedback
+    size: int = 0  # bytes that one set of buffers takes
 
 
 @dataclass(frozen=True)

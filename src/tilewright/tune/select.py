@@ -7,23 +7,24 @@ always something to take: a budget that ends, or an interrupt, loses nothing tha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
-from tilewright import caches, config, metrics
+from tilewright import caches, config, metrics, monitor
 from tilewright.errors import BuildError, NoValidChoicesError, TilewrightError
 from tilewright.runtime import store
-from tilewright.tune import child, clock, display, race, records
+from tilewright.tune import child, clock, display, memory, pool, purse, race, ranks, records
 from tilewright.tune import choices as trying
 from tilewright.tune.choices import ChoiceCaller, Effort, Preprocessing, Saver, caller
 from tilewright.tune.clock import Clock
-from tilewright.tune.failures import explained, is_a_rejection
+from tilewright.tune.failures import explained
+from tilewright.tune.purse import budget
 from tilewright.tune.records import Choice, Row
 from tilewright.tune.results import (
     ADVANTAGE,
@@ -47,6 +48,10 @@ log = logging.getLogger("tilewright.tune")
 GRACE = 2.0
 LONGEST = 600.0  # seconds that anybody waits for a build
 BUILD = 1.0  # seconds of one compiler for one candidate, about
+# Microseconds of a run that is made once: what it loses or gains by this much is clear from it, and
+# what takes longer than the best so far is ended.
+ONCE, CLEARLY = 1e6, 0.8
+IN_ONE = 5  # samples that a choice is timed with in the background
 Benchmark = Callable[[Sequence[ChoiceCaller]], Mapping[ChoiceCaller, float]]
 
 
@@ -100,7 +105,7 @@ class AlgorithmSelectorCache:
         return self.make_benchmark_fn(tuning)(choices)
 
     def make_benchmark_fn(self, tuning: _Tuning) -> Benchmark:
-        return tuning.benchmark
+        return tuning.fetch if pool.use_pipelined_autotuning() else tuning.benchmark
 
     def benchmark_choice(self, choice: ChoiceCaller, tuning: _Tuning) -> float:
         """One sample of one choice, in milliseconds."""
@@ -120,12 +125,14 @@ class _Tuning:
         self.subject = subject
         self.choices = choices
         self.began = time.perf_counter()
-        self.deadline = _deadline(self.began, ahead)
+        self.deadline = purse.deadline(self.began, ahead)
         self.effort: Effort = trying.effort()
         self.complete = True
+        self.spent = 0.0  # seconds of measuring
         self._clock: Clock | None = None
         self._unsaved: list[ChoiceCaller] = []
         self._offered = ""
+        self._fetched_choice: Choice | None = None  # from the server
         self.shown = display.of(subject)
 
     # ---- from the trials to the verdict
@@ -140,11 +147,29 @@ class _Tuning:
             given = sorted(offered, key=lambda c: not c.trial.is_library)
             return self._first_good(given, "only" if len(given) == 1 else "model")
         self._offered = store.key(self.effort, *sorted(c.hash_key() for c in order))
+        if collect is not None:
+            collect(self.subject, [c.trial for c in order])
+            self.complete = False
+            return self._unmeasured(order)
         if self.effort == "none":
             return self._by_model(order)
         if len(order) == 1:
             return self._first_good(order, "only")
-        return self._measured(order)
+        if self.subject.size > memory.free(self.subject.device):
+            log.warning("%s is not measured: it takes %.1f GB, and there is less",
+                        self.subject.title, self.subject.size / 1e9)  # fmt: skip
+            return self._unmeasured(order)
+        return ranks.agreed(self.subject, self._offered, lambda: self._measured(order))
+
+    def _unmeasured(self, order: Sequence[ChoiceCaller]) -> Verdict:
+        """Without running anything: eager's own call, or else the model's first."""
+        for choice in order:
+            choice.reason = ""
+        first = min(order, key=lambda c: (not c.trial.is_library, c.trial.estimate))
+        first.checked = True
+        if not first.trial.is_library:
+            self._finish(first)
+        return self._done(first, "model")
 
     def prepare(self) -> None:
         order = trying.ordered(trying.preprocessed(self.choices, self.selector.preprocessing_fns))
@@ -177,6 +202,10 @@ class _Tuning:
         known = self.known_choice(order)
         if known is not None and self.is_good(known):
             return self._done(known, "remembered")
+        monitor.happened("tuning", self.subject.title)
+        like = records.nearest(self.subject)
+        order = sorted(order, key=lambda c: (
+            not c.trial.is_library, not like or c.description != like))  # fmt: skip
         tried: list[ChoiceCaller] = []
         while True:
             # what does not run no longer counts as the best estimate: others come within reach
@@ -198,6 +227,9 @@ class _Tuning:
             if first.trial.is_library:  # what the others are compared with, and eager's own
                 return self._done(first, "model")
             return self._first_good([first], "model")
+        if not alive and all(c.reason.startswith("out of memory") for c in tried):
+            log.warning("%s is not measured: %s", self.subject.title, tried[0].reason)
+            return self._unmeasured(order)
         remembered = all(c.remembered for c in alive)
         alive.sort(key=order.index)
         return self._fastest(alive, "remembered" if remembered else "measured")
@@ -207,7 +239,7 @@ class _Tuning:
         found = selector.lookup(self, choices, lambda missing: selector.autotune(self, missing))
         for choice, milliseconds in found.items():
             if not choice.reason and not math.isfinite(milliseconds):
-                untried = not choice.samples and not self.complete
+                untried = not choice.samples and (not self.complete or self._late())
                 choice.reject("the budget was spent before it was tried" if untried
                               else "no finite time was measured", lasting=False)  # fmt: skip
             elif not choice.reason and milliseconds * 1000 != choice.time.median_us:
@@ -233,7 +265,9 @@ class _Tuning:
     def _done(self, winner: ChoiceCaller, source: Source) -> Verdict:
         if source == "measured" and self.complete:
             choice = Choice(winner.hash_key(), winner.description)
+            self.keep()
             records.choose(self.subject, self._offered, choice)
+            records.offer(self.subject, records.rows_of(self.subject))
         times = {c.name: c.time for c in self.choices if c.samples or c.timing is not None}
         rejected = {c.name: c.reason for c in self.choices if c.reason}
         seconds = time.perf_counter() - self.began
@@ -267,16 +301,19 @@ class _Tuning:
 
     def known_choice(self, order: Sequence[ChoiceCaller]) -> ChoiceCaller | None:
         """What was chosen when the same was offered."""
-        if not config.autotune_local_cache:
+        found = ranks.adopted(self.subject, self._offered) or self._fetched_choice
+        if found is None and not config.autotune_local_cache:
             return None
-        found = records.chosen(self.subject, self._offered)
+        found = found or records.chosen(self.subject, self._offered)
         return next((c for c in order if found and c.hash_key() == found.trial), None)
 
     def recall(self, choices: Sequence[ChoiceCaller]) -> None:
         """Take over what earlier runs found of these choices."""
-        if not config.autotune_local_cache:
-            return
-        rows = records.measured(self.subject)
+        rows = records.measured(self.subject) if config.autotune_local_cache else {}
+        if not rows and (tables := records.fetch(self.subject)) is not None:
+            records.take(tables)
+            rows = records.measured(self.subject)
+            self._fetched_choice = records.chosen(self.subject, self._offered)
         if not rows and log.isEnabledFor(logging.INFO):
             for other in records.elsewhere(self.subject):
                 log.info("%s was measured, but not here: %s; this is %s", self.subject.title,
@@ -331,6 +368,8 @@ class _Tuning:
             hopeful = self._hopeful(order) if clock.is_quiet else order
             self._look(self._built(hopeful, all_first=not clock.is_quiet))
             tried = [c for c in order if c.samples and not c.reason]
+            if self._once(tried):
+                return {c: _milliseconds(c) for c in order}
             self._finals(order, race.halved(tried, self._take, self._late, clock.is_quiet))
         finally:
             self.keep()
@@ -338,6 +377,49 @@ class _Tuning:
                 choice.bench = None
             self.shown.stopped()
         return {c: _milliseconds(c) for c in order}
+
+    def fetch(self, order: Sequence[ChoiceCaller]) -> Mapping[ChoiceCaller, float]:
+        """What the process in the background finds of each; of those that cannot be sent there,
+        what is measured here."""
+        waiting = {c: future for c in order if (future := self.ask(c)) is not None}
+        for choice, future in waiting.items():
+            self._changed(choice)
+            self._guarded(choice, functools.partial(self._fetched, choice, future))
+        self.benchmark([c for c in order if c not in waiting])
+        self.keep()
+        return {c: _milliseconds(c) for c in order}
+
+    def ask(self, choice: ChoiceCaller) -> Future[Any] | None:
+        """Have a choice timed in the background, as far as that can be."""
+        made = getattr(choice.trial, "remote", None)
+        if made is None:
+            return None
+        remote = made()
+        key = store.key(self.subject.key, choice.hash_key())
+        return pool.AsyncAutotuner.start(key, functools.partial(child.whole, remote, IN_ONE))
+
+    def _fetched(self, choice: ChoiceCaller, future: Future[Any]) -> None:
+        samples, wrong = future.result()
+        choice.ready = choice.checked = True
+        if wrong:
+            choice.reject(f"its result is wrong: {wrong}", lasting=True)
+        for us in samples:
+            choice.took(us)
+        choice.final = True
+
+    def _once(self, tried: Sequence[ChoiceCaller]) -> bool:
+        """Whether one run of each has to do: they are long. A library is then left only for what is
+        clearly faster."""
+        best = min(tried, key=lambda c: c.time.median_us, default=None)
+        if best is None or best.time.median_us < ONCE:
+            return False
+        libraries = [c for c in tried if c.trial.is_library]
+        slow = [c for c in libraries if best.time.median_us < CLEARLY * c.time.median_us]
+        taken = best if len(slow) == len(libraries) else min(
+            libraries, key=lambda c: c.time.median_us)  # fmt: skip
+        for choice in tried:
+            choice.final, choice.lost = True, choice is not taken
+        return True
 
     def _finals(self, order: Sequence[ChoiceCaller], fastest: Sequence[ChoiceCaller]) -> None:
         """Let the last few take turns; then who won, and whoever looks faster by now. The times of
@@ -365,7 +447,7 @@ class _Tuning:
     def _hopeful(self, order: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
         """Look at those that need no compiler; then the others, but for what these outdo."""
         if self._late():
-            self.complete = False
+            self._cut()
             return []
         ready = [c for c in order if not c.trial.compiles]
         self._look(c for c in ready if self._finish(c))
@@ -387,7 +469,7 @@ class _Tuning:
             best = min(best, choice.time.median_us) if not choice.reason else best
             self.shown.tried(choice)
             if self._late() and math.isfinite(best):
-                self.complete = False
+                self._cut()
                 return
 
     def _built(self, order: Sequence[ChoiceCaller], all_first: bool) -> Iterable[ChoiceCaller]:
@@ -400,7 +482,7 @@ class _Tuning:
         while left:
             known = (c for c in self.choices if not c.reason)
             if self._late() and (ready or any(c.samples or c.trial.is_library for c in known)):
-                self.complete = False
+                self._cut()
                 break
             for later in left[:ahead]:
                 self._guarded(later, later.trial.start)
@@ -419,7 +501,7 @@ class _Tuning:
         ready.sort(key=order.index)
         for choice in ready:
             if self._late() and choice is not ready[0]:
-                self.complete = False
+                self._cut()
                 return
             yield choice
 
@@ -507,7 +589,16 @@ class _Tuning:
         """Take a sample."""
 
         def take() -> None:
-            choice.took(1000 * self.selector.benchmark_choice(choice, self))
+            began = time.perf_counter()
+            try:
+                choice.took(1000 * self.selector.benchmark_choice(choice, self))
+            finally:
+                self.spent += time.perf_counter() - began
+                purse.spend(time.perf_counter() - began)
+            if len(choice.samples) == 1 and choice.trial.is_library and choice.samples[0] > ONCE:
+                log.warning("%s: one run takes %.1f s; it is measured for about %.0f s at most, "
+                            "which config.autotune_budget_seconds changes", self.subject.title,
+                            choice.samples[0] / 1e6, self._limit())  # fmt: skip
 
         self._changed(choice)
         if self._guarded(choice, take) and not math.isfinite(choice.samples[-1]):
@@ -525,16 +616,30 @@ class _Tuning:
         if choice.bench is None:
             kind = "gpu" if self.subject.device.type == "cuda" else "cpu"
             self.selector.count(f"benchmarking.Benchmarker.benchmark_{kind}")
-            remote = _remote(choice)
+            best = self._best()
+            long = best is not None and best.time.median_us > ONCE
+            remote = _remote(choice, long and not choice.trial.is_library)
+            seconds = 0.5 + best.time.median_us / 1e6 if long and best is not None else None
             choice.is_quiet = self.clock.is_quiet
             choice.bench = (self.clock.bench(choice.trial.run, self.subject.sets)
-                            if remote is None else child.Sampler(remote))  # fmt: skip
+                            if remote is None else child.Sampler(remote, seconds))  # fmt: skip
         us = choice.bench.sample()
         choice.waited = choice.bench.waited
         return us
 
     def _late(self) -> bool:
-        return time.perf_counter() >= self.deadline
+        return time.perf_counter() >= self.deadline or self._limit() <= self.spent
+
+    def _limit(self) -> float:
+        """Seconds of measuring that there are, where the options set no limit."""
+        if self.effort == "max":
+            return math.inf
+        first = (c.samples[0] for c in self.choices if c.trial.is_library and c.samples)
+        return purse.limit(self.spent, max(first, default=0.0) / 1e6)
+
+    def _cut(self) -> None:
+        """Not all was tried. Where that is for a limit of the options, the next run goes on."""
+        self.complete &= time.perf_counter() < self.deadline
 
     # ---- what goes wrong
 
@@ -542,8 +647,8 @@ class _Tuning:
         """Do something with a choice; an error is why it is rejected."""
         try:
             work()
-        except Exception as error:
-            if not is_a_rejection(error):
+        except (Exception, SystemExit) as error:
+            if config.triton.disallow_failing_autotune_kernels_TESTING_ONLY:
                 raise
             reason, lasting = explained(error)
             choice.reject(reason, lasting=lasting)
@@ -589,12 +694,23 @@ def _compilers() -> int:
     return config.compile_threads or len(os.sched_getaffinity(0))
 
 
-def _remote(choice: ChoiceCaller) -> child.Remote | None:
-    """The choice as it is sent to the process that times, where that is wanted and it can be."""
+def _remote(choice: ChoiceCaller, to_be_ended: bool = False) -> child.Remote | None:
+    """The choice as it is sent to the process that times, where that is wanted and it can be: by
+    the options, or for who is not ours, or where a run may have to be ended."""
     made = getattr(choice.trial, "remote", None)
-    return made() if made is not None and config.autotune_in_subproc else None
+    wanted = config.autotune_in_subproc
+    if wanted is None:
+        wanted = to_be_ended or is_foreign(choice.trial)
+    return made() if made is not None and wanted else None
 
 
+def is_foreign(trial: Trial) -> bool:
+    """Whether somebody else's code is tried: it may do anything."""
+    return bool(getattr(trial, "is_foreign", False))
+
+
+# Given every question, which then is not measured: somebody else will.
+collect: Callable[[Subject, Sequence[Trial]], None] | None = None
 _waited_for: set[str] = set()
 caches.register(_waited_for.clear)
 
@@ -608,47 +724,6 @@ def unmeasured(subject: Subject, trials: Sequence[Trial]) -> Trial:
     if not offered:
         raise tuning._nothing()
     return min(offered, key=lambda c: not c.trial.is_library).trial
-
-
-# ---- the budget
-
-
-@dataclass
-class _Purse:
-    """The time there is for the questions that share a budget."""
-
-    deadline: float
-    left: int  # questions that are still to come
-
-    def share(self, now: float, ahead: bool) -> float:
-        """Until when the next question may take: what nobody has used is for all to come, and what
-        is prepared ahead takes nothing of it."""
-        share = max(0.0, self.deadline - now) / max(1, self.left)
-        self.left -= 0 if ahead else 1
-        return now + share
-
-
-_purse: _Purse | None = None  # none: every question has a budget of its own
-
-
-def _deadline(now: float, ahead: bool) -> float:
-    return now + _seconds() if _purse is None else _purse.share(now, ahead)
-
-
-def _seconds() -> float:
-    seconds = config.autotune_budget_seconds
-    return math.inf if seconds is None else seconds
-
-
-@contextlib.contextmanager
-def budget(subjects: int) -> Generator[None, None, None]:
-    """`config.autotune_budget_seconds` for this many questions together, asked inside."""
-    global _purse
-    before, _purse = _purse, _Purse(time.perf_counter() + _seconds(), subjects)
-    try:
-        yield
-    finally:
-        _purse = before
 
 
 # ---- the user's functions

@@ -28,7 +28,7 @@ from tilewright.codegen.cpp.slots import (
     write_column_reduction,
     write_full_reduction,
 )
-from tilewright.codegen.cpp.structure import Structure, structure
+from tilewright.codegen.cpp.structure import Structure, folds_columns, structure
 from tilewright.codegen.cpp.text import CTYPE, PRELUDE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, loads, substitute, walk
@@ -40,6 +40,7 @@ from tilewright.schedule.segments import Segment
 from tilewright.schedule.sizes import hint, hint_product
 
 LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled together, at best
+COLUMNS = (64, 32, 16, 1)  # the same of a loop of a segment's own
 SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a cache
 CHUNK = 4096  # elements of a loop handled together: partial sums stay accurate, threads get work
 ARG_CHUNK = 512
@@ -389,6 +390,9 @@ class Kernel:
             if scans:
                 self._scan_segment(segment, scans)
                 return
+            if folds and not self.tiled and not self.carried and folds_columns(segment):
+                self._column_segment(segment, folds)
+                return
             for v in segment.loops if folds else segment.inner[:-1]:
                 stack.enter_context(w.block(self.for_loop(v)))
             if folds:
@@ -481,6 +485,29 @@ class Kernel:
             for fold in own:
                 fold.finish(w, "[lane]" if self.tiled else "")
             self.stores(reducing)
+
+    def _column_segment(self, segment: Segment, folds: list[Accumulator]) -> None:
+        """Folds of columns at one point of the outer loops: the segment's last loop is vectorised,
+        as if it were the last outer one, while the others of the group go along their own."""
+        w, extent = self.w, hint(segment.loops[-1].src[0])
+        self.lane, self.lanes = segment.loops[-1], next(n for n in COLUMNS if extent > n // 2)
+        with ExitStack() as stack:
+            for v in segment.loops[:-1]:
+                stack.enter_context(w.block(self.for_loop(v)))
+            stack.enter_context(w.block(self.tile_head()))
+            self.tile_stop()
+            for fold in folds:
+                fold.declare(w, self.lanes)
+            with ExitStack() as around:
+                for v in segment.reduce[:-1]:
+                    around.enter_context(w.block(self.for_loop(v)))
+                last = segment.reduce[-1]
+                self._lane_fold(last, folds, segment, "0", w.index(last.src[0]))
+            with self.lane_loop():
+                for fold in folds:
+                    fold.finish(w, "[lane]")
+                self.stores([m for m in segment.members if m.reduce])
+        self.lane, self.lanes = None, 0
 
     def fold_loops(self, segment: Segment, folds: list[Accumulator],
                     bounds: tuple[str, str] | None = None) -> None:  # fmt: skip

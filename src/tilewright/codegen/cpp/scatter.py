@@ -54,6 +54,7 @@ def write_scatter(k: Kernel, nest: Nest) -> None:
             stack.enter_context(w.block(k.for_loop(v)))
         if row is not None:
             if _moves_together(nest, row):
+                k.hoist([nest], row)  # blocks are not empty
                 w.line(f"#pragma omp simd{k.flag_clause()}")
             name = row.arg
             stack.enter_context(w.block(f"for (int64_t {name} = block; {name} < last; ++{name})"))
@@ -79,6 +80,8 @@ def _by_owner(k: Kernel, nest: Nest, row: Expr) -> None:
                 stack.enter_context(w.block(k.for_loop(v)))
         target = w.index(ix.without(store.index, [row]))
         w.line(f"if (({target}) / ({w.index(row.src[0])}) % all != me) continue;")
+        if ix.bounds(row.src[0])[0] >= 1:
+            k.hoist([nest], row)  # the place that a row is taken from, and whether there is one
         w.line(f"#pragma omp simd{k.flag_clause()}")
         with w.block(k.for_loop(row)), ExitStack() as masked:
             _scatter_store(k, store, masked)

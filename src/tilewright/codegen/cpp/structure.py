@@ -74,6 +74,19 @@ def _prefers_lanes(segments: Sequence[Segment], outer: tuple[Expr, ...]) -> bool
     return along_lanes < along_inner
 
 
+def folds_columns(segment: Segment) -> bool:
+    """Whether memory runs along the last loop that a segment of folds has of its own, not along
+    what it folds."""
+    if not segment.loops or not segment.reduce:
+        return False
+    column = segment.loops[-1]
+    if hint(column.src[0]) < 8 or any(free_vars(v.src[0]) for v in segment.inner):
+        return False
+    along = [sum(_walk_cost(m, segment, v) for m in segment.members)
+             for v in (column, segment.reduce[-1])]  # fmt: skip
+    return along[0] < along[1]
+
+
 def _walk_cost(nest: Nest, segment: Segment, v: Expr) -> int:
     """What the accesses inside the segment's loops cost when `v` is the vectorised loop."""
     indices = {n.src[0] for n in loads(*nest.exprs)}

@@ -1,0 +1,1 @@
+"""Whole models as their users run them: `python -m bench.real --help`."""

@@ -1,0 +1,178 @@
+"""`python -m bench.real`: whole models under eager, the reference and tilewright, in turn.
+
+Every model runs in a process of its own; records are appended to a file as they come, and tasks
+that are in it already are not run again, so that many models can be split over many runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from bench.measure import CACHE_VARIABLES
+from bench.real import tables
+from bench.real.child import Task
+from bench.real.zoo import SIZES, Model, zoo
+
+WORKS = ("inference", "training")
+MODES = ("default", "max-autotune", "reduce-overhead", "max-autotune-no-cudagraphs")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("names", nargs=-1, metavar="[MODEL]...")
+@click.option("--field", "fields", multiple=True, help="Only models of this field.")
+@click.option("--source", "sources", multiple=True, help="Only models of this library.")
+@click.option("--work", "works", multiple=True, type=click.Choice(WORKS), help="Default: both.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), default=("default",))
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--size", type=click.Choice(SIZES), help="Default: full on a card, small elsewhere.")
+@click.option("--rounds", default=15, show_default=True, help="Calls of each backend.")
+@click.option("--row-seconds", default=20.0, show_default=True, help="For the rounds of a model.")
+@click.option("--limit", default=420.0, show_default=True, help="Seconds that a model may take.")
+@click.option("--budget", default=1e9, help="Seconds for all; what is left is for the next run.")
+@click.option("--threads", type=int, help="Of each process; default: as many as there are cores.")
+@click.option(
+    "--clock",
+    type=click.Choice(["wall", "processor"]),
+    default="wall",
+    help="processor: on a machine that others use too, with one thread.",
+)
+@click.option("--allocator", type=click.Choice(["reuse", "default"]), default="reuse")
+@click.option("--shared-caches", is_flag=True, help="Models find what others compiled.")
+@click.option(
+    "--out",
+    default=Path("real.jsonl"),
+    type=click.Path(path_type=Path),
+    show_default=True,
+    help="Records are appended here; those in it are not run again.",
+)
+@click.option("--again", is_flag=True, help="Run what is in the file again.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the tables here.")
+@click.option("--note", default="", help="A sentence for the tables: what else the machine did.")
+@click.option("--list", "listing", is_flag=True, help="Only name the models.")
+def main(**given: Any) -> None:
+    """Measure whole models side by side; exit 1 if any is wrong, fails, or is not silent."""
+    options = Options(**given)
+    chosen = _chosen(options.names, options.fields, options.sources)
+    if options.listing:
+        for model in chosen:
+            click.echo(f"{model.name:30} {model.field:20} {model.source}")
+        return
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of the processes that are started
+    tasks = _tasks(options, chosen)
+    done = set[Any]() if options.again else {tables.key(r) for r in tables.read(options.out)}
+    left = _run([t for t in tasks if t.key not in done], options)
+    wanted = {t.key for t in tasks}
+    records = [r for r in tables.read(options.out) if tables.key(r) in wanted]
+    if options.markdown:
+        options.markdown.write_text(tables.markdown(records, options.note))
+    wrong = tables.failures(records)
+    click.echo(f"{len(records)} of {len(tasks)} measured, {left} left for the next run, "
+               f"{len(wrong)} failures")  # fmt: skip
+    for line in wrong:
+        click.echo(f"failed: {line}")
+    sys.exit(1 if wrong else 0)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line."""
+
+    names: tuple[str, ...]
+    fields: tuple[str, ...]
+    sources: tuple[str, ...]
+    works: tuple[str, ...]
+    modes: tuple[str, ...]
+    device: str
+    size: str | None
+    rounds: int
+    row_seconds: float
+    limit: float
+    budget: float
+    threads: int | None
+    clock: str
+    allocator: str
+    shared_caches: bool
+    out: Path
+    again: bool
+    markdown: Path | None
+    note: str
+    listing: bool
+
+
+def _tasks(options: Options, models: list[Model]) -> list[Task]:
+    size = options.size or ("small" if options.device == "cpu" else "full")
+    return [Task(m.name, work, mode, options.device, size, options.rounds, options.row_seconds,
+                 options.allocator, options.clock)
+            for mode in options.modes for m in models for work in options.works or WORKS
+            if work == "inference" or m.trains]  # fmt: skip
+
+
+def _chosen(names: tuple[str, ...], fields: tuple[str, ...], sources: tuple[str, ...]
+            ) -> list[Model]:  # fmt: skip
+    models = zoo()
+    unknown = [n for n in names if n not in models]
+    if unknown:
+        raise click.UsageError(f"no such model: {', '.join(unknown)} (--list names them)")
+    found = [models[n] for n in names] if names else list(models.values())
+    found = [m for m in found if (not fields or m.field in fields)
+             and (not sources or m.source in sources)]  # fmt: skip
+    if not found:
+        raise click.UsageError("no model has that field and source (--list names them)")
+    return found
+
+
+def _run(tasks: list[Task], options: Options) -> int:
+    """Run tasks until the time is over; how many are left."""
+    end = time.perf_counter() + options.budget
+    with tempfile.TemporaryDirectory(prefix="bench-real-") as folder:
+        for k, task in enumerate(tasks):
+            seconds = min(options.limit, end - time.perf_counter())
+            if seconds <= 0:
+                return len(tasks) - k
+            cut = seconds < options.limit
+            record = _measured(task, Path(folder), seconds, cut, options.shared_caches)
+            if record is None:
+                return len(tasks) - k
+            tables.append(options.out, record)
+            click.echo(tables.one_line(record))
+    return 0
+
+
+def _measured(task: Task, folder: Path, seconds: float, cut: bool, shared: bool
+              ) -> tables.Record | None:  # fmt: skip
+    """The record of a task; none where the time for all of them was over before it ended."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        result = Path(own) / "record.json"
+        caches = {name: str((folder if shared else Path(own)) / name) for name in CACHE_VARIABLES}
+        command = [sys.executable, "-m", "bench.real.child", json.dumps(asdict(task)), str(result)]
+        with (Path(own) / "said").open("w+b") as heard:
+            try:
+                process = subprocess.run(command, stdout=heard, stderr=subprocess.STDOUT,
+                                         timeout=seconds, env={**os.environ, **caches},
+                                         check=False)  # fmt: skip
+                why = f"ended with {process.returncode}"
+            except subprocess.TimeoutExpired:
+                if cut:
+                    return None
+                why = f"took more than {seconds:.0f} s"
+            heard.seek(0)
+            said = heard.read().decode(errors="replace").strip().splitlines()
+        if result.exists():
+            return json.loads(result.read_text())
+        return {**asdict(task), "failures": [f"{why}: {' '.join(said[-3:])[-400:]}"]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Attention: problems, those who can compute them, and who does."""

@@ -1,0 +1,355 @@
+"""Products by the Hopper kernel of `quack-kernels`: persistent, warp-specialised, TMA and wgmma.
+
+The kernel is the library's, called inside a function of ours: so what follows the product is our
+text, sizes may be known only at run time, and what is compiled is a kernel like any other of the
+store. Without the package there is a reason, not an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.gemm.cutedsl import toolchain
+from tilewright.gemm.cutedsl.build import Argument as Kind
+from tilewright.gemm.cutedsl.build import Number, Pointer, Request
+from tilewright.gemm.cutedsl.epilogue import Beside, Epilogue, steps, translated
+from tilewright.gemm.cutedsl.kernel import IMPORTS
+from tilewright.gemm.cutedsl.resort import Resort
+from tilewright.gemm.cutedsl.source import CuteSource
+from tilewright.gemm.cutedsl.types import named
+from tilewright.gemm.problem import GemmProblem, definition
+from tilewright.gemm.provider import Argument, Kernel
+from tilewright.gemm.roofline import LAUNCH, bandwidth, buffer_bytes, flops
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr
+from tilewright.ir.program import View
+from tilewright.ir.show import number
+from tilewright.runtime import store
+from tilewright.target import Target
+
+PACKAGE = "quack-kernels"
+VERSIONS = ">=0.6.5,<0.7"
+OPERANDS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_OP = {"row": "RowVecLoad", "col": "ColVecLoad", "tile": "TileLoad", "scalar": "Scalar"}
+GENERATIONS = {"sm_90": 9, "sm_100": 10}  # as the library counts them
+SMALLEST = 16  # of m, n and k that a tile is worth its while for
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of the result, how many blocks share what they load, and how warps take turns: two
+    groups on one tile (cooperative), or each on its own (ping-pong)."""
+
+    m: int
+    n: int
+    cluster_m: int = 2
+    cluster_n: int = 1
+    pingpong: bool = False
+
+    @property
+    def described(self) -> dict[str, object]:
+        return {"TILE_M": self.m, "TILE_N": self.n, "CLUSTER_M": self.cluster_m,
+                "CLUSTER_N": self.cluster_n, "PINGPONG": self.pingpong}  # fmt: skip
+
+
+# The tiles that fit registers and shared memory with at least three stages: wide ones for large
+# products, small ones where a wave of large ones would leave most of the card idle.
+CONFIGS: tuple[Config, ...] = tuple(
+    Config(m, n, *cluster, pingpong)
+    for m, n, pingpong in (
+        (128, 256, False), (256, 128, False), (256, 192, False), (128, 192, True),
+        (128, 128, True), (192, 128, True), (128, 160, True), (128, 208, True), (128, 128, False),
+        (64, 256, True), (64, 128, True), (128, 64, True), (64, 64, True),
+    )
+    for cluster in ((2, 1), (1, 2), (1, 1))
+)  # fmt: skip
+
+
+# Blackwell's tensor cores keep sums in memory of their own; two blocks can share one tile.
+BLACKWELL: tuple[Config, ...] = (
+    Config(256, 256, 2, 1), Config(256, 128, 2, 1), Config(128, 256, 1, 1), Config(128, 128, 1, 1),
+    Config(256, 192, 2, 1), Config(128, 64, 1, 1),
+)  # fmt: skip
+
+
+def configurations(target: Target) -> tuple[Config, ...]:
+    return CONFIGS if target.arch == "sm_90" else BLACKWELL
+
+
+@functools.cache
+def version() -> str:
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def why_not() -> str:
+    found = version()
+    if not found:
+        return f"quack is not installed: pip install '{PACKAGE}{VERSIONS}'"
+    if not (0, 6, 5) <= tuple(int(x) for x in found.split(".")[:3]) < (0, 7):
+        return f"quack {found} is not one we know how to call: pip install '{PACKAGE}{VERSIONS}'"
+    return ""
+
+
+# ---- problems
+
+
+def limits(problem: GemmProblem) -> str:
+    """Why the kernel cannot compute a problem, or an empty string."""
+    p = problem
+    if p.target.arch not in GENERATIONS:
+        return "the kernels are Hopper's and Blackwell's"
+    if p.op == "mm_plus_mm":
+        return "it is the sum of two products"
+    dtypes = {o.dtype for o in p.operands}
+    if (len(dtypes) > 1 and any(d.itemsize > 1 for d in dtypes)) or not dtypes <= set(OPERANDS):
+        return f"no tensor core multiplies {' and '.join(sorted(map(str, dtypes)))}"
+    if not all(o.is_plain for o in p.operands):
+        return "an operand is computed where it is read, and the card fetches it by itself"
+    if any(ix.likely(n) < SMALLEST for n in p.sizes[1:]):
+        return f"a side of less than {SMALLEST} is no tile"
+    for k, o in enumerate(p.operands):
+        if ix.ONE not in o.view.stride[-2:]:
+            return "an operand is contiguous in neither direction"
+        inner = o.view.stride[-1] if k % 2 == 0 else o.view.stride[-2]
+        if o.dtype.itemsize == 1 and inner is not ix.ONE:
+            return "operands of eight bits have to be contiguous along k"
+        if p.is_batched and o.view.stride[0] is ix.ZERO:
+            return "an operand is the same for the whole batch"
+    found = translated(p)
+    if isinstance(found, str):
+        return found
+    tiles = [b.view for b in (*found.operands, *found.results) if b.kind == "tile"]
+    if any(ix.ONE not in v.stride[-2:] for v in tiles):
+        return "a tile is contiguous in neither direction"
+    if {v.buffer for v in (b.view for b in found.results)} & set(_read(p, found)):
+        return "it overwrites what it reads"
+    return "" if _multiples(p, found) is not None else "rows do not start at multiples of 16 bytes"
+
+
+def _read(p: GemmProblem, found: Epilogue) -> list[str]:
+    return [*(o.view.buffer for o in p.operands), *(b.view.buffer for b in found.operands)]
+
+
+def _multiples(p: GemmProblem, found: Epilogue) -> dict[str, int] | None:
+    """Symbols that have to be multiples of a number when the kernel is called; None where strides
+    are not, or cannot be told to be, multiples of 16 bytes."""
+    made: dict[str, int] = {}
+    tiles = [b.view for b in (*found.operands, *found.results) if b.kind == "tile"]
+    for e, whole in steps([*(o.view for o in p.operands), *tiles]):
+        if ix.mod(e, whole) is ix.ZERO:
+            continue
+        if e.op != "sym" or ix.likely(e) % whole:
+            return None
+        made[e.arg.name] = max(whole, made.get(e.arg.name, 1))
+    return made
+
+
+# ---- text
+
+
+def request(problem: GemmProblem, config: Config) -> tuple[Request, tuple[Argument, ...]]:
+    """The module that calls the kernel, and what it is called with."""
+    found = translated(problem)
+    assert isinstance(found, Epilogue), found
+    text = _Text(problem, config, found)
+    lines = [IMPORTS, *text.head(), "", *text.function(), "", *text.kernel(), "", *text.flat()]
+    made = Request("\n".join(lines) + "\n", "product", tuple(k for _, k in text.params()),
+                   toolchain.architecture(problem.target))  # fmt: skip
+    return made, tuple(argument for argument, _ in text.params())
+
+
+class _Text:
+    def __init__(self, problem: GemmProblem, config: Config, epilogue: Epilogue) -> None:
+        self.problem, self.config, self.epilogue = problem, config, epilogue
+        views = [*(o.view for o in problem.operands), *(b.view for b in epilogue.operands),
+                 *(b.view for b in epilogue.results)]  # fmt: skip
+        self.buffers = list(dict.fromkeys(v.buffer for v in views))
+        self.symbols = [s.arg.name for s in problem.symbols]
+        self.multiples = _multiples(problem, epilogue) or {}
+
+    def params(self) -> list[tuple[Argument, Kind]]:
+        p = self.problem
+        found: list[tuple[Argument, Kind]] = [
+            (("ptr", b), Pointer(p.memory[b].dtype)) for b in self.buffers]  # fmt: skip
+        return found + [(("int", s), Number()) for s in self.symbols]
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether the kernel gives the function two elements at a time."""
+        return GENERATIONS[self.problem.target.arch] == 10
+
+    def head(self) -> list[str]:
+        pairs = ["from quack.epilogue.math import F2"] if self.in_pairs else []
+        return [*pairs, "from quack.epilogue.frontend import EpiMod",
+                "from quack.epilogue.ops import ColVecLoad, RowVecLoad, Scalar, TileLoad",
+                "from quack.rounding import RoundingMode",
+                "from quack.tile_scheduler import TileSchedulerOptions"]  # fmt: skip
+
+    def function(self) -> list[str]:
+        e = self.epilogue
+        names = ", ".join(("acc", *(b.name for b in e.operands)))
+        keys = ("D", *(b.name for b in e.results[1:]))
+        made = ", ".join(f'"{k}": {v}' for k, v in zip(keys, e.values, strict=True))
+        if not self.in_pairs:
+            return [f"def epilogue({names}):", *(f"    {line}" for line in e.lines),
+                    f"    return {{{made}}}"]  # fmt: skip
+        return [f"def element({names}):", *(f"    {line}" for line in e.lines),
+                f"    return {{{made}}}", "",
+                "def half(x, which):",
+                "    return getattr(x, which) if isinstance(x, F2) else x", "",
+                f"def epilogue({names}):",
+                *(f"    {way} = element(*(half(x, {way!r}) for x in ({names},)))"
+                  for way in ("lo", "hi")),
+                "    return {name: F2(lo[name], hi[name]) for name in lo}"]  # fmt: skip
+
+    def kernel(self) -> list[str]:
+        e = self.epilogue
+        ops = ", ".join(f'"{b.name}": {_OP[b.kind]}("{b.name}")' for b in e.operands)
+        kinds = "".join(f'("{b.name}", "{b.kind}"), ' for b in e.operands)
+        outputs = "".join(f'"{b.name}", ' for b in e.results[1:])
+        return [
+            f"MOD = EpiMod(epilogue, outputs=({outputs}), ops={{{ops}}})",
+            f"GENERATION = {GENERATIONS[self.problem.target.arch]}",
+            f"KINDS = ({kinds})",
+            "KERNEL = MOD._mint(KINDS, GENERATION, False, False, (), RoundingMode.RN, (), False)",
+        ]
+
+    def flat(self) -> list[str]:
+        p, c, e = self.problem, self.config, self.epilogue
+        params = ", ".join((*(f"p_{b}: cute.Pointer" for b in self.buffers),
+                            *(f"{s}: cutlass.Int32" for s in self.symbols),
+                            "stream: cuda.CUstream"))  # fmt: skip
+        left, right = (o.view for o in p.operands)
+        extra = ", ".join(f"{b.name}=t_{b.name}" for b in (*e.operands, *e.results[1:]))
+        clusters = max(1, p.target.sms // (c.cluster_m * c.cluster_n))
+        dtype = named(p.operands[0].dtype)
+        manner = "" if self.in_pairs else f", pingpong={c.pingpong}"
+        return [
+            "@cute.jit",
+            f"def product({params}):",
+            f"    t_a = {self.tensor(left)}",
+            f"    t_b = {self.tensor(turned(right))}",
+            *(f"    t_{b.name} = {self.beside(b)}" for b in (*e.operands, *e.results)),
+            f"    tile, cluster = ({c.m}, {c.n}), ({c.cluster_m}, {c.cluster_n}, 1)",
+            f"    gemm = KERNEL(cutlass.Float32, {dtype}, tile, cluster{manner})",
+            f"    schedule = TileSchedulerOptions(cutlass.Int32({clusters}))",
+            f"    extra = KERNEL.EpilogueArguments({extra})",
+            f"    gemm(t_a, t_b, t_{e.results[0].name}, None, extra, schedule, None, stream)",
+        ]  # fmt: skip
+
+    def tensor(self, view: View) -> str:
+        """A window whose strides are known to be multiples of 16 bytes, or are looked at before a
+        launch."""
+        start = f"p_{view.buffer}"
+        if view.offset is not ix.ZERO:
+            start += f" + {number(view.offset)}"
+        size = "".join(f"{number(e)}, " for e in view.size)
+        stride = "".join(f"{self._step(e, view.dtype)}, " for e in view.stride)
+        return f"cute.make_tensor({start}, cute.make_layout(({size}), stride=({stride})))"
+
+    def _step(self, e: Expr, dtype: torch.dtype) -> str:
+        if ix.value_of(e) is not None:
+            return number(e)
+        return f"cute.assume(cutlass.Int64({number(e)}), divby={16 // dtype.itemsize})"
+
+    def beside(self, b: Beside) -> str:
+        """A tile as it is; of a row or column, one for each of the batch."""
+        view = b.view
+        if b.kind == "tile":
+            return self.tensor(view)
+        batch, step = (view.size[0], view.stride[0]) if len(view.size) == 3 else (ix.ONE, ix.ZERO)
+        if b.kind == "scalar":
+            return self.tensor(View(view.buffer, (ix.ONE,), (ix.ONE,), view.offset, view.dtype))
+        side = -1 if b.kind == "row" else -2
+        return self.tensor(View(view.buffer, (batch, view.size[side]), (step, view.stride[side]),
+                                view.offset, view.dtype))  # fmt: skip
+
+
+def turned(view: View) -> View:
+    """The right operand as n by k."""
+    size, stride = list(view.size), list(view.stride)
+    size[-2:], stride[-2:] = reversed(size[-2:]), reversed(stride[-2:])
+    return View(view.buffer, tuple(size), tuple(stride), view.offset, view.dtype)
+
+
+# ---- candidates
+
+
+def estimate(problem: GemmProblem, config: Config) -> float:
+    """Microseconds: whole waves of tiles on the tensor cores, or the bytes."""
+    batch, m, n, k = problem.hints
+    target = problem.target
+    tiles = batch * math.ceil(m / (config.m * config.cluster_m)) * config.cluster_m * math.ceil(
+        n / (config.n * config.cluster_n)) * config.cluster_n  # fmt: skip
+    # A tile's warps load as many bytes as its sides and compute as much as its area: small ones
+    # wait. Ping-pong hides the epilogue of one tile behind the other's product.
+    side = config.m * config.n / (config.m + config.n)
+    busy = side / (side + 8) * (1.0 if config.pingpong else k / (k + 128))
+    waves = math.ceil(tiles / target.sms)
+    work = 2 * config.m * config.n * k / (flops(target, problem.operands[0].dtype) / target.sms)
+    names = dict.fromkeys((*problem.reads, *problem.writes))
+    moved = sum(buffer_bytes(problem.memory[b]) for b in names) / bandwidth(target)
+    return max(waves * work / busy, moved) + LAUNCH
+
+
+def fits(problem: GemmProblem, config: Config) -> bool:
+    """Tiles that reach far beyond the result are not tried, nor those whose neighbours have
+    nothing to share; two results of a tile must fit beside its operands."""
+    _, m, n, _ = problem.hints
+    if config.m >= 2 * max(m, 64) or config.n >= 2 * max(n, 64):
+        return False
+    if config.cluster_m > math.ceil(m / config.m) or config.cluster_n > math.ceil(n / config.n):
+        return False
+    several = len(problem.writes) > 1 or len(problem.reads) > 3
+    return not (several and config.m * config.n > 128 * 256)
+
+
+@dataclass(frozen=True)
+class QuackCandidate:
+    problem: GemmProblem
+    config: Config
+    name: str
+    estimate: float
+    provider: str = "CUTEDSL"
+
+    @property
+    def description(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in sorted(self.config.described.items()))
+
+    @property
+    def key(self) -> str:
+        return store.key("quack", version(), self._request[0].key)
+
+    @functools.cached_property
+    def _request(self) -> tuple[Request, tuple[Argument, ...]]:
+        return request(self.problem, self.config)
+
+    def kernel(self) -> Kernel:
+        p = self.problem
+        made, arguments = self._request
+        names = [name for _, name in arguments]
+        found = translated(p)
+        assert isinstance(found, Epilogue)
+        guards = tuple((names.index(s), n) for s, n in (_multiples(p, found) or {}).items())
+        otherwise = Resort.of(p, definition(p)).over(names)
+        device = p.memory[p.writes[0]].device.index or 0
+        source = CuteSource(self.name, made, device, otherwise, guards)
+        fused = "_fused" if p.epilogue else ""
+        return Kernel(f"cutedsl_quack{fused}_{p.op}", source, arguments)
+
+
+def candidates(problem: GemmProblem) -> Sequence[QuackCandidate]:
+    """Best first by the model."""
+    every = configurations(problem.target)
+    timed = sorted((estimate(problem, c), k) for k, c in enumerate(every) if fits(problem, c))
+    return [QuackCandidate(problem, every[k], f"cutedsl_quack_{rank}", time)
+            for rank, (time, k) in enumerate(timed)]  # fmt: skip

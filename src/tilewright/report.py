@@ -1,0 +1,153 @@
+"""What became of a graph, for a reader: kernels, library calls, what they move, why no further."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tilewright.gemm.choose import Implementation
+from tilewright.ir.program import Buffer, Node
+from tilewright.ir.show import brief
+from tilewright.schedule.group import Group
+from tilewright.schedule.plan import Schedule
+
+LIBRARY = "a library call takes its operands from memory, and leaves its results there"
+PRODUCT = "the product's kernel was fastest with this apart, or cannot take it in"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kernel, or one library call. `least` bytes would move if nothing but arguments, results
+    and operands of library calls had to be in memory; `moved` do."""
+
+    number: int
+    ops: tuple[str, ...]
+    location: str
+    is_kernel: bool
+    moved: int
+    least: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    chosen: str = ""  # of a product: who computes it, and why
+
+    @property
+    def name(self) -> str:
+        return "_".join(self.ops) or "nothing"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Two parts that share memory and are not one kernel."""
+
+    first: int
+    second: int
+    shared: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One captured graph: the whole of an inference program, or one pass of a trained one."""
+
+    role: str
+    parts: tuple[Part, ...]
+    refusals: tuple[Refusal, ...]
+
+    @property
+    def moved(self) -> int:
+        return sum(part.moved for part in self.parts)
+
+    @property
+    def least(self) -> int:
+        return sum(part.least for part in self.parts)
+
+    def __str__(self) -> str:
+        kernels = sum(part.is_kernel for part in self.parts)
+        calls = len(self.parts) - kernels
+        lines = [f"{self.role}: {_many(kernels, 'kernel')}, {_many(calls, 'library call')}"]
+        lines[0] += f", moves {_bytes(self.moved)}, at least {_bytes(self.least)}"
+        for part in self.parts:
+            kind = "kernel" if part.is_kernel else "call"
+            bytes_ = f"{_bytes(part.moved):>9} of at least {_bytes(part.least):>9}"
+            lines.append(f"  {part.number:>3} {kind:6} {bytes_}  {part.name}  {part.location}")
+            lines += [f"      by {part.chosen}"] if part.chosen else []
+        for r in self.refusals:
+            lines.append(f"  {r.first} and {r.second} share {', '.join(r.shared)}: {r.reason}")
+        return "\n".join(lines)
+
+
+def graph(role: str, plan: Schedule) -> Graph:
+    groups = [step.group for step in plan.steps]
+    names = {b.name: _describe(b) for b in plan.program.buffers.values()}
+
+    def named(buffers: set[str]) -> tuple[str, ...]:
+        return tuple(names[b] for b in sorted(buffers) if b in names)
+
+    parts = tuple(
+        Part(k, _ops(group), _location(group), group.is_kernel, b.moved, b.least,
+             named(group.reads - group.local), named(group.writes - group.local), _chosen(group))
+        for k, (group, b) in enumerate(zip(groups, plan.bytes, strict=True))
+    )  # fmt: skip
+    return Graph(role, parts, tuple(_refusals(groups, names)))
+
+
+def _chosen(group: Group) -> str:
+    target = None if group.call is None else group.call.target
+    return target.chosen if isinstance(target, Implementation) else ""
+
+
+def _describe(buffer: Buffer) -> str:
+    """A name, a type and sizes: `buf0 float32[10, 20]`."""
+    sizes = ", ".join(brief(n) for n in buffer.size)
+    return f"{buffer.name} {str(buffer.dtype).removeprefix('torch.')}[{sizes}]"
+
+
+def _refusals(groups: list[Group], names: dict[str, str]) -> Iterator[Refusal]:
+    users: dict[str, list[int]] = {}
+    for k, group in enumerate(groups):
+        for b in (group.reads | group.writes) & names.keys():
+            users.setdefault(b, []).append(k)
+    shared: dict[tuple[int, int], list[str]] = {}
+    for b, ks in sorted(users.items()):
+        for one, other in pairwise(ks):
+            shared.setdefault((one, other), []).append(names[b])
+    for (one, other), buffers in sorted(shared.items()):
+        reason = _reason(groups[one], groups[other])
+        if reason:
+            yield Refusal(one, other, tuple(buffers), reason)
+
+
+def _reason(a: Group, b: Group) -> str:
+    calls = [g.call for g in (a, b) if g.call is not None]
+    if calls:
+        return PRODUCT if all(call.generated for call in calls) else LIBRARY
+    return a.refused.get(b.nodes[0].name) or b.refused.get(a.nodes[0].name) or (
+        "nothing would move less if they were one"
+    )  # fmt: skip
+
+
+def _ops(group: Group) -> tuple[str, ...]:
+    """What the user wrote, as far as it has a name, in order."""
+    if group.call is not None and not group.call.generated:
+        name = getattr(group.call.target, "__name__", None)
+        return (str(name or group.call.target).partition(".")[0],)
+    names = (n for node in group.nodes for n in node.origin.nodes)
+    return tuple(dict.fromkeys(n.rstrip("0123456789").rstrip("_") for n in names))[:8]
+
+
+def _location(group: Group) -> str:
+    nodes: tuple[Node, ...] = group.nodes
+    return next((n.origin.location for n in nodes if n.origin.location), "")
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    raise AssertionError

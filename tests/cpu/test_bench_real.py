@@ -1,0 +1,102 @@
+"""The suite of real models: a tiny one through it, and what it takes for a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.real import tables
+from bench.real.child import LEAST, Ear, error, is_wrong
+from bench.real.zoo import made, zoo
+
+FIELDS = {
+    "convolution net", "diffusion", "state space", "recommender", "graph", "speech", "recurrent",
+}  # fmt: skip
+
+
+def suite(*args: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.real", "--size", "tiny", "--device", "cpu",
+               "--rounds", "3", "--threads", "1", "--out", str(out), *args]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+
+
+def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended(
+    tmp_path: Path,
+) -> None:
+    out, page = tmp_path / "real.jsonl", tmp_path / "page.md"
+    first = suite("two_towers", "--work", "training", out=out)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert first.stdout.splitlines()[-1] == "1 of 1 measured, 0 left for the next run, 0 failures"
+    (record,) = tables.read(out)
+    assert set(record["backends"]) == {"eager", "inductor", "tilewright"}
+    for row in record["backends"].values():
+        assert len(row["rounds_ms"]) == 3 and row["error"] < 1e-5 and row["peak_mb"] > 0
+    assert set(record["speed"]) == {"eager", "inductor"} and record["failures"] == []
+
+    second = suite("two_towers", "--work", "training", "--markdown", str(page), out=out)
+    assert second.returncode == 0 and len(out.read_text().splitlines()) == 1
+    assert "| two_towers | training | default |" in page.read_text()
+
+    nothing = suite("two_towers", "--work", "inference", "--budget", "0", out=out)
+    assert nothing.stdout.splitlines() == ["0 of 1 measured, 1 left for the next run, 0 failures"]
+
+
+def test_a_recorded_failure_fails_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "real.jsonl"
+    task = {"model": "nerf", "work": "inference", "mode": "default", "device": "cpu"}
+    out.write_text(json.dumps({**task, "size": "tiny", "failures": ["wrong values: 1"]}) + '\n{"mo')
+    found = suite("nerf", "--work", "inference", out=out)
+    assert found.returncode == 1
+    assert "failed: nerf inference default: wrong values: 1" in found.stdout
+
+
+def test_an_unknown_model_is_named(tmp_path: Path) -> None:
+    found = suite("resnet_of_mine", out=tmp_path / "real.jsonl")
+    assert found.returncode == 2
+    assert "no such model: resnet_of_mine (--list names them)" in found.stderr
+
+
+@pytest.mark.parametrize("name", [m.name for m in zoo().values() if m.source == "torch.nn"])
+def test_models_of_our_own_run_and_are_the_same_every_time(name: str) -> None:
+    results: list[torch.Tensor] = []
+    for _ in range(2):
+        found = made(zoo()[name], "tiny", "cpu", torch.float32)
+        with torch.no_grad():
+            out = found.module.eval()(**found.inputs)
+        results.append(out[0] if isinstance(out, tuple) else out)
+    assert torch.equal(*results) and bool(torch.isfinite(results[0]).all())
+
+
+def test_every_field_has_a_model() -> None:
+    assert {m.field for m in zoo().values()} >= FIELDS
+
+
+def test_errors_are_distances_from_the_exact_results() -> None:
+    exact = {"outputs": [torch.tensor([1.0, -2.0, float("nan")]), torch.tensor([1e-9])]}
+    near = {"outputs": [torch.tensor([1.0, -2.2, float("nan")]), torch.tensor([2e-9])]}
+    assert error(near, exact) == pytest.approx(0.1)
+    lost = {"outputs": [torch.tensor([1.0, float("nan"), float("nan")]), torch.tensor([1e-9])]}
+    assert error(lost, exact) == float("inf")
+    with pytest.raises(ValueError, match="1 outputs instead of 2"):
+        error({"outputs": near["outputs"][:1]}, exact)
+    assert is_wrong(float("nan"), 1.0, torch.float32)
+    assert is_wrong(5 * LEAST[torch.float32], LEAST[torch.float32], torch.float32)
+    assert not is_wrong(4 * LEAST[torch.float32], LEAST[torch.float32], torch.float32)
+
+
+def test_what_one_says_alone_is_heard_from_every_process() -> None:
+    ear = Ear()
+    with ear.listening("reference"):
+        print("took 12 s")
+    with ear.listening("ours"):
+        print("took 7 s")
+        subprocess.run(
+            [sys.executable, "-c", "import sys; sys.stderr.write('built\\n')"], check=True
+        )
+    assert ear.only("ours") == ["built"]

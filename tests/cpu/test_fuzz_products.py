@@ -1,0 +1,56 @@
+"""Random programs around products; `python -m tests.fuzz --products` runs many more of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile.as_cuda import as_cuda
+from tests.fuzz.check import difference
+from tests.fuzz.forced import forced, templates
+from tests.fuzz.products import generate
+from tests.programs import compiled
+
+PROGRAMS = 16
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_random_products(seed: int) -> None:
+    """By the library, then each with a kernel of ours."""
+    assert not difference(generate(seed))
+    with forced(seed, "cpu"):
+        assert not difference(generate(seed))
+
+
+@pytest.mark.parametrize("seed", range(len(templates("card"))))
+def test_random_products_of_a_card(seed: int) -> None:
+    """Every Triton template once, in the interpreter."""
+    with as_cuda(), forced(seed, "card"):
+        assert not difference(generate(seed))
+
+
+# Found by the fuzzer, as small as they got.
+
+
+@pytest.mark.parametrize("device", ["cpu", "card"])
+def test_an_argument_of_a_gradient_is_a_number_computed_of_sizes(device: str) -> None:
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return v.mT @ (w @ F.pad(x, (1, 0))[..., 1:].mT).mT
+
+    def check() -> None:
+        with forced(0, device):
+            call = compiled(function, dynamic=True)
+            for rows in (9, 12):
+                x, w, v = torch.randn(rows, 8), torch.randn(12, 8), torch.randn(rows, 12)
+                mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+                call(mine, w, v).sum().backward()
+                function(theirs, w, v).sum().backward()
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-3)
+
+    if device == "cpu":
+        check()
+    else:
+        with as_cuda():
+            check()

@@ -1,0 +1,232 @@
+"""Pools of processes that time: crashes, hangs, cards, inactivity; and parents that are killed."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu import tuning_jobs
+from tests.cpu.tuning_jobs import TestBenchmarkRequest as Request
+from tilewright import config, metrics
+from tilewright.testing import fresh_cache
+from tilewright.tune import child, pool, select
+from tilewright.tune.pool import AsyncAutotuner, AutotuneProcessPool, TuningProcessPool
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    bmreq: Request
+
+
+@pytest.fixture(scope="module")
+def one():
+    made = TuningProcessPool()
+    yield made
+    made.shutdown()
+
+
+def test_ma_m10_m11_cu_g12_a_crash_or_a_hang_costs_the_choice(one, caplog):
+    crashes, good = Choice(Request(crash=True)), Choice(Request(3.14))
+    assert one.benchmark([crashes]) == {crashes: math.inf}
+    assert one.benchmark([good]) == {good: 3.14}
+    with config.patch(max_autotune_subproc_result_timeout_seconds=1.0):
+        hangs = Choice(Request(sleep=120))
+        assert one.benchmark([hangs]) == {hangs: math.inf}
+    assert any("more than 1 s" in r.getMessage() for r in caplog.records)
+    assert one.benchmark([good]) == {good: 3.14}
+
+
+def test_ma_m2_an_exception_costs_the_choice_and_not_the_process(one):
+    good = Choice(Request(2.0))
+    assert one.benchmark([good])[good] == 2.0
+    before = one._all[0].pid
+    raises = Choice(Request(exc=ValueError("no")))
+    assert one.benchmark([raises, good]) == {raises: math.inf, good: 2.0}
+    assert one._all[0].pid == before
+
+
+class Process:
+    """What a process of the pool says, and what is done to it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.restarts = error, 0
+
+    def put(self, job: Any) -> None: ...
+
+    def get(self, timeout: float) -> float:
+        raise self.error
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("said", "restarts"),
+    [("CUDA error: cudaErrorIllegalAddress", 1), ("cudaErrorLaunchFailure", 1),
+     ("an illegal memory access was encountered", 1), ("invalid argument", 0)],
+)  # fmt: skip
+def test_cu_g6_g7_ma_m13_what_harms_a_card_restarts_its_process(said, restarts):
+    made = TuningProcessPool()
+    process = Process(RuntimeError(said))
+    made.processes.get()
+    made.processes.put(process)  # type: ignore[arg-type]
+    assert made.target(Choice(Request())) == math.inf
+    assert process.restarts == restarts
+    assert made.processes.qsize() == 1, "it is back in the queue"
+    made.shutdown()
+
+
+def test_ma_m9_which_cards_are_timed_on(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert TuningProcessPool.get_device_list() == [None]
+    with config.patch(autotune_multi_device=True):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        assert TuningProcessPool.get_device_list() == [0, 1, 2, 3]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+        assert TuningProcessPool.get_device_list() == [2, 3]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(ValueError, match="more cards than the 1 there are"):
+            TuningProcessPool.get_device_list()
+
+
+def test_ma_m12_several_cards_each_with_its_own_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    with config.patch(autotune_multi_device=True):
+        made = TuningProcessPool()
+    assert made.devices == [1, 2]
+    first, second = Choice(Request(3.14)), Choice(Request(2.718))
+    assert made.benchmark([first, second]) == {first: 3.14, second: 2.718}
+    seen = sorted(made.run([tuning_jobs.visible] * 6, 60))
+    assert set(seen) <= {"1", "2"}
+    for process, device in zip(made._all, made.devices, strict=True):
+        process.put(Request(1.0, device=device).benchmark)
+        assert process.get() == 1.0
+    made.shutdown()
+
+
+def test_ma_m15_m16_it_ends_when_nobody_asks(monkeypatch):
+    monkeypatch.setattr(pool, "AUTOTUNE_POOL_INACTIVITY_TIMEOUT", 0.5)
+    made = AutotuneProcessPool()
+    made.warm_up().result(timeout=60)
+    assert made.submit(tuning_jobs.answer).result(timeout=60) == 42
+    assert made.is_alive and not AutotuneProcessPool._shutdown_for_inactivity
+    deadline = time.monotonic() + 20
+    while made._pool is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert made._pool is None and made._timer is None and not made.is_alive
+    assert AutotuneProcessPool._shutdown_for_inactivity
+    with config.patch(pipeline_max_autotune_gemm=True):
+        assert not pool.use_pipelined_autotuning()
+        assert made.submit(tuning_jobs.answer).result(timeout=60) == 42
+        assert pool.use_pipelined_autotuning()
+    made.shutdown()
+
+
+def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.relu(a @ b)
+
+
+def test_ma_m14_m17_m18_m19_products_are_timed_in_the_background(monkeypatch):
+    """Equal problems once; after the process has ended, in this one; a failure there costs the
+    candidate."""
+    AsyncAutotuner.clear()
+    AutotuneProcessPool._shutdown_for_inactivity = False
+    options = {"max_autotune": True, "pipeline_max_autotune_gemm": True}
+    a, b, c = torch.randn(48, 32), torch.randn(32, 64), torch.randn(64, 40)
+    with fresh_cache():
+        metrics.reset()
+        compiled = torch.compile(lambda a, b, c: (f(a, b), f(a * 1, b), f(b, c)),
+                                 backend="tilewright", options=options)  # fmt: skip
+        for found, expected in zip(compiled(a, b, c), (f(a, b), f(a, b), f(b, c)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        begun = len(AsyncAutotuner.choice_hash_to_future)
+        assert begun >= 4, "two problems, each with the library and others"
+        assert metrics.counters["inductor"]["benchmarking.Benchmarker.benchmark_cpu"] == 0
+        torch._dynamo.reset()
+        compiled(a, b, c)
+        assert len(AsyncAutotuner.choice_hash_to_future) == begun
+    AsyncAutotuner.clear()
+    monkeypatch.setattr(child, "whole", tuning_jobs.fail)
+    with fresh_cache():
+        done = torch.compile(f, backend="tilewright", options={
+            **options, "max_autotune_gemm_backends": "ATEN"})(a, b)  # fmt: skip
+        torch.testing.assert_close(done, f(a, b))
+    AutotuneProcessPool.get_instance().shutdown()
+    AutotuneProcessPool._shutdown_for_inactivity = True
+    AsyncAutotuner.clear()
+    with fresh_cache():
+        assert not pool.use_pipelined_autotuning()
+        done = torch.compile(f, backend="tilewright", options=options)(b, c)
+        torch.testing.assert_close(done, f(b, c), rtol=1e-4, atol=1e-4)
+    assert AsyncAutotuner.choice_hash_to_future == {}
+    AutotuneProcessPool._shutdown_for_inactivity = False
+
+
+def test_ma_m1_cu_g13_what_is_sent_holds_no_tensor():
+    """And the overhead of asking is not that of making inputs again."""
+    import pickle
+
+    seen: list[bytes] = []
+    with fresh_cache(), config.patch(max_autotune=True):
+        choose = select.AlgorithmSelectorCache.__call__
+
+        def spy(self, subject, trials):
+            seen.extend(pickle.dumps(t.remote()) for t in trials)
+            return choose(self, subject, trials)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(select.AlgorithmSelectorCache, "__call__", spy)
+            x = torch.randn(300, 200)
+            torch.compile(f, backend="tilewright")(x, x.T.contiguous())
+    assert len(seen) >= 2
+    assert all(len(data) < x.numel() for data in seen)
+    assert all(b"_rebuild_tensor" not in data and b"storage" not in data for data in seen)
+
+
+ORPHAN = """
+import os, signal, sys, time
+from tests.cpu import tuning_jobs
+from tilewright.tune.child import TuningProcess
+process = TuningProcess()
+process.put(tuning_jobs.process)
+print(process.get(), flush=True)
+process.put(tuning_jobs.sleep)
+time.sleep(0.2)
+os.kill(os.getpid(), int(sys.argv[1]))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [9, 2])
+def test_ma_m13_a_parent_that_is_killed_leaves_no_process(number):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(ORPHAN), str(number)],
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                              env=env)  # fmt: skip
+    assert parent.stdout is not None
+    process = int(parent.stdout.readline())
+    parent.wait(timeout=60)
+    deadline = time.monotonic() + 60  # it may still import torch
+    while time.monotonic() < deadline and _runs(process):
+        time.sleep(0.05)
+    assert not _runs(process)
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

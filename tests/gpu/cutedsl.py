@@ -1,0 +1,181 @@
+"""`python -m tests.gpu.cutedsl [NAME ...]`: kernels of the CuTe DSL on a real card, checked.
+
+Every product of the compile-only tests with every configuration, grouped products with empty groups
+and odd offsets, and programs with a template of a user's: each against eager or float64. The twins
+without a card are `tests/compile/test_cutedsl_*.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright import config, metrics
+from tilewright.gemm.cutedsl import build, grouped, lowering, quack
+from tilewright.gemm.cutedsl.resort import Resort
+from tilewright.gemm.cutedsl.source import CuteSource
+from tilewright.gemm.problem import GemmProblem, definition
+from tilewright.ir import index as ix
+from tilewright.testing import fresh_cache
+
+DOCS = Path(__file__).parents[2] / "docs" / "cutedsl.md"
+bf16 = torch.bfloat16
+
+
+def _on_card(made: Any) -> dict[str, torch.Tensor]:
+    """Fresh memory of a problem, laid out as its buffers are."""
+    found: dict[str, torch.Tensor] = {}
+    for buffer in made.problem.buffers:
+        size, stride = ([ix.evaluate(e, made.values) for e in part]
+                        for part in (buffer.size, buffer.stride))  # fmt: skip
+        t = torch.empty_strided(size, stride, dtype=torch.float32, device="cuda").normal_()
+        found[buffer.name] = t.to(buffer.dtype)
+    return found
+
+
+def _results(problem: GemmProblem, run: Callable[..., None], names: list[str], made: Any,
+             memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # fmt: skip
+    held = {n: t.clone() for n, t in memory.items()}
+    for name in problem.writes:
+        held[name].fill_(float("nan"))
+    run(*(held[n] if n in held else made.values[n] for n in names))
+    torch.cuda.synchronize()
+    return {n: held[n].float() for n in problem.writes}
+
+
+def products() -> Iterator[tuple[str, Callable[[], None]]]:
+    from tests.compile.test_cutedsl_compile import PRODUCTS
+
+    for name, made in PRODUCTS.items():
+        for chosen in quack.CONFIGS:
+            yield f"{name} {chosen}", lambda made=made, chosen=chosen: _product(made, chosen)
+
+
+def _product(made: Any, chosen: quack.Config) -> None:
+    p = made.problem
+    kernel = quack.QuackCandidate(p, chosen, "cutedsl_quack_0", 1.0).kernel()
+    assert isinstance(kernel.source, CuteSource)
+    memory = _on_card(made)
+    got = _results(p, kernel.source, [n for _, n in kernel.arguments], made, memory)
+    wide = p.operands[0].dtype.itemsize == 1  # torch has no plain product of eight bits
+    if wide:
+        left, right = (memory[o.view.buffer].float() for o in p.operands)
+        expected = {"c": left.view(320, 128) @ right.view(256, 128).t()}
+    else:
+        spare = Resort.of(p, definition(p))
+        expected = _results(p, spare, list(spare.names), made, memory)
+    for name, value in got.items():
+        torch.testing.assert_close(value.view(expected[name].shape), expected[name],
+                                   rtol=3e-2, atol=6e-2)  # fmt: skip
+
+
+def groups() -> Iterator[tuple[str, Callable[[], None]]]:
+    """CD-L1, CD-L2, CD-L6, CD-L7."""
+    for count in (2, 8):
+        for k, n in ((64, 128), (128, 256)):
+            yield f"grouped {count} {k} {n}", lambda c=count, k=k, n=n: _grouped(c, k, n)
+    for a in ("offset", "pitch", "contiguous"):
+        for b in ("contiguous", "expanded"):
+            yield f"grouped {a} {b}", lambda a=a, b=b: _laid_out(a, b)
+
+
+def _reference(a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    starts = [0, *ends]
+    return torch.cat([a[s:e] @ b[g] for g, (s, e) in enumerate(zip(starts, ends, strict=False))])
+
+
+def _compiled() -> Callable[..., torch.Tensor]:
+    torch._dynamo.reset()
+
+    def f(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._grouped_mm(a, b, offs)
+
+    return torch.compile(f, backend="tilewright", dynamic=False)
+
+
+ON = {"max_autotune": True, "max_autotune_gemm_backends": "CUTEDSL",
+      "cutedsl_enable_autotuning": True}  # fmt: skip
+
+
+def _grouped(count: int, k: int, n: int) -> None:
+    rows = 256 * count
+    a = torch.randn(rows, k, device="cuda", dtype=bf16) * 0.1
+    b = torch.randn(count, k, n, device="cuda", dtype=bf16) * 0.01
+    even = [256 * (g + 1) for g in range(count)]
+    odd = [1, *(256 * g + 37 for g in range(1, count - 1)), rows]
+    with config.patch(ON):
+        f = _compiled()
+        before = -1
+        for ends in (even, odd[-count:], [0] * (count - 1) + [rows], [rows] * count):
+            offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+            torch.testing.assert_close(f(a, b, offs), _reference(a, b, ends), rtol=2e-2, atol=1e-3)
+            missed = metrics.counters["inductor"]["cutedsl_kernel_cache_miss"]
+            assert before in (-1, missed), "other offsets were compiled for"
+            before = missed
+
+
+def _laid_out(a: str, b: str) -> None:
+    count, rows, k, n = 8, 1024, 64, 128
+    base = torch.randn(rows * (k + 8) + 256, device="cuda", dtype=bf16) * 0.1
+    left = {"offset": base.as_strided((rows, k), (k, 1), 128),
+            "pitch": base.as_strided((rows, k), (k + 8, 1)),
+            "contiguous": base[: rows * k].view(rows, k)}[a]  # fmt: skip
+    one = torch.randn(1 if b == "expanded" else count, k, n, device="cuda", dtype=bf16) * 0.01
+    right = one.expand(count, k, n)
+    ends = [128 * (g + 1) for g in range(count)]
+    with config.patch(ON):
+        got = _compiled()(left, right, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+    torch.testing.assert_close(got, _reference(left, right, ends), rtol=2e-2, atol=1e-3)
+
+
+def templates() -> Iterator[tuple[str, Callable[[], None]]]:
+    """CD-K17, CD-K18, CD-M1, CD-M2, CD-M9: the programs of the tests without a card."""
+    from tests.compile.test_cutedsl_programs import EPILOGUES
+
+    for name, (f, sizes) in EPILOGUES.items():
+        for dynamic in (False, True):
+            yield f"template {name} {dynamic}", lambda f=f, s=sizes, d=dynamic: _template(f, s, d)
+
+
+def _template(f: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], dynamic: bool) -> None:
+    op = lowering(torch.ops.aten.add.Tensor)
+    block = DOCS.read_text().split("```python\n")[1].split("```")[0]
+    from tilewright.gemm.cutedsl import CuteDSLTemplate
+
+    CuteDSLTemplate.all_templates.pop("matrix_add", None)
+    exec(compile(block, str(DOCS), "exec"), {"__name__": "documented"})
+    try:
+        torch._dynamo.reset()
+        given = [torch.randn(s, device="cuda") for s in sizes]
+        got = torch.compile(f, backend="tilewright", dynamic=dynamic)(*given)
+        torch.testing.assert_close(got, f(*given))
+    finally:
+        op.forget()
+
+
+def main() -> int:
+    wanted, failed, ran = sys.argv[1:], 0, 0
+    with fresh_cache():
+        for name, check in (*templates(), *groups(), *products()):
+            if wanted and not any(w in name for w in wanted):
+                continue
+            ran, start = ran + 1, time.perf_counter()
+            try:
+                check()
+                print(f"{name}: ok ({time.perf_counter() - start:.1f} s)", flush=True)
+            except Exception:
+                failed += 1
+                print(f"{name}: FAILED\n{traceback.format_exc(limit=3)}", flush=True)
+        build._workers.end()
+    print(f"{ran - failed} of {ran} passed; {grouped.__name__} and {quack.version()}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
