@@ -3,11 +3,13 @@
 #include <cstring>
 #include <vector>
 
+namespace {
 struct Attribute { int id; char pad[4]; unsigned value[16]; };
 struct Config { unsigned grid[3], block[3], shared; void* stream; Attribute* attributes; unsigned count; };
 struct Launch { unsigned grid[3], block[3], shared, cluster[3]; uint64_t stream, first; };
-static std::vector<Launch> launches;
-static int loads = 0, fail_next = 0;
+std::vector<Launch> launches;
+int loads = 0, fail_next = 0;
+}  // namespace
 
 extern "C" {
 int cuInit(unsigned) { return 0; }

@@ -28,7 +28,6 @@ from tilewright.runtime import driver
 from tilewright.testing import fresh_cache, run_and_get_code
 
 pytest.importorskip("quack", reason="quack is not installed")
-pytestmark = pytest.mark.slow  # as in test_cutedsl_compile.py
 __all__ = ["fake"]
 bf16 = torch.bfloat16
 ON = {"max_autotune": True, "max_autotune_gemm_backends": "CUTEDSL", "compile_threads": 1}

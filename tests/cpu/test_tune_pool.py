@@ -199,6 +199,7 @@ ORPHAN = """
 import os, signal, sys, time
 from tests.cpu import tuning_jobs
 from tilewright.tune.child import TuningProcess
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of the background
 process = TuningProcess()
 process.put(tuning_jobs.process)
 print(process.get(), flush=True)

@@ -31,7 +31,7 @@ bool find(void* from, const char* name, F& into) {
 }  // namespace
 
 SHOWN int tw_open(const char* path) {
-    void* from = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+    void* from = dlopen(path, RTLD_NOW | RTLD_LOCAL);  // its names must not stand in for others'
     if (from == nullptr) return NOT_LOADED;
     bool found = find(from, "cuInit", driver.init) && find(from, "cuLibraryLoadData", driver.load) &&
                  find(from, "cuLibraryGetKernel", driver.kernel) &&
