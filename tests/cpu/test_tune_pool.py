@@ -74,7 +74,10 @@ class Process:
 @pytest.mark.parametrize(
     ("said", "restarts"),
     [("CUDA error: cudaErrorIllegalAddress", 1), ("cudaErrorLaunchFailure", 1),
-     ("an illegal memory access was encountered", 1), ("invalid argument", 0)],
+     ("an illegal memory access was encountered", 1), ("device-side assert triggered", 1),
+     ("an illegal instruction was encountered", 1), ("hardware stack error", 1),
+     ("the launch timed out and was terminated", 1), ("invalid program counter", 1),
+     ("invalid argument", 0), ("out of memory", 0)],
 )  # fmt: skip
 def test_cu_g6_g7_ma_m13_what_harms_a_card_restarts_its_process(said, restarts):
     made = TuningProcessPool()

@@ -33,8 +33,16 @@ if TYPE_CHECKING:  # the process starts in a tenth of a second; torch comes with
 
 START = 120.0  # seconds: a Python process that imports torch on a busy machine
 DEFAULT_TIMEOUT = 120.0
-_HARMFUL = ("illegal memory access", "launch failure", "misaligned address",
-            "cudaerrorillegaladdress", "cudaerrorlaunchfailure")  # fmt: skip
+# Errors after which CUDA wants the process ended, 700, 702, 710, 714 to 719: texts and names.
+_HARMFUL = ("illegal memory access", "cudaerrorillegaladdress",
+            "launch timed out", "cudaerrorlaunchtimeout",
+            "device-side assert", "cudaerrorassert",
+            "hardware stack error", "cudaerrorhardwarestackerror",
+            "illegal instruction", "cudaerrorillegalinstruction",
+            "misaligned address", "cudaerrormisalignedaddress",
+            "not supported on global/shared address space", "cudaerrorinvalidaddressspace",
+            "invalid program counter", "cudaerrorinvalidpc",
+            "launch failure", "cudaerrorlaunchfailure")  # fmt: skip
 _PRECISION = ("fp32_precision", "allow_fp16_reduced_precision_reduction",
               "allow_bf16_reduced_precision_reduction")  # fmt: skip
 _PR_SET_PDEATHSIG = 1
