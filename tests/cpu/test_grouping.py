@@ -26,7 +26,7 @@ from tilewright.lower.graph import lower
 from tilewright.schedule import improve
 from tilewright.schedule.access import disjoint
 from tilewright.schedule.group import Search
-from tilewright.schedule.legality import is_alone
+from tilewright.schedule.legality import conflict, is_alone
 from tilewright.schedule.order import Order
 from tilewright.schedule.plan import schedule
 
@@ -481,6 +481,21 @@ def test_a_nest_that_scatters_scans_or_has_no_points_is_alone() -> None:
     assert is_alone(b.nest([i], looked_up)) == "it stores at gathered indices"
     (none,) = b.loops(0)
     assert is_alone(b.nest([none], Store(out, none, b.at(x, none)))) == "it has no points"
+
+
+@pytest.mark.parametrize("shift", [0, 1, 7, 8])
+def test_a_value_is_needed_where_it_was_written(shift: int) -> None:
+    """A nest that reads `shift` elements ahead of one that writes eight follows it in one loop only
+    where it meets what the same iteration wrote, or nothing of it."""
+    b = Build()
+    x, between, out = b.input(16), b.buffer((16,)), b.buffer((8,))
+    (i,) = b.loops(8)
+    earlier = b.nest([i], Store(between, i, b.at(x, i)))
+    later = b.nest([i], Store(out, i, b.at(between, ix.add(i, shift))))
+    shifted = f"{between} is needed at other points of the shared loops"
+    assert conflict(earlier, later, (i,)) == ("" if shift in (0, 8) else shifted)
+    ahead = b.nest([i], Store(between, ix.add(i, shift), b.at(x, i)))
+    assert conflict(later, ahead, (i,)) == "", "what it read is overwritten in the same iteration"
 
 
 def test_sums_into_places_are_a_kernel_of_their_own() -> None:

@@ -200,6 +200,17 @@ def test_mp_5_results_wait_with_what_is_there_for_them_alone() -> None:
     assert Facts(program, chosen).peak(range(len(chosen))) == 4 * (1024 + 16 + 4 * 2048)
 
 
+def test_a_result_of_another_type_overwrites_nothing() -> None:
+    """A kernel knows a buffer by one type: as many bytes are not enough to be written in place."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).to(torch.int32)
+
+    inputs = 9 * torch.randn(8, 16), torch.randn(16, 8)
+    assert [step.reuse for step in plan_of(function, *inputs).steps] == [[], []]
+    check(function, *inputs)
+
+
 def test_a_result_overwrites_an_operand_while_rows_are_summed_too() -> None:
     """Rows run one after the other: each is read, overwritten, and added to the sums of columns."""
 
