@@ -89,6 +89,18 @@ def test_the_key_covers_what_the_binary_depends_on():
     assert len(keys) == 7
 
 
+def test_the_key_covers_the_compiler_and_our_helpers(monkeypatch: pytest.MonkeyPatch):
+    chosen = ADD.configs[0]
+    helped = replace(ADD, text=TEXT + "\nfrom tilewright.runtime import triton_helpers\n")
+    first = ADD.key(chosen), helped.key(chosen)
+    with monkeypatch.context() as other:
+        other.setattr(triton_build, "_helpers", lambda: "other helpers")
+        assert ADD.key(chosen) == first[0] and helped.key(chosen) != first[1]
+    with monkeypatch.context() as other:
+        other.setattr(triton_build, "_compiler", lambda: "another triton")
+        assert ADD.key(chosen) != first[0] and helped.key(chosen) != first[1]
+
+
 def test_alignment_reaches_the_binary():
     aligned = build(ADD).binary
     loose = build(replace(ADD, aligned=frozenset())).binary

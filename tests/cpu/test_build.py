@@ -108,6 +108,16 @@ def test_flags_text_and_headers_are_in_the_key(monkeypatch: pytest.MonkeyPatch) 
     assert len(libraries) == 4
 
 
+def test_another_version_of_the_compiler_builds_again(tmp_path: Path) -> None:
+    libraries: set[Path] = set()
+    for version in ("12.2", "12.3"):
+        compiler = fake_compiler(tmp_path, f'[ "$1" != --version ] || exec echo g++ {version}')
+        caches.clear()  # as another process would find it
+        with config.patch({"cpp.cxx": compiler}):
+            libraries.add(cxx.build([source()])[0].library)
+    assert len(libraries) == 2
+
+
 def test_submit_returns_before_the_compiler_does(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     script = f'[ "$1" = --version ] || while [ ! -e {gate} ]; do sleep 0.01; done'

@@ -335,6 +335,36 @@ def test_the_nearest_shape_says_what_to_try_first(tmp_path):
         assert records.nearest(other) == ""
 
 
+class Shelf(dict[str, bytes]):
+    """A server in memory."""
+
+    def set(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+
+def test_a_server_keeps_environments_and_tags_apart(tmp_path, monkeypatch):
+    """What was found on one kind of machine neither is found on another nor overwritten there."""
+    one = subject("product")
+    remote.use(Shelf())
+    try:
+        for k, place in enumerate(("a card", "another card")):
+            with machine(tmp_path / place):
+                monkeypatch.setattr(records, "environment", lambda device, place=place: place)
+                assert records.fetch(one) is None
+                row = records.Row("t", "t", "CPP", Timing(1.0 + k, 0.0, 3))
+                records.keep(one, [row])
+                records.offer(one, records.rows_of(one))
+        for k, place in enumerate(("a card", "another card")):
+            monkeypatch.setattr(records, "environment", lambda device, place=place: place)
+            found = records.fetch(one)
+            assert found is not None
+            assert [row["median_us"] for row in found["trials"]] == [1.0 + k]
+            with config.patch(cache_key_tag="another"):
+                assert records.fetch(one) is None
+    finally:
+        remote.use(None)
+
+
 WRITER = """
 import sys, torch
 from tilewright.tune import records
