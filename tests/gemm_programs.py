@@ -158,10 +158,15 @@ the kernel that looks it up. With `z + 1` and a concatenation of the same produc
 three: here one kernel stores both."""
 
 
-def most_fused(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
-    """One choice, of those with the most in it: nothing is timed, so what is taken is known."""
+def all_most_fused(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
+    """Those with the most in them."""
     fused = [("prologue" in c.name) + ("epilogue" in c.name) for c in choices]
-    return choices[fused.index(max(fused)) :][:1] if choices else []
+    return [c for c, n in zip(choices, fused, strict=True) if n == max(fused)]
+
+
+def most_fused(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
+    """One of them: nothing is timed, so what is taken is known."""
+    return all_most_fused(choices)[:1]
 
 
 def check(program: Program, backends: str) -> tuple[int, str]:

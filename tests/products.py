@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.gemm import narrow
 from tilewright.gemm.problem import GemmProblem, Op, Operand, loops, plain
 from tilewright.gemm.provider import Kernel
 from tilewright.ir import index as ix
@@ -70,9 +71,11 @@ def problem(
     dynamic: Sequence[int] = (), device: str = "cuda", prologue: Mapping[int, Value] | None = None,
     epilogue: Callable[[Builder, Expr], Mapping[str, tuple[torch.Tensor, Expr]]] | None = None,
     keeps: bool = True, out: torch.Tensor | None = None,
+    scales: Sequence[torch.Tensor] = (), fast: bool = False,
 ) -> Made:  # fmt: skip
     """Of the operands given (with a prologue one only says its sizes and dtype). Sizes that are in
-    `dynamic` become symbols. `epilogue` gives (where, what) of further results by name."""
+    `dynamic` become symbols. `epilogue` gives (where, what) of further results by name; `scales`
+    are given as `_scaled_mm` takes them."""
     left, right = given[:2]
     names = {n: sym(f"s{k}", lower=0, hint=n) for k, n in enumerate(dynamic)}
     batched = left.dim() == 3
@@ -99,9 +102,15 @@ def problem(
     if bias is not None:
         wide = bias.expand(result.shape)
         added = plain(builder.view("bias", wide), (*lead, builder.m, builder.n))
+    factors: Any = ()
+    if scales:
+        views = [builder.view(f"scale_{side}", t) for side, t in zip("ab", scales, strict=True)]
+        place = builder.m, builder.n, builder.k
+        factors = narrow.scaled(views[0], views[1], place, tuple(v.src[0] for v in place))
+        assert not isinstance(factors, str), factors
     made_problem = GemmProblem(
         op, builder.batch, builder.m, builder.n, builder.k, tuple(operands), view, (), target,
-        added, alpha, beta, keeps,
+        added, alpha, beta, keeps, scales=factors, fast=fast,
     )  # fmt: skip
     stores: list[Store] = []
     if epilogue is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,3 +93,19 @@ def check(
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of functions: an effort that does not depend on the machine or on what else it does."""
+    calls = 0
+
+    def seen(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls

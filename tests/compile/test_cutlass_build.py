@@ -1,7 +1,7 @@
 """Sources of CUTLASS kernels, what nvcc makes of them, and calls of it.
 
-Two kernels are compiled here for sm_90a, a plain one and one with a visitor (half a minute each);
-`tests/cutlass` compiles the others.
+One kernel with a visitor is compiled here for sm_90a (half a minute), and a plain one by
+`make test-all`, which compiles those of `tests/cutlass` too.
 """
 
 from __future__ import annotations
@@ -135,6 +135,35 @@ def test_cu_f5_equal_requests_are_rendered_once() -> None:
     with config.patch({"cuda.enable_caching_codegen": False}):
         _ = first(mm()).rendered
     assert metrics.counters["cutlass"]["rendered"] == 2
+
+
+def test_cu_f5_what_the_text_depends_on_is_rendered_anew_and_sizes_are_not() -> None:
+    """Layouts and dtypes of operands and result, who is added, what is fused. Another size is
+    another request of the same text."""
+    provider._rendered.clear()
+    metrics.reset()
+    a, b, row = torch.empty(256, 128, dtype=F16), col(512, 128), torch.empty(512, dtype=F16)
+
+    def stores(b: Builder, c: Expr) -> Any:
+        return {"y": (torch.empty(256, 512, dtype=F16), cast(op("tanh", cast(c, F32)), F16))}
+
+    different = [
+        mm(), mm(dtype=BF16), problem("mm", col(256, 128), b),
+        problem("mm", a, torch.empty(128, 512, dtype=F16)),
+        problem("mm", a, b, out=torch.empty(512, 256, dtype=F16).t()),
+        problem("addmm", a, b, bias=row), problem("addmm", a, b, bias=row[:1].expand(256, 1)),
+        problem("mm", a, b, epilogue=stores, keeps=False)
+    ]  # fmt: skip
+    only = "128x128x64_2x1x1.*pingpong_epi_tma"
+    for count, made in enumerate(different, 1):
+        _ = first(made, cutlass_op_allowlist_regex=only).rendered
+        assert metrics.counters["cutlass"]["rendered"] == count, count
+    again = problem("addmm", a, b, bias=torch.ones(512, dtype=F16))
+    _ = first(again, cutlass_op_allowlist_regex=only).rendered
+    assert metrics.counters["cutlass"]["rendered"] == len(different)
+    sizes = [first(made, cutlass_op_allowlist_regex=only).rendered.text
+             for made in (mm(), mm(512, 64, 1024))]  # fmt: skip
+    assert sizes[0] == sizes[1]
 
 
 def test_cu_f16_names() -> None:
@@ -273,6 +302,7 @@ def test_cu_f10_several_at_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) ->
     import threading
 
     most, now, lock = 0, 0, threading.Lock()
+    two = threading.Barrier(2)  # the first two are under way at once
 
     def slow(source: NvccSource, key: str) -> Loaded:
         nonlocal most, now
@@ -280,7 +310,8 @@ def test_cu_f10_several_at_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) ->
             now += 1
             most = max(most, now)
             began.append(key)
-        threading.Event().wait(0.05)
+        if len(began) <= 2:
+            two.wait(60)
         with lock:
             now -= 1
         return Loaded(source.name, None, Path())
@@ -342,16 +373,18 @@ def _checked(candidate: CutlassCandidate) -> Loaded:
     return loaded
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_cu_f14_a_plain_product_compiles() -> None:
-    """CU-F14, CU-D10."""
+    """CU-F14, CU-D10: as the next one is, without a visitor."""
     _checked(first(mm(), cutlass_op_allowlist_regex="64x256x64_2x1x1.*pingpong_epi_nosmem"))
 
 
 @needs_nvcc
 def test_cu_h19_a_visitor_compiles() -> None:
     """CU-H17, CU-H19: F = accumulator + C + aux; E = relu(F) + bias; D = E + F, also with a row and
-    a number; results are stored through descriptors."""
+    a number; results are stored through descriptors. CU-F14, CU-D10: without curand and libcuda,
+    and it tells how much memory it wants."""
 
     def stores(b: Builder, c: Expr) -> Any:
         shape = (256, 512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from tilewright import config
 from tilewright.gemm import choose as choosing
 from tilewright.gemm.cutlass.bind import CutlassSource
 from tilewright.gemm.cutlass.provider import Cutlass
-from tilewright.gemm.plan import Plan
-from tilewright.tune import select
+from tilewright.gemm.plan import Described, Memory, Plan
+from tilewright.ir import index as ix
+from tilewright.ir.program import Buffer
+from tilewright.tune import child, select
 from tilewright.tune.choices import CUTLASSTemplateCaller, caller
 
 
@@ -55,14 +58,26 @@ def test_cu_g5_not_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cu_g13_what_is_sent_is_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-G13: a plan pickles with sources, descriptions of memory and numbers."""
-    import pickle
-
     _, plans = _seen(monkeypatch, "ATEN,CUTLASS")
     plan = next(p for p in plans if p.provider == "CUTLASS")
     sent = pickle.loads(pickle.dumps(plan.remote()))
     (source,) = [p.source for p in sent.parts if isinstance(p.source, CutlassSource)]
     assert source.key == plan.candidate.kernel().source.key  # type: ignore[union-attr]
     assert sent.memory == plan.work.bench.memory.described
+    assert b"_rebuild_tensor" not in pickle.dumps(plan.remote())
+    assert "cache_dir" in dict(child.Settings.now().options), "where kernels are found goes along"
+
+
+def test_cu_g13_memory_is_made_there_as_far_as_windows_reach() -> None:
+    """Strided operands that begin somewhere: as many elements as are read, of the same numbers."""
+    cpu = torch.device("cpu")
+    size, stride = (ix.as_index(4), ix.as_index(8)), (ix.as_index(20), ix.ONE)
+    buffers = tuple(Buffer(n, torch.float32, cpu, size, stride) for n in "abc")
+    described = Described(buffers, (), ("c",), extents=(("b", 3 * 20 + 8 + 5),), filled=("c",))
+    here, there = (Memory(d).sets[0] for d in (described, pickle.loads(pickle.dumps(described))))
+    assert [len(here[n]) for n in "abc"] == [3 * 20 + 8, 3 * 20 + 8 + 5, 3 * 20 + 8]
+    assert all(torch.equal(here[n], there[n]) for n in "abc")
+    assert here["a"].std() > 0.5 and not torch.equal(here["a"], here["b"][: len(here["a"])])
 
 
 def test_cu_d11_a_lone_choice_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +161,23 @@ def test_both_spellings_of_an_option() -> None:
         )
         f(torch.randn(64, 32).half(), torch.randn(32, 48).half())
     assert "stream_k" in called[0].label
+
+
+def test_what_the_library_multiplies_by_is_another_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that times keeps what the library computed: of the same call with the same factors
+    alone (on a card, `2 * (a @ b) + 0.4 * c` was compared with `a @ b + c`)."""
+    plans: list[Plan] = []
+    original = choosing._Chooser._selected
+
+    def selected(self: Any, given: Any) -> Any:
+        plans.append(given[0])
+        return original(self, given)
+
+    monkeypatch.setattr(choosing._Chooser, "_selected", selected)
+    a, b, c = torch.randn(64, 32).half(), torch.randn(32, 48).half(), torch.randn(64, 48).half()
+    for alpha, beta in ((1.0, 1.0), (2.0, 1.0), (2.0, 0.5), (1.0, 1.0)):
+        choosing._memo.clear()
+        ran(lambda c, a, b, p=alpha, q=beta: torch.addmm(c, a, b, alpha=p, beta=q), c, a, b,
+            max_autotune_gemm_backends="ATEN,CUTLASS")  # fmt: skip
+    sites = [plan.remote().site for plan in plans]
+    assert len(set(sites)) == 3 and sites[0] == sites[3]

@@ -173,6 +173,22 @@ def test_zeros_beyond_the_last_k(change: Any, ref: Any, masked: bool, template: 
     close(made, product(ref(x.double()), y), tolerance=1e-3)
 
 
+@pytest.mark.parametrize("template", ["mm", "mm_split_k", "mm_persistent"])
+def test_an_operand_that_is_read_where_a_mask_holds(template: str) -> None:
+    """As of a padded tensor: elsewhere it is zero, and what is in memory there does not count."""
+    x, y = torch.randn(33, 70), torch.randn(70, 40)
+    x[:, 25:] = torch.nan
+    below = const(25)
+
+    def some(b: Builder, e: Expr) -> Expr:
+        return op("add", load(e.arg, e.dtype, e.src[0], op("lt", b.k, below)), number(1.0))
+
+    made = problem("mm", torch.empty(33, 70), y, prologue=left(some, x))
+    kernel = kernel_of(made, template, SPLIT if template == "mm_split_k" else SMALL)
+    interpret(made, kernel)
+    close(made, product(torch.where(torch.arange(70) < 25, x, 0) + 1, y), tolerance=1e-3)
+
+
 def test_a_scale_that_may_be_infinite_does_not_keep_zeros() -> None:
     x, scale, y = torch.randn(40, 127), torch.randn(40, 1), torch.randn(127, 40)
     made = problem("mm", x, y, prologue={0: lambda b: op(
@@ -223,6 +239,16 @@ def test_chain_with_two_results(template: str, c: GemmConfig, rows: int, keeps: 
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-3)
     if keeps:
         close(made, rounded)
+
+
+def test_an_epilogue_is_stored_as_precisely_as_its_result() -> None:
+    """Of a product of halves, in float32: it is not rounded to a half on the way."""
+    a, b, out = torch.randn(33, 50).half(), torch.randn(50, 40).half(), torch.empty(33, 40)
+    made = problem("mm", a, b, keeps=False, epilogue=lambda b, c: {
+        "out": (out, op("mul", cast(c, F32), number(1.1)))})  # fmt: skip
+    interpret(made, kernel_of(made))
+    torch.testing.assert_close(out.double(), product(a, b) * 1.1, atol=2e-2, rtol=2e-3)
+    assert int((out != out.half().float()).sum()) > out.numel() // 2
 
 
 def test_epilogue_of_a_batch_with_bias() -> None:

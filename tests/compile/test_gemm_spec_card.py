@@ -66,6 +66,14 @@ def templates(code: str) -> list[str]:
     return re.findall(r"^ *\(?triton_tem_fused_(\w+?)_\d+\b(?!_wide)", host(code), re.M)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ma_d4_rows_of_22_bytes_leave_no_choice(dynamic: bool) -> None:
+    options = {"triton.enable_persistent_tma_matmul": "1",
+               "test_configs.autotune_choice_name_regex": "mm_persistent_tma"}  # fmt: skip
+    with pytest.raises(BackendCompilerFailed, match="NoValidChoicesError"):
+        code_of(torch.mm, r(21, 11, dtype=F16), r(11, 31, dtype=F16), dynamic=dynamic, **options)
+
+
 # ---- products into another dtype
 
 
@@ -155,7 +163,9 @@ def test_long_sums_are_not_split_when_there_are_to_be_no_parts() -> None:
     for splits in (10, 0):
         with config.patch({"max_autotune": True, "triton.num_decompose_k_splits": splits}):
             candidates = TritonProvider().candidates(made, "max")
-        found.append({c.template.name for c in candidates if c.config.split_k > 1})
+        templates = [c for c in candidates if isinstance(c, TritonCandidate)]
+        found.append({c.template.name for c in templates if c.config.split_k > 1})
+        assert any("decompose_k" in c.name for c in candidates) == (splits > 0)
     assert "mm_split_k" in found[0] and not found[1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -238,6 +238,30 @@ def test_descriptors_need_aligned_rows() -> None:
     assert template.limits(dynamic.problem) == ""  # there may be any number of rows
 
 
+WINDOWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "as it is": (lambda x: x[:32, :64], ""),
+    "turned": (lambda x: x[:64, :32].t(), ""),
+    "begins at 16 bytes": (lambda x: x[:32, 8:72], ""),
+    "begins anywhere": (lambda x: x[:32, 3:67], "16 bytes"),
+    "rows apart by 100": (lambda x: x.view(-1)[:3200].view(32, 100)[:, :64], "16 bytes"),
+    "every second element": (lambda x: x[:32, :128:2], "no contiguous dimension"),
+    "rows repeated": (lambda x: x[:1, :64].expand(32, 64), "repeats its rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_ma_d10_what_an_operand_has_to_be_for_descriptors(name: str) -> None:
+    """Either operand: one dimension is contiguous, all else steps by multiples of 16 bytes."""
+    window, why = WINDOWS[name]
+    template = TritonTemplate.all_templates["mm_tma"]
+    for dtype in (torch.float16, torch.bfloat16):
+        whole, plain = torch.zeros(64, 256).to(dtype), torch.zeros(64, 64).to(dtype)
+        x = window(whole)
+        for pair in ((x, plain), (plain[:, :32], x)):
+            found = template.limits(problem("mm", *pair).problem)
+            assert (found == "") if why == "" else (why in found), found
+
+
 def test_descriptors_are_offered_where_the_library_is_slow() -> None:
     """A vocabulary of odd size: the result's rows start anywhere, those of the operands do not."""
     hidden, weights = torch.randn(2048, 768).bfloat16(), torch.randn(1001, 768).bfloat16().t()
@@ -312,9 +336,10 @@ def test_ma_i1_empty_sums_of_products(sizes: tuple[int, int, int]) -> None:
 
 def test_nothing_is_offered_for_a_result_known_to_be_empty() -> None:
     """MA-I4."""
-    for op in ("mm", "mm_plus_mm"):
-        given = [torch.randn(0, 10), torch.randn(10, 100)] * (1 + (op != "mm"))
-        made = problem(op, *given)
+    for op in ("mm", "mm_plus_mm", "addmm"):
+        given = [torch.randn(0, 10), torch.randn(10, 100)] * (1 + (op == "mm_plus_mm"))
+        bias = torch.randn(100) if op == "addmm" else None
+        made = problem(op, *given, bias=bias)
         assert PROVIDER.supports(made.problem) == "the result is empty"
 
 

@@ -3,6 +3,7 @@ win. The candidates here are Python functions, so what is chosen is known."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,11 @@ def _toys_pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "time", pretended)
 
 
+def _extent(t: Tensor) -> int:
+    """Elements up to its last, which lie in its memory; behind them is other memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
 @dataclass(frozen=True)
 class Toy:
     """A product by its definition, after waiting a while."""
@@ -69,8 +75,7 @@ class Toy:
             raise RuntimeError("cannot wait")
         waited.append(self.seconds)
         given = dict(zip(self.names, args, strict=True))
-        flat = {n: t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
-                for n, t in given.items()}  # fmt: skip
+        flat = {n: t.as_strided((_extent(t),), (1,), 0) for n, t in given.items()}
         problem = self.problem
         if problem.keeps:
             own = Store(problem.result.buffer, problem.product.src[0], problem.product)
@@ -226,6 +231,29 @@ def test_a_wrong_candidate_never_wins(register: Callable[[ToyProvider], None]) -
         run(layer, *inputs(), options=TUNED)
 
 
+class Beyond(Toy):
+    """The right result, and some bytes behind it."""
+
+    def __call__(self, *args: Any) -> None:
+        super().__call__(*args)
+        ctypes.memset(args[-1].data_ptr() + args[-1].nbytes, 0, 16)
+
+
+class BeyondCandidate(ToyCandidate):
+    def kernel(self) -> Kernel:
+        made = super().kernel()
+        toy = made.source
+        return replace(made, source=Beyond(toy.problem, toy.names, toy.seconds, toy.wrong))
+
+
+def test_what_writes_beyond_its_memory_never_wins(
+    register: Callable[[ToyProvider], None],
+) -> None:
+    register(ToyProvider(BeyondCandidate(NOTHING, 0.0, name="beyond"), None))
+    with pytest.raises(BackendCompilerFailed, match="it writes beyond the end of buf"):
+        run(layer, *inputs(), options=TUNED)
+
+
 def test_all_providers_take_part() -> None:
     assert {p.name for p in providers.enabled()} == {"ATEN", "CUBLASLT", "TRITON", "CPP"}
 
@@ -304,6 +332,45 @@ def test_results_may_differ_by_roundings_and_by_no_more(dtype: torch.dtype) -> N
         found = expected.clone()
         found[17] += times * allowed
         assert bool(plan.difference(found, expected, allowed)) == is_wrong
+
+
+def test_one_element_that_is_no_number_is_found_among_millions() -> None:
+    """Few may be so where the library's are, and none where they are not."""
+    expected = torch.ones(1 << 22)
+    assert plan.FEW * expected.numel() > 4
+    for wrong in (float("nan"), float("inf")):
+        found = expected.clone()
+        found[1234] = wrong
+        assert plan.difference(found, expected, 1e-3).startswith("1 elements are infinite or not")
+
+
+def test_one_large_element_hides_no_error_of_others() -> None:
+    expected = torch.randn(1000)
+    expected[0] = 1000.0  # the scale of all is about 30
+    found = expected.clone()
+    found[5] += 0.1
+    assert plan.difference(found, expected, 2e-4).startswith("1 of 1000 elements are off")
+
+
+def test_every_result_is_compared_and_has_to_be_written() -> None:
+    made = Buffer("a", torch.float32, torch.device("cpu"), (ix.as_index(8),), (ix.ONE,))
+    buffers = made, replace(made, name="b")
+    memory = plan.Memory(plan.Described(buffers, (), ("a", "b"), filled=("a", "b")))
+    bench = plan.Bench(memory, 1e-3)
+    first = memory.sets[0]
+
+    def run(*names: str) -> Any:
+        def fill(stream: int, which: int) -> None:
+            for name in names:
+                first[name].fill_(1.0)
+
+        return fill
+
+    bench._expected = memory.results(run("a", "b"))
+    assert bench.compare(run("a", "b")) == ""
+    run("a", "b")(0, 0)  # what an earlier run has left there does not count
+    assert bench.compare(run("a")).startswith("b: ")
+    assert bench.compare(run("b")).startswith("a: ")
 
 
 def test_integers_are_compared_exactly() -> None:

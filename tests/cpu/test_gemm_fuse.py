@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.fuzz.build import Build
 from tests.fuzz.stages import capture
 from tilewright import config
-from tilewright.gemm import fuse
+from tilewright.gemm import fuse, parts
 from tilewright.gemm.fuse import Site
 from tilewright.gemm.problem import GemmProblem
+from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute
-from tilewright.ir.program import Buffer, View
+from tilewright.ir.program import Buffer, Store, View
+from tilewright.schedule.group import Group
 from tilewright.schedule.plan import arranged
+from tilewright.target import Target
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -166,6 +171,22 @@ def test_equal_sites_are_one_problem() -> None:
     assert most(first).key != site(lambda x, v: F.relu(x @ v), r(7, 8), r(8, 8)).bare.problem.key
 
 
+def test_all_of_a_problem_is_in_its_key() -> None:
+    """What is added may lie otherwise, be scaled otherwise, or not be stored; cards differ."""
+    base = site(torch.addmm, r(6, 8), r(6, 5), r(5, 8)).bare.problem
+    assert base.bias is not None
+    row = replace(base.bias, view=replace(base.bias.view, stride=(ix.ZERO, ix.ONE)))
+    scaled = replace(base, scales=(base.bias,))
+    others = [
+        replace(base, alpha=2.0), replace(base, beta=2.0), replace(base, keeps=False),
+        replace(base, bias=row), replace(base, target=Target("sm_90")), scaled,
+        replace(scaled, fast=True), replace(base, target=Target("sm_100")),
+        replace(base, bias=None), replace(base, result=replace(base.result, offset=ix.ONE)),
+    ]  # fmt: skip
+    assert len({p.key for p in (base, *others)}) == 1 + len(others)
+    assert replace(base).key == base.key
+
+
 # ---- what is fused, and what is not
 
 
@@ -178,6 +199,14 @@ def test_the_product_is_kept_where_it_is_needed() -> None:
     assert most(found).keeps and len(most(found).writes) == 2
     alone = site(lambda x, w: F.gelu(x @ w), r(6, 5), r(5, 8))
     assert not most(alone).keeps and len(most(alone).writes) == 1
+
+    def read_later(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return y @ (F.gelu(y) @ x)
+
+    first, *_ = sites(read_later, r(8, 8), r(8, 8))
+    assert isinstance(first, Site)
+    assert most(first).epilogue and most(first).keeps, "another product reads it"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +239,12 @@ def test_a_value_with_another_reader_is_no_prologue() -> None:
         return y, y @ w
 
     assert not site(function, r(6, 5), r(5, 8)).fusions
+
+
+def test_a_kernel_that_makes_something_else_too_is_no_prologue() -> None:
+    found = site(lambda x, w: ((x * 2) @ w, x + 1), r(6, 5), r(5, 8))
+    assert not found.fusions
+    assert "it makes more than this operand" in found.refused.values()
 
 
 def test_casts_are_prologues() -> None:
@@ -260,13 +295,42 @@ def test_what_overwrites_an_operand_stays_apart() -> None:
     assert all(f.after is None for f in found.fusions)
 
 
+def test_what_an_operand_is_made_from_may_not_change_before_the_product() -> None:
+    b = Build()
+    x, w = b.input(8, 8), b.input(8, 8)
+    y, out = b.buffer((8, 8)), b.buffer((8, 8))
+    i, j = b.loops(8, 8)
+    value, place = b.at(x, i, j), b.index(x, i, j)
+    made = b.nest([i, j], Store(y, place, build.op("add", value, value)))
+    changed = b.nest([i, j], Store(x, place, build.op("neg", value)))
+    call = b.call(torch.ops.aten.mm.default, (b.view(y), b.view(w)), out)
+    program = b.returns(out)
+    groups = [Group((made,), made.loops), Group((changed,), changed.loops), Group(call=call)]
+    found = fuse.site(program, [groups[0], groups[2]], 1)
+    assert isinstance(found, Site) and [f.before for f in found.fusions] == [(0,)]
+    found = fuse.site(program, groups, 2)
+    assert isinstance(found, Site) and not found.fusions
+    assert found.refused == {made.name: "what it reads is overwritten in between"}
+
+
+def test_what_reads_other_points_of_what_it_overwrites_stays_apart() -> None:
+    """Row by row that is one kernel; tiles of a product have parts of rows."""
+
+    def function(x: Tensor, w: Tensor, z: Tensor) -> None:
+        z.copy_(x @ w + z.flip(1))
+
+    found = site(function, r(8, 8), r(8, 8), r(8, 8))
+    assert not found.fusions
+    assert "it overwrites what other points of it read" in found.refused.values()
+
+
 def test_an_index_that_walks_part_of_the_product_is_not_solved() -> None:
     problem = site(lambda x, w: x @ w, r(6, 5), r(5, 8)).bare.problem
     view = View("c", problem.result.size, problem.result.stride, ix.ZERO, torch.float32)
     m, n = problem.place
     whole = ix.linearize((m, n), view.stride)
-    found = fuse._solve(whole, (m, n), view, problem.place)
+    found = parts.solved(whole, (m, n), view, problem.place)
     assert found == {m: m, n: n}
-    assert fuse._solve(ix.mul(m, 8), (m,), view, problem.place) is None
+    assert parts.solved(ix.mul(m, 8), (m,), view, problem.place) is None
     flat = substitute(whole, {})
     assert free_vars(flat) == {m, n}

@@ -1,6 +1,6 @@
 """CUTLASS kernels of every kind, compiled by nvcc for sm_90a: half a minute each, so not in CI.
 
-`make test-all` runs them. Two more are compiled in `tests/compile/test_cutlass_build.py`.
+`make test-all` runs them. One more is compiled in `tests/compile/test_cutlass_build.py`.
 """
 
 from __future__ import annotations

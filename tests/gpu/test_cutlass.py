@@ -6,6 +6,7 @@ Their twins without one are `tests/compile/test_cutlass_*.py`.
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 import time
@@ -259,11 +260,123 @@ def test_cu_j2_an_offset() -> None:
     same(lambda a: a[1:] @ a[1:].t(), a, options=configs(2), rtol=1e-2, atol=2e-2)
 
 
-def test_cu_g9_g11_with_the_library() -> None:
+def test_cu_c4_g9_g10_g11_with_the_library() -> None:
     bias, x, w = r(2048, dtype=BF16), r(256, 3520, dtype=BF16), r(3520, 2048, dtype=BF16)
     options = {**configs(4), "max_autotune_gemm_backends": "CUTLASS,ATEN"}
     f = torch.compile(torch.addmm, backend="tilewright", options=options)
     torch.testing.assert_close(f(bias, x, w), torch.addmm(bias, x, w), rtol=2e-2, atol=0.5)
+
+
+APART = {"autotune_in_subproc": True, "compile_threads": 4}
+LARGE = 4096, 2048, 25728  # rows, columns and what is summed
+
+
+def test_cu_g1_timed_by_a_process() -> None:
+    m, n, k = LARGE
+    same(mm, r(m, k), col(n, k), options=configs(4, **APART), rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_cu_g2_sums_timed_by_a_process(dtype: torch.dtype) -> None:
+    m, n, k = LARGE
+    a, b = (t.div(k**0.5).to(dtype) for t in (r(m, k, dtype=F32), col(n, k, F32)))
+    scaled = functools.partial(torch.addmm, alpha=2.0, beta=0.4)
+    for size in ((m, n), (m, 1), (1, n), (n,)):
+        torch._dynamo.reset()
+        same(lambda x, a, b: scaled(x, a, b), r(*size, dtype=dtype), a, b,
+             options=configs(4, **APART), rtol=2e-2, atol=2e-2)  # fmt: skip
+
+
+def test_cu_g3_batches_timed_by_a_process() -> None:
+    m, n, k = LARGE
+    b = r(10, n, k).permute(0, 2, 1)
+    same(torch.bmm, r(10, m, k), b, options=configs(4, **APART), rtol=2e-2, atol=0.5)
+
+
+def test_cu_b25_one_hundred_products_of_one_shape() -> None:
+    """CU-B25: the filter runs once."""
+
+    def f(b: torch.Tensor) -> torch.Tensor:
+        a = torch.zeros_like(b)
+        for _ in range(100):
+            a = a @ b.t()
+        return a
+
+    with fresh_cache():
+        began = time.perf_counter()
+        same(f, r(1024, 1024), options=configs(1))
+        assert time.perf_counter() - began < 60
+    assert metrics.counters["cutlass"]["filtered"] == 1
+
+
+def test_cu_b27_the_log_has_the_number(caplog: pytest.LogCaptureFixture) -> None:
+    options = {**configs(2), "max_autotune_gemm_backends": "ATEN,TRITON,CUTLASS"}
+    a, b = r(128, 16), col(128, 16)
+    with caplog.at_level("DEBUG", "tilewright.cutlass"), fresh_cache():
+        f = torch.compile(mm, backend="tilewright", options=options)
+        torch.testing.assert_close(f(a, b), a @ b, rtol=1e-2, atol=2e-2)
+    found = re.search(r"Got cutlass configs: total number of ops: (\d+)", caplog.text)
+    assert found is not None and int(found[1]) > 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_cu_c16_quantised_in_the_program(dynamic: bool) -> None:
+    """CU-C16: rows are scaled, multiplied, scaled again and multiplied again."""
+    pairs = [_quantised(r(1024, 1024), E4, rows=True) for _ in range(2)]
+
+    def f(x: torch.Tensor, w: list[torch.Tensor], scales: list[torch.Tensor]) -> torch.Tensor:
+        for weight, scale in zip(w, scales, strict=True):
+            q, s = _quantised(x, E4, rows=True)
+            x = torch._scaled_mm(q, weight.t(), s, scale.t(), out_dtype=BF16, use_fast_accum=True)
+        return x
+
+    x, w, scales = r(512, 1024, dtype=BF16), [q for q, _ in pairs], [s for _, s in pairs]
+    top = f(x, w, scales).abs().max().item()
+    same(f, x, w, scales, options=configs(2), dynamic=dynamic, rtol=1e-2, atol=0.05 * top)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_cu_e3_one_kernel_for_both(dynamic: bool) -> None:
+    a, b, c = r(128, 16), col(128, 16), col(512, 16)
+    text = same(lambda a, b, c: (a @ b, a @ c), a, b, c, options=configs(1), dynamic=dynamic,
+                rtol=1e-2, atol=2e-2)  # fmt: skip
+    calls = re.findall(r"^ *(cutlass_\w+)\(", text, re.M)
+    assert len(calls) >= 2 and len(set(calls)) == 1, calls
+
+
+def test_cu_f11_nothing_to_offer_is_no_failure() -> None:
+    options = {**configs(2), "max_autotune_gemm_backends": "CUTLASS,Triton,ATen",
+               "compile_threads": 4, "autotune_in_subproc": True}  # fmt: skip
+    a, b = r(100, 10), r(10, 100)
+    f = torch.compile(mm, backend="tilewright", options=options)
+    torch.testing.assert_close(f(a, b), a @ b, rtol=1e-2, atol=2e-2)
+
+
+def test_cu_h9_j3_a_layout_decided_late() -> None:
+    """CU-H9, CU-J3."""
+    b = r(1024, 1024)
+    same(lambda b: torch.relu(torch.zeros_like(b) @ b.t()), b, options=EVT)
+    assert metrics.counters["inductor"]["cuda_epilogue_fusion_counter"] == 1
+    same(lambda b: torch.zeros_like(b) @ b.t(), b, options=configs(1))
+
+
+AFTER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "scaled": lambda a, b: (a @ b) * 3.0,
+    "shifted": lambda a, b: (a @ b) * 3.3 - 1.234,
+    "relu": lambda a, b: torch.relu((a @ b) * 3.3 - 1.234),
+    "relu6": lambda a, b: torch.clamp(torch.relu(a @ b), max=6.0),
+    "wider": lambda a, b: (a @ b).to(F32) * 0.00001,
+    "by a size": lambda a, b: (a @ b) / b.size(1),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", AFTER)
+def test_cu_h10_h11_what_comes_after(name: str, fused: bool) -> None:
+    options = EVT if fused else configs(4)
+    small = {"wider": 1e-5, "by a size": 1 / 256}.get(name, 1.0)
+    same(AFTER[name], r(256, 32), col(256, 32), options=options, rtol=1e-2, atol=2e-2 * small)
+    assert metrics.counters["inductor"]["cuda_epilogue_fusion_counter"] == int(fused)
 
 
 def test_streams_and_graphs() -> None:

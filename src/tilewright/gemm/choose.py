@@ -24,6 +24,7 @@ from tilewright.errors import BuildError, NoValidChoicesError
 from tilewright.gemm import activated, analysis, aten, fuse, padded
 from tilewright.gemm.analysis import Times
 from tilewright.gemm.fuse import Fusion, Site
+from tilewright.gemm.heuristics import available_sms
 from tilewright.gemm.plan import (
     Assembly,
     Bench,
@@ -54,7 +55,7 @@ from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import TritonSource
 from tilewright.schedule.group import Group
 from tilewright.tune import select
-from tilewright.tune.choices import effort
+from tilewright.tune.choices import effort, is_filtered
 from tilewright.tune.results import ADVANTAGE
 
 log = logging.getLogger("tilewright.choose")
@@ -97,7 +98,8 @@ def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -
     if not asked:
         found = Chosen(modelled(program, found.groups))
     names = [g.call.name for g in found.groups if g.call is not None
-             and (fuse.is_posed(g) or (asked and fuse.is_product(g)))]  # fmt: skip
+             and (fuse.is_posed(g) or (asked and (fuse.is_product(g) or fuse.is_convolution(g))))
+             ]  # fmt: skip
     if not names:
         return found
     with select.budget(len(names)):
@@ -269,6 +271,8 @@ class _Chooser:
     def _called(self) -> list[Group]:
         """The operator itself, in place of a call that templates could have computed."""
         call = self.site.call
+        if not hasattr(call.target, "plain"):
+            return self.groups  # it is called already
         plain = replace(self.groups[self.site.position], call=call.target.plain(call))
         return [plain if k == self.site.position else g for k, g in enumerate(self.groups)]
 
@@ -386,8 +390,8 @@ class _Chooser:
     @functools.cached_property
     def key(self) -> str:
         problems = [f.problem.key for f in (self.site.bare, *self.site.fusions)]
-        return store.key("site", *problems, repr(config.code_key()),
-                         str(takes_tf32()))  # fmt: skip
+        sms = available_sms(self.site.bare.problem.target)
+        return store.key("site", *problems, repr(config.code_key()), str(takes_tf32()), str(sms))
 
     def _measurable(self) -> bool:
         return self.device.type == "cpu" or torch.cuda.is_available()
@@ -415,8 +419,9 @@ class _Chooser:
         others = [(f, c) for f, c in alone if c.provider not in ("ATEN", "CUBLASLT")]
         if library and config.test_configs.force_extern_kernel_in_multi_template:
             return library
-        if fused:
-            others = others[:MOST_UNFUSED]
+        if fused and not is_filtered():
+            few = sorted(others, key=lambda found: found[1].estimate)[:MOST_UNFUSED]
+            others = [found for found in others if any(found is kept for kept in few)]
         return [*library, *fused, *others]
 
     @functools.cached_property

@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import torch
 
 from tilewright import config
-from tilewright.gemm import narrow
+from tilewright.gemm import convolution, narrow, parts
 from tilewright.gemm.problem import NARROW, GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS
 from tilewright.ir.program import Buffer, Opaque, Program, Store, View
-from tilewright.schedule.access import terms
 from tilewright.schedule.group import Group
 from tilewright.schedule.legality import is_alone
 from tilewright.schedule.sizes import hint_product
@@ -39,9 +38,14 @@ OPS: dict[Any, Op] = {
 }  # fmt: skip
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 MORE_READ = 1.1  # times the bytes of an operand that its prologue may read instead
+UNPACKED = 0.75  # of these, where it unpacks what is in memory: arithmetic is not too much then,
+LEAST_UNPACKED = 1 << 16  # for an operand of so many elements at least,
+MOST_ROWS = (
+    512  # and so many rows (or columns) of the other operand, which say how often it is done
+)
+BESIDE = 32  # times as many elements has an operand beside which another is next to nothing
 MOVES = frozenset(("cast", "load", "const", "sym", "var", *INDEX_OPS))
 
-Place = tuple[Expr, ...]
 Values = dict[int, Expr]  # by the operand's place
 
 
@@ -74,6 +78,10 @@ class Posed(Protocol):
 
 def is_product(group: Group) -> bool:
     return group.call is not None and group.call.target in OPS
+
+
+def is_convolution(group: Group) -> bool:
+    return group.call is not None and convolution.is_tuned(group.call)
 
 
 def is_posed(group: Group) -> bool:
@@ -118,6 +126,8 @@ def followed(program: Program, groups: Sequence[Group], position: int, ops: froz
 
 def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
     """The bare problem, still in the program's names."""
+    if convolution.is_tuned(call):
+        return convolution.parsed(program, call, _result(program, call))
     if call.target not in OPS:
         return call.target.problem(program, call)
     op = OPS[call.target]
@@ -251,7 +261,7 @@ class _Finder:
         ((at, *masks),) = index
         if masks:
             return "it reads parts of the product"
-        where = _solve(at, group.members[0].loops, problem.result, problem.place)
+        where = parts.solved(at, group.members[0].loops, problem.result, problem.place)
         if where is None:
             return "its loops are not those of the product"
         inlined = _inlined(group, group.writes - group.local)
@@ -348,6 +358,8 @@ class _Finder:
         """Groups that make nothing but operands of this product, with the value of each."""
         makers: dict[int, list[int]] = {}
         for k, operand in enumerate(self.problem.operands):
+            if not operand.is_plain:
+                continue  # it is not read as it lies
             maker = self._maker(operand, (self.position,))
             if maker is not None and self.groups[maker].call is None:
                 makers.setdefault(maker, []).append(k)
@@ -385,23 +397,22 @@ class _Finder:
         reason = self._disturbed(frozenset(group.reads), position, self.position)
         if reason:
             return reason
-        inlined = _inlined(group, made)
+        inlined = _inlined(group, made, in_parts=True)
         if isinstance(inlined, str):
             return inlined
-        return self._placed(group, operands, {s.buffer: s for s in inlined})
+        return self._placed(group, operands, inlined)
 
-    def _placed(self, group: Group, operands: Sequence[int],
-                stores: Mapping[str, Store]) -> Values | str:  # fmt: skip
+    def _placed(self, group: Group, operands: Sequence[int], stores: Sequence[Store]
+                ) -> Values | str:  # fmt: skip
         """Each operand's value at its own position in the product."""
         values: Values = {}
         for k in operands:
             operand, place = self.problem.operands[k], self.problem.positions[k]
-            store = stores[operand.view.buffer]
-            where = _solve(store.index, group.members[0].loops, operand.view, place)
-            if where is None:
+            mine = [s for s in stores if s.buffer == operand.view.buffer]
+            value = parts.value(mine, group.members[0].loops, operand.view, place)
+            if value is None:
                 return "its loops are not those of the operand"
-            value = substitute(store.value, where)
-            reason = _unwanted(self.program, operand, value, self.problem.reads_again)
+            reason = _unwanted(self.program, self.problem, k, value)
             if reason:
                 return reason
             values[k] = value
@@ -426,79 +437,42 @@ def _not_pointwise(group: Group) -> str:
     return ""
 
 
-def _unwanted(program: Program, operand: Operand, value: Expr, again: bool = True) -> str:
+def _unwanted(program: Program, problem: GemmProblem, k: int, value: Expr) -> str:
     """Why computing an operand where it is read is no gain."""
+    operand, again = problem.operands[k], problem.reads_again
     read = list(loads(value))
     if not read:
         return "it is a constant"
     reads = sum(min(hint_product(program.buffers[n.arg].size),
                     hint_product(v.src[0] for v in free_vars(n.src[0]))) * n.dtype.itemsize
                 for n in read)  # fmt: skip
-    if again and reads > MORE_READ * hint_product(operand.view.size) * operand.dtype.itemsize:
+    elements = hint_product(operand.view.size)
+    size = elements * operand.dtype.itemsize
+    if not again or _is_small(problem, k, elements):
+        return ""
+    if reads > MORE_READ * size:
         return "it reads more bytes than the operand has"
     arithmetic = {n.op for n in walk(value)} - MOVES
-    if again and operand.dtype.itemsize <= 2 and arithmetic:
-        return "its arithmetic would be done again for every tile"
-    return ""
+    if operand.dtype.itemsize > 2 or not arithmetic:
+        return ""
+    rows = problem.hints[2 if k % 2 == 0 else 1]
+    worth = problem.target.is_gpu and elements >= LEAST_UNPACKED and rows <= MOST_ROWS
+    if worth and reads <= UNPACKED * size:
+        return ""
+    return "its arithmetic would be done again for every tile"
+
+
+def _is_small(problem: GemmProblem, k: int, elements: int) -> bool:
+    """Whether an operand is quantised that is next to nothing beside the other one: whoever needs
+    it finds it in the cache, and a launch is saved."""
+    other = hint_product(problem.operands[k ^ 1].view.size)
+    return problem.op == "_scaled_mm" and elements * BESIDE <= other
 
 
 # ---- indices and values
 
 
-def _solve(index: Expr, loops: Sequence[Expr], view: View, place: Place
-           ) -> dict[Expr, Expr] | None:  # fmt: skip
-    """The loops in terms of a position in the view, where the index walks all of the view once."""
-    found = terms(index, loops)
-    if found is None or found[1] is not view.offset or len(found[0]) != len(loops):
-        return None
-    steps = found[0]
-    dims = [(at, n, s) for at, n, s in zip(place, view.size, view.stride, strict=True)
-            if n is not ix.ONE]  # fmt: skip
-    for form in _merged(dims):
-        where = _radix(steps, form)
-        if where is not None:
-            return where
-    return None
-
-
-Dim = tuple[Expr, Expr, Expr]  # (position, size, stride)
-
-
-def _merged(dims: Sequence[Dim]) -> list[list[Dim]]:
-    """The dimensions as they are, and with neighbours that are one in memory taken as one."""
-    forms = [list(dims)]
-    for k in range(len(dims) - 1):
-        (at, n, s), (at2, n2, s2) = dims[k], dims[k + 1]
-        if s is ix.mul(n2, s2):
-            joined = (ix.add(ix.mul(at, n2), at2), ix.mul(n, n2), s2)
-            forms += _merged([*dims[:k], joined, *dims[k + 2 :]])
-    return forms
-
-
-def _radix(steps: Mapping[Expr, Expr], dims: Sequence[Dim]) -> dict[Expr, Expr] | None:
-    """Each loop as a digit of one dimension's position."""
-    left = dict(steps)
-    where: dict[Expr, Expr] = {}
-    for at, size, stride in dims:
-        below: Expr = ix.ONE
-        while below is not size:
-            v = next((v for v, s in left.items() if s is ix.mul(stride, below)), None)
-            if v is None:
-                return None
-            del left[v]
-            digit = ix.floordiv(at, below)
-            below = ix.mul(below, v.src[0])
-            where[v] = digit if below is size else ix.mod(digit, v.src[0])
-            if _exceeds(below, size):
-                return None
-    return None if left else where
-
-
-def _exceeds(a: Expr, b: Expr) -> bool:
-    return a is not b and not ix.known_le(a, b)
-
-
-def _inlined(group: Group, kept: set[str]) -> list[Store] | str:
+def _inlined(group: Group, kept: set[str], in_parts: bool = False) -> list[Store] | str:
     """The group's stores of `kept`, in terms of what is in memory before it runs."""
     made: dict[str, tuple[Expr, Expr]] = {}
     found: list[Store] = []
@@ -518,7 +492,7 @@ def _inlined(group: Group, kept: set[str]) -> list[Store] | str:
                 found.append(s)
     if any(touched.get(s.buffer, {s.index}) != {s.index} for s in found):
         return "it overwrites what other points of it read"
-    if len({s.buffer for s in found}) != len(found):
+    if len({s.buffer for s in found}) != len(found) and not in_parts:
         return "it writes a buffer in parts"
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,10 +19,16 @@ import torch
 
 from tilewright import config
 from tilewright.codegen.triton.blocks import clamp, power
-from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
+from tilewright.gemm.hooks import UNITS
+from tilewright.gemm.problem import SCALED, GemmProblem, Operand, sm_carveout, takes_tf32
+from tilewright.gemm.roofline import buffer_bytes
 from tilewright.ir import index as ix
+from tilewright.ir.expr import loads, walk
+from tilewright.ir.ops import TABLE
+from tilewright.target import Target
 
 MOST_REGISTERS = 255  # a thread can have
+LEAST_GROUP = 64  # neighbours along k that have a scale in common, for blocks no longer than these
 MOST_PARTIAL = 64 << 20  # bytes of shares that a split of k may leave in memory
 
 log = logging.getLogger(__name__)
@@ -30,7 +37,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, order=True)
 class GemmConfig:
     """Blocks of the result and of k, and how a program runs: stages of its pipeline, its warps, how
-    many rows of blocks are walked together, and how many programs share a block's loop over k."""
+    many rows of blocks are walked together, how many programs share a block's loop over k, and in
+    how many pieces a block is stored."""
 
     block_m: int
     block_n: int
@@ -39,6 +47,7 @@ class GemmConfig:
     num_warps: int
     group_m: int = 8
     split_k: int = 1
+    epilogue_subtile: int = 1
 
     @property
     def accumulator_registers(self) -> float:
@@ -47,7 +56,7 @@ class GemmConfig:
 
 
 def _made(rows: str) -> tuple[GemmConfig, ...]:
-    """`m n k stages warps [group]` per line."""
+    """`m n k stages warps [group [split [pieces]]]` per line."""
     return tuple(GemmConfig(*map(int, row.split())) for row in rows.split(";"))
 
 
@@ -79,10 +88,29 @@ _SUMS = _made(  # two products in one accumulator; not scaled to the sizes
     "64 64 32 2 4; 64 64 32 3 8; 64 64 32 4 16; 64 32 32 4 8; 32 64 32 4 8; 128 128 32 1 8;"
     "64 64 64 1 8; 32 32 128 1 8; 64 64 16 2 4; 32 32 16 1 2"
 )
+_BLACKWELL = _made(  # with group, split and pieces; compiled and interpreted so far, not timed
+    "128 256 64 3 8 8 1 2; 128 256 64 3 8 8 1 1; 128 256 64 3 8 8 1 4; 128 128 64 4 4 8 1 1;"
+    "128 128 64 4 8 8 1 2; 256 128 64 3 8 8 1 2; 128 128 128 3 4 8 1 2; 128 64 64 5 4 8 1 1;"
+    "64 128 64 5 4 8 1 1; 64 64 128 4 4 8 1 1; 64 256 64 4 4 8 1 4"
+)
 _INT8 = _made(
     "128 256 128 3 8; 128 128 128 3 8; 64 128 128 4 4; 128 64 128 4 4; 64 64 128 4 4;"
     "64 64 64 3 4; 32 64 128 4 4; 16 64 256 3 4; 16 32 256 4 4"
 )
+_HOPPER_EIGHTS = _made(  # eight-bit floats: 128 of k are one scale, and what is added up at once
+    "128 256 128 3 8; 128 128 128 4 8; 256 128 128 3 8; 128 128 128 4 4; 64 256 128 4 4;"
+    "64 128 128 4 4; 128 64 128 4 4; 64 64 128 5 4; 64 128 256 3 4; 64 64 256 4 4; 64 32 256 4 4;"
+    "64 32 128 6 4; 64 16 256 5 4; 32 64 128 5 4; 32 128 128 4 4; 16 64 128 5 4; 16 128 128 5 4;"
+    "16 32 256 5 4; 16 64 256 4 4; 16 16 256 6 2; 16 16 512 4 4"
+)
+_SMALL_EIGHTS = _made(
+    "128 128 64 3 8; 128 64 64 4 4; 64 128 64 4 4; 64 64 128 3 4; 64 64 64 4 4; 64 32 128 4 4;"
+    "32 64 128 4 4; 32 32 128 4 4; 16 64 128 4 4; 16 32 256 3 4; 16 16 256 4 2"
+)
+EIGHTS: dict[str, tuple[GemmConfig, ...]] = {
+    "sm_89": _SMALL_EIGHTS, "sm_90": _HOPPER_EIGHTS, "sm_100": _HOPPER_EIGHTS,
+    "sm_120": _SMALL_EIGHTS,
+}  # fmt: skip
 _ROWS = _made(  # without the matrix unit: many bytes of the right operand in flight
     "1 16 256 3 4; 1 8 512 3 4; 1 32 128 3 4; 1 64 64 3 4; 1 128 32 3 4; 1 4 1024 2 4;"
     "1 32 256 2 8; 1 128 64 2 8; 1 64 128 2 8; 1 8 256 4 2; 1 256 16 3 4"
@@ -102,6 +130,11 @@ def exhaustive() -> Iterator[GemmConfig]:
 # ---- what fits
 
 
+def available_sms(target: Target) -> int:
+    """SMs that a product may have."""
+    return max(1, target.sms - sm_carveout())
+
+
 def operand_bytes(problem: GemmProblem) -> int:
     return max(o.dtype.itemsize for o in problem.operands)
 
@@ -118,28 +151,62 @@ def get_shared_memory_estimation(problem: GemmProblem, config: GemmConfig, *,
     return size + element * c.block_m * (c.block_n + 16 // element)
 
 
-def exceeds(problem: GemmProblem, config: GemmConfig) -> str:
-    """Why a configuration cannot run on the card, or an empty string. Nothing is compiled."""
-    need, have = get_shared_memory_estimation(problem, config), problem.target.shared_memory
+def exceeds(problem: GemmProblem, config: GemmConfig, staged: int = 0) -> str:
+    """Why a configuration cannot run on the card, or an empty string. Nothing is compiled. `staged`
+    are bytes that wait to be stored."""
+    need = get_shared_memory_estimation(problem, config) + staged
+    have = problem.target.shared_memory
     if need > have:
         return f"needs {need} bytes of shared memory, and a block may have {have}"
-    if config.accumulator_registers > MOST_REGISTERS:
-        return f"needs {config.accumulator_registers:.0f} registers for its accumulator alone"
+    if sums(problem) * config.accumulator_registers > MOST_REGISTERS:
+        return (
+            f"needs {sums(problem) * config.accumulator_registers:.0f} registers for its "
+            "accumulator alone"
+        )
+    if problem.is_block_scaled and config.block_k > SCALED:
+        return f"a block of k has {config.block_k // SCALED} scales"
     return ""
+
+
+def longest(problem: GemmProblem) -> int:
+    """Of a block of k: what is unpacked has a scale for each group of neighbours along k, and of a
+    block that lies in one group one is loaded for each column."""
+    values = [o.value for o in problem.operands if not o.is_plain]
+    divisors = (ix.value_of(n.src[1]) for n in walk(*values)
+                if n.op == "ifloordiv" and n.src[0] is problem.k)  # fmt: skip
+    powers = (d for d in divisors if d is not None and d >= LEAST_GROUP and not d & (d - 1))
+    return min(powers, default=1 << 20)
+
+
+def sums(problem: GemmProblem) -> int:
+    """How many accumulators a program has: what is added up in fewer bits, or is to be scaled, is
+    added to the rest every 128 of k."""
+    eight = problem.operands[0].dtype in UNITS and problem.target.capability[0] == 9
+    return 2 if problem.is_block_scaled or (eight and not problem.fast) else 1
 
 
 def scaled(configs: Iterable[GemmConfig], problem: GemmProblem) -> Iterator[GemmConfig]:
     """Blocks no larger than the problem, and no more warps than blocks can feed; each once."""
     _, m, n, k = problem.hints
-    least_k = 32 if not problem.operands[0].dtype.is_floating_point else 16
+    least_k, most_k = 32 if operand_bytes(problem) == 1 else 16, longest(problem)
     seen: set[GemmConfig] = set()
     for c in configs:
         bm, bn = (clamp(16, min(b, power(s)), b) for b, s in ((c.block_m, m), (c.block_n, n)))
-        bk = clamp(least_k, min(c.block_k, power(k)), max(c.block_k, least_k))
+        bk = clamp(least_k, min(c.block_k, power(k), most_k), max(c.block_k, least_k))
         made = replace(c, block_m=bm, block_n=bn, block_k=bk,
                        num_warps=max(1, min(c.num_warps, bm * bn // 256)))  # fmt: skip
         if made not in seen:
             seen.add(made)
+            yield made
+
+
+def exhaustive_specialised() -> Iterator[GemmConfig]:
+    """The same for templates with specialised warps."""
+    blocks = (32, 64, 128, 256)
+    for m, n, k, stages, warps, pieces in itertools.product(blocks, blocks, blocks, range(2, 7),
+                                                            (4, 8), (1, 2, 4)):  # fmt: skip
+        made = GemmConfig(m, n, k, stages, warps, epilogue_subtile=pieces)
+        if made.accumulator_registers <= MOST_REGISTERS:
             yield made
 
 
@@ -176,6 +243,7 @@ CARDS = {
 _AREAS = ((128 * 256, 1.0), (128 * 128, 0.91), (64 * 64, 0.7), (0, 0.6))
 """Elements of a block, and how much of the matrix units those of its size use."""
 _OTHERS = 50  # registers a thread needs beside its accumulator
+_LANES = 2.2e5  # operations a microsecond of an SM outside of its matrix units
 _SHARES = 52_500.0  # bytes a microsecond in which one program adds the shares of others
 
 
@@ -192,13 +260,34 @@ def traffic(problem: GemmProblem) -> int:
     b, m, n, k = problem.hints
     moved = 0
     for k_of, operand in enumerate(problem.operands):
+        if not operand.is_plain:
+            inside = {n.arg for n in loads(operand.value)}
+            moved += sum(buffer_bytes(problem.memory[name]) for name in inside)
+            continue
         moved += b * k * (n if k_of % 2 else m) * operand.dtype.itemsize
     operands = {o.view.buffer for o in problem.operands}
+    operands |= {n.arg for o in problem.operands for n in loads(o.value)}
     outside = [name for name in problem.reads if name not in operands]
     for name in (*outside, *problem.writes):
         buffer = problem.memory[name]
         moved += min(max(ix.likely(buffer.numel), 0), b * m * n) * buffer.dtype.itemsize
     return moved
+
+
+def is_unpacked(operand: Operand) -> bool:
+    """Whether what is in memory is less than what is multiplied."""
+    shifted = any(n.op == "shr" for n in walk(operand.value))
+    narrow = any(n.dtype.itemsize < operand.dtype.itemsize for n in loads(operand.value))
+    return not operand.is_plain and (narrow or shifted)
+
+
+def width(problem: GemmProblem, operand: Operand) -> float:
+    """Bytes in memory of an element."""
+    if operand.is_plain:
+        return float(operand.dtype.itemsize)
+    inside = {n.arg for n in loads(operand.value)}
+    elements = math.prod(max(1, ix.likely(n)) for n in operand.view.size)
+    return sum(buffer_bytes(problem.memory[name]) for name in inside) / elements
 
 
 @dataclass(frozen=True)
@@ -213,9 +302,9 @@ class _Access:
         last = operand.view.stride[-1] is ix.ONE
         across = operand.view.stride[-2 if last else -1]
         step = (ix.value_of(across) or 16) * operand.dtype.itemsize
-        return cls(last != is_right, operand.is_plain and step % 4 == 0)
+        return cls(last != is_right, (operand.is_plain or is_unpacked(operand)) and step % 4 == 0)
 
-    def waste(self, along: int, across: int, itemsize: int) -> float:
+    def waste(self, along: int, across: int, itemsize: float) -> float:
         """Bytes read for one that is needed, of a tile of so many elements along k and across."""
         run = (along if self.along_k else across) * itemsize
         return max(1.0, 64 / run)
@@ -226,7 +315,7 @@ def _registers(problem: GemmProblem, c: GemmConfig, dot: bool) -> float:
     left, right = (_Access.of(o, bool(k)) for k, o in enumerate(problem.operands[:2]))
     held = sum(size * c.block_k for size, a in ((c.block_m, left), (c.block_n, right))
                if not a.aligned)  # fmt: skip
-    own = c.accumulator_registers + _OTHERS if dot else 128
+    own = sums(problem) * c.accumulator_registers + _OTHERS if dot else 128
     return own + held / (32 * c.num_warps)
 
 
@@ -249,9 +338,12 @@ def _step(problem: GemmProblem, c: GemmConfig, card: Card, dot: bool) -> float:
     loaded = 0.0
     for k, (operand, block) in enumerate(zip(problem.operands[:2], (c.block_m, c.block_n),
                                              strict=True)):  # fmt: skip
-        access, size = _Access.of(operand, bool(k)), operand.dtype.itemsize
+        access, size = _Access.of(operand, bool(k)), width(problem, operand)
         slow = 1.0 if access.aligned else 5.5
         loaded += block * c.block_k * size * access.waste(c.block_k, block, size) * slow
+        if not operand.is_plain:
+            count = sum(n.op in TABLE for n in walk(operand.value))
+            compute += block * c.block_k * count / _LANES
     spilled = max(0.0, _registers(problem, c, dot) - 200) / 60
     return max(compute, loaded / card.cache) * (1 + spilled)
 
@@ -317,6 +409,8 @@ class MMTemplateHeuristic(TemplateHeuristic):
             return self.mm_configs
         if not is_float:
             return _INT8
+        if operand_bytes(problem) == 1:
+            return EIGHTS.get(problem.target.arch.rstrip("af"), _SMALL_EIGHTS)
         known = TABLES.get(problem.target.arch.rstrip("af"), _AMPERE)
         return _wider(known, max(1, operand_bytes(problem) // 2))
 
@@ -335,12 +429,55 @@ class PersistentHeuristic(MMTemplateHeuristic):
         return [c for c in found if c.block_m * c.block_n >= 128 * 64]
 
 
+def staged(problem: GemmProblem, c: GemmConfig) -> int:
+    """Bytes of shared memory that results wait in, to be stored through descriptors."""
+    if not config.triton.enable_template_tma_store:
+        return 0
+    sizes = [problem.memory[name].dtype.itemsize for name in problem.writes]
+    return sum(sizes) * c.block_m * c.block_n // c.epilogue_subtile
+
+
+def for_groups_of_warps(configs: Iterable[GemmConfig], problem: GemmProblem
+                        ) -> Iterator[GemmConfig]:  # fmt: skip
+    """Scaled, but for blocks of at least 64 rows and four warps: the matrix units of Hopper. The
+    card fills what is beyond a matrix with zeros."""
+    most = (c for c in configs if c.num_warps >= 4 and c.block_m >= 64)
+    made = (replace(c, block_m=max(64, c.block_m), num_warps=max(4, c.num_warps))
+            for c in scaled(most, problem))  # fmt: skip
+    yield from dict.fromkeys(made)
+
+
 class PersistentTMAHeuristic(PersistentHeuristic):
     """Of the large blocks those with warps enough for Hopper's matrix units."""
 
     def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
-        found = super().get_template_configs(problem)
-        return (c for c in found if c.num_warps >= 4 and c.block_m >= 64)
+        every = for_groups_of_warps(self.table(problem), problem)
+        fitting = (c for c in every if not exceeds(problem, c, staged(problem, c)))
+        return itertools.islice(fitting, config.test_configs.max_mm_configs)
+
+
+NARROWEST_PIECE = 16  # columns of what is stored at once
+
+
+class SpecialisedHeuristic(MMTemplateHeuristic):
+    """Of the table for cards whose loops have specialised warps."""
+
+    def table(self, problem: GemmProblem) -> Iterable[GemmConfig]:
+        if config.max_autotune_gemm_search_space.upper() == "EXHAUSTIVE":
+            return self.exhaustive_configs or exhaustive_specialised()
+        return self.mm_configs or _wider(_BLACKWELL, max(1, operand_bytes(problem) // 2))
+
+    def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
+        every = dict.fromkeys(map(_in_pieces, for_groups_of_warps(self.table(problem), problem)))
+        fitting = (c for c in every if not exceeds(problem, c, staged(problem, c)))
+        return itertools.islice(fitting, config.test_configs.max_mm_configs)
+
+
+def _in_pieces(c: GemmConfig) -> GemmConfig:
+    """Of no fewer columns than can be stored at once."""
+    least = 2 if config.triton.enable_epilogue_subtiling else 1
+    pieces = min(max(least, c.epilogue_subtile), max(1, c.block_n // NARROWEST_PIECE))
+    return replace(c, epilogue_subtile=pieces)
 
 
 class MMPlusMMHeuristic(MMTemplateHeuristic):
@@ -383,9 +520,9 @@ class TMAHeuristic(SplitKHeuristic):
     """With and without shares of k; blocks of at least 64 rows, for Hopper's own matrix units."""
 
     def get_template_configs(self, problem: GemmProblem) -> Iterator[GemmConfig]:
-        table = scaled((c for c in self.table(problem) if c.num_warps >= 4), problem)
-        every = (s for c in table if c.block_m >= 64 for s in (c, *self.splits(problem, c)))
-        fitting = (c for c in every if not exceeds(problem, c))
+        table = for_groups_of_warps(self.table(problem), problem)
+        every = (s for c in table for s in (c, *self.splits(problem, c)))
+        fitting = (c for c in every if not exceeds(problem, c, staged(problem, c)))
         return itertools.islice(fitting, config.test_configs.max_mm_configs)
 
 
@@ -400,7 +537,8 @@ class RowsHeuristic(SplitKHeuristic):
         seen: dict[GemmConfig, None] = {}
         for c in table:
             rows = power(m)
-            bn, bk = min(c.block_n, power(n)), min(max(c.block_k // rows, 16), power(k))
+            bn = min(c.block_n, power(n))
+            bk = min(max(c.block_k // rows, 16), power(k), longest(problem))
             seen[replace(c, block_m=rows, block_n=bn, block_k=bk)] = None
         every = (s for c in seen for s in itertools.chain((c,), self.splits(problem, c)))
         return itertools.islice(dict.fromkeys(every), config.test_configs.max_mm_configs)
@@ -471,5 +609,6 @@ for _name, _class in (("mm", MMTemplateHeuristic), ("bmm", MMTemplateHeuristic),
                       ("mm_plus_mm", MMPlusMMHeuristic), ("mm_split_k", SplitKHeuristic),
                       ("mv", RowsHeuristic), ("mm_persistent", PersistentHeuristic),
                       ("mm_tma", TMAHeuristic),
+                      ("blackwell_ws_persistent_device_tma", SpecialisedHeuristic),
                       ("mm_persistent_tma", PersistentTMAHeuristic)):  # fmt: skip
     register_template_heuristic(_name)(_class)

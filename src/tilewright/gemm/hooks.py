@@ -12,29 +12,34 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tilewright import config
 from tilewright.codegen.triton.emit import Writer
 from tilewright.codegen.triton.facts import coarse, narrow, valued
 from tilewright.codegen.triton.kernel import BAD_INDEX
 from tilewright.codegen.triton.shape import Axis
-from tilewright.codegen.triton.text import SIGNATURE, TYPE, cast
-from tilewright.gemm.padded import is_slow
-from tilewright.gemm.problem import GemmProblem
+from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
+from tilewright.gemm import descriptors, parts
+from tilewright.gemm.descriptors import Matrix, Words
+from tilewright.gemm.exact import unrounded
+from tilewright.gemm.problem import SCALED, GemmProblem, takes_tf32
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, make, rebuild, rewrite, substitute, var, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Store
+from tilewright.ir.show import number
 
 NAMES = ("a", "b", "a2", "b2")  # of the operands' tiles in a template's text
 WORKSPACE, COUNTERS = "workspace", "counters"
-DESCRIPTORS = 128  # float32 elements of the workspace, for the tensor descriptors of a program
+FEWEST_K, FEWEST_K_BLACKWELL = 17, 32  # of a product of eight-bit floats
+DESCRIPTORS = descriptors.MOST * descriptors.ROOM  # float32 elements of a program's workspace
 SMALL = (torch.float16, torch.bfloat16)
 BYTES: dict[torch.dtype, tuple[str, tuple[int, int]]] = {
     torch.int8: ("", (0, 0)), torch.uint8: ("", (0, 0)),
     torch.float8_e5m2: ("tl.float8e5", (8, 0)), torch.float8_e4m3fn: ("tl.float8e4nv", (8, 9)),
 }  # fmt: skip
 """Eight-bit types that cards turn into sixteen-bit floats, and since which of them."""
+UNITS = {torch.float8_e5m2: "fp8e5", torch.float8_e4m3fn: "fp8e4nv"}
+"""Eight-bit floats that matrix units multiply, as Triton names them."""
 _EXACT = frozenset(("add", "sub", "mul", "neg", "abs", "min", "max", "where", "cast", "sqrt", "eq",
                     "ne", "lt", "le", "gt", "ge", "floor", "ceil", "trunc", "round"))  # fmt: skip
 """Operations whose value at zero is the same on the card as here."""
@@ -60,6 +65,14 @@ class Shape:
     block_k: int
     wide: bool = False
     tma: bool = False  # operands are read through tensor descriptors
+    rows: bool = False  # without the matrix unit: elements are multiplied as they are added up
+    described: bool = False  # results are stored through them
+    pieces: int = 1  # along n, in which a block of the result is stored
+
+    @property
+    def piece(self) -> str:
+        """The constant that is a piece's columns."""
+        return "BLOCK_N" if self.pieces == 1 else "PIECE_N"
 
 
 @dataclass
@@ -115,6 +128,7 @@ class Hooks:
         self.wide = shape.wide or self.assume is None
         self.index_type = "tl.int64" if self.wide else "tl.int32"
         self.valued = valued(self._exprs(), problem.epilogue)
+        self.eights = _typed(problem)
         self.m = Tile("m", (problem.m,), 0, "BLOCK_M")
         self.n = Tile("n", (problem.n,), 1, "BLOCK_N")
 
@@ -124,6 +138,7 @@ class Hooks:
         p = self.problem
         found = [o.value for o in p.operands]
         found += [] if p.bias is None or p.beta == 0 else [p.bias.value]
+        found += [s.value for s in p.scales]
         return [*found, p.product, *(e for s in p.epilogue for e in s.exprs)]
 
     def _assumed(self) -> list[Expr] | None:
@@ -162,8 +177,9 @@ class Hooks:
         w.names = self._next
         w.bytes = {d: kind for d, (kind, since) in BYTES.items()
                    if self.problem.target.capability >= since}  # fmt: skip
+        w.fp8 = FP8_LARGEST if self.problem.target.capability >= (8, 9) else ()
         w.valued = self.valued
-        w.masked = {a for a in (self.m, self.n) if a in axes and not self.is_even(a.var)}
+        w.masked = {a for a in axes if a.name in ("m", "n") and not self.is_even(a.var)}
         w.know(self.problem.batch, "batch")
         return w
 
@@ -191,6 +207,9 @@ class Hooks:
             if self.shape.tma:
                 return self._operands.setdefault((name, row), self._descriptor(position))
             value = self.problem.operands[position].value
+            if self.shape.rows and self.problem.is_block_scaled:
+                wide = make("cast", torch.float32, (value,), torch.float32)
+                value = make("mul", torch.float32, (wide, self.problem.scales[position].value))
             if row is not None:
                 value = substitute(value, {self.problem.m: const(row)})
                 made = _Operand(self, value, f"{name}_{row}", [], 0)
@@ -204,25 +223,91 @@ class Hooks:
     def _descriptor(self, position: int) -> Text:
         """The card fetches the operand's tiles by itself; what is outside the operand is zero."""
         name, view = NAMES[position], self.problem.operands[position].view
-        rows, columns = (("M", "K"), ("K", "N"))[position % 2]
-        at = {"M": "pid_m * BLOCK_M", "N": "pid_n * BLOCK_N", "K": "k0"}
-        turned = view.stride[-1] is not ix.ONE
-        if turned:
-            rows, columns = columns, rows
+        found = descriptors.matrix(view)
+        assert isinstance(found, Matrix)
+        words = self._words(name, found, (("m", "k"), ("k", "n"))[position % 2])
+        made = words.made(found.turned, self.size(self.problem.batch))
+        return Text([made], [f"{name} = {words.loaded(found.turned)}"])
+
+    def _words(self, name: str, m: Matrix, loops: tuple[str, ...]) -> Words:
         w = self.writer([], lambda e: "")
-        start = "" if view.offset is ix.ZERO else f" + {w.index(view.offset)}"
-        stride = w.index(view.stride[-1 if turned else -2])
-        base = f"{self.pointer(view.buffer)}{start}"
-        sizes = f"[{rows}, {columns}], [{stride}, 1], [BLOCK_{rows}, BLOCK_{columns}]"
-        tile = f"desc_{name}.load([{at[rows]}, {at[columns]}])"
-        tile = f"tl.trans({tile})" if turned else tile
-        return Text(
-            [f"desc_{name} = tl.make_tensor_descriptor({base}, {sizes})"], [f"{name} = {tile}"]
-        )
+        start = "" if m.start is ix.ZERO else f" + {w.index(m.start)}"
+        lead = ("batch",) if len(m.sizes) == 3 else ()
+        steps = tuple(w.index(step) for step in m.steps)
+        return Words(name, f"{self.pointer(m.buffer)}{start}", (*lead, *loops), steps, self.wide)
+
+    def sinks(self) -> list[str]:
+        """The descriptors that results are stored through."""
+        lines: list[str] = []
+        for store in descriptors.stores(self.problem) if self.shape.described else ():
+            found, words = self.sink(store)
+            lines.append(words.made(found.turned, self.size(self.problem.batch), self.shape.piece))
+        if self.shape.pieces > 1:
+            lines.insert(0, f"PIECE_N: tl.constexpr = BLOCK_N // {self.shape.pieces}")
+        return lines
+
+    def sink(self, store: Store) -> tuple[Matrix, Words]:
+        found = descriptors.written(self.problem, store)
+        assert isinstance(found, Matrix)
+        return found, self._words(f"to_{store.buffer}", found, ("m", "n"))
+
+    def dot(self, total: str, left: str, right: str) -> list[str]:
+        """A block of k is multiplied and added up."""
+        p = self.problem
+        if p.is_block_scaled:
+            lines, scale = self._scales()
+            return [*lines, f"{total} += tl.dot({left}, {right}) * {scale}"]
+        exact = self.eights and not p.fast
+        more = f', input_precision="{"tf32" if allow_tf32(p) else "ieee"}"'
+        more += f", max_num_imprecise_acc={min(SCALED, self.shape.block_k)}" if exact else ""
+        return [f"{total} = tl.dot({left}, {right}, {total}{more})"]
+
+    def _scales(self) -> tuple[list[str], str]:
+        """What the block of k that starts at `k0` is multiplied by: all of it by the same."""
+        p, k0 = self.problem, f"(tl.full([1, 1], 0, {self.index_type}) + k0)"
+        w = self.writer([self.m, self.n], lambda node: self.read(w, node))
+        for v, text in ((p.m, "m"), (p.n, "n"), (p.k, k0)):
+            w.know(v, text)
+        scale = " * ".join(w.operand(s.value) for s in p.scales)
+        return w.taken(), scale
+
+    def read(self, w: _Writer, node: Expr) -> str:
+        """A load of the tile at hand."""
+        support = w.support(*node.src)
+        place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
+        place = f"{self.pointer(node.arg)} + ({place})"
+        return self.loaded(node, place, w.mask(support, *(w.operand(s) for s in node.src[1:])))
+
+    def loaded(self, node: Expr, place: str, mask: str, typed: bool = False) -> str:
+        """A load; bytes where not asked for `typed` elements, which the matrix units multiply."""
+        eight = node.arg in self.eights
+        masked = f", {mask}, other={0.0 if eight else 0}" if mask else ""
+        text = f"tl.load({place}{masked})"
+        return f"{text}.to(tl.uint8, bitcast=True)" if eight and not typed else text
 
     def store(self, total: str) -> list[str]:
-        """From the accumulator to what is in memory."""
-        return _Epilogue(self).lines(total)
+        """From the accumulator to what is in memory, in pieces along n."""
+        pieces = self.shape.pieces
+        if pieces == 1:
+            return _Epilogue(self, self.n).lines(total)
+        names, lines = [total], list[str]()
+        while len(names) < pieces:
+            columns = f"BLOCK_N // {2 * len(names)}"
+            halves = [(f"{name}0", f"{name}1") for name in names]
+            for name, (low, high) in zip(names, halves, strict=True):
+                turned = f"tl.permute(tl.reshape({name}, (BLOCK_M, 2, {columns})), (0, 2, 1))"
+                lines.append(f"{low}, {high} = tl.split({turned})")
+            names = [name for pair in halves for name in pair]
+        axis = Tile("n", (self.problem.n,), 1, self.shape.piece)
+        for k, name in enumerate(names):
+            lines.append(f"n = {self._column(k)} + tl.arange(0, PIECE_N)[None, :]")
+            lines += [] if self.is_even(self.problem.n) else ["nmask = n < N"]
+            lines += _Epilogue(self, axis, self._column(k)).lines(name)
+        return lines
+
+    def _column(self, k: int) -> str:
+        """The first column of a piece."""
+        return f"pid_n * BLOCK_N + {k} * PIECE_N" if k else "pid_n * BLOCK_N"
 
     def gather(self, total: str) -> list[str]:
         """A share of the sum goes to the workspace; `arrived` says how many were there before."""
@@ -264,7 +349,8 @@ class Hooks:
             dtype = torch.float32 if buffer == WORKSPACE else torch.int32
             if buffer not in (WORKSPACE, COUNTERS):
                 dtype = self.problem.memory[buffer].dtype
-            found.append((("ptr", buffer), SIGNATURE[dtype]))
+            kind = f"*{UNITS[dtype]}" if buffer in self.eights else SIGNATURE[dtype]
+            found.append((("ptr", buffer), kind))
         for e in sorted(self.numbers, key=lambda e: e.arg.name):
             if e.dtype == torch.float64:
                 found.append((("float", e.arg.name), "fp64"))
@@ -275,52 +361,111 @@ class Hooks:
 
 
 class _Operand:
-    """The loads of one tile: `across` are the axes besides k, which is dimension `dim`."""
+    """The loads of one tile: `across` are the axes besides k, which is dimension `dim`.
+
+    Where neighbours along an axis are unpacked from one element of memory, that is loaded once: a
+    tile of each of them is made, and these are put together, neighbour by neighbour.
+    """
 
     def __init__(self, hooks: Hooks, value: Expr, name: str, across: list[Axis], dim: int) -> None:
         p = hooks.problem
-        self.hooks, self.value, self.name = hooks, narrowed(value), name
-        self.k = Tile(f"k{name}", (p.k,), dim, "BLOCK_K")
-        self.lane = Tile(f"lane_{name}", (var(f"lane_{name}", const(hooks.shape.block_k)),), dim,
-                         "BLOCK_K")  # fmt: skip
+        self.hooks, self.name, self.dim = hooks, name, dim
+        whole = narrowed(value)
+        self.is_plain = whole.op == "load"
+        packed = parts.packed(whole, [p.k, *(a.var for a in across)])
+        self.along, self.count = packed or (p.k, 1)
+        self.of_k = self.count if self.along is p.k else 1  # of one element, along k
+        unit, self.values = parts.unpacked(whole, *packed) if packed else (p.k, [whole])
+        self.values = [unrounded(v) for v in self.values]
+        self.depth = unit if self.of_k > 1 else p.k  # the loop over k, in elements of memory
+        block = f"BLOCK_K // {self.of_k}" if self.of_k > 1 else "BLOCK_K"
+        self.k = Tile(f"k{name}", (self.depth,), dim, block)
+        lanes = var(f"lane_{name}", const(hooks.shape.block_k // self.of_k))
+        self.lane = Tile(f"lane_{name}", (lanes,), dim, block)
         self.across = across
-        self.axes = [*across, self.k]
+        if packed and self.of_k == 1:
+            (axis,) = across
+            constant = f"{axis.block} // {self.count}"
+            self.across = [Tile(f"{axis.name}{name}", (unit,), axis.dim, constant)]
+        self.axes = [*self.across, self.k]
         self.w = w = hooks.writer([*self.axes, self.lane], self._load)
         self.even = hooks.is_even(p.k)
         if not self.even:
             w.masked.add(self.k)
-        for axis in across:
-            w.know(axis.var, axis.name)
         self.split: dict[Expr, tuple[str, str, str]] = {}
 
     def text(self) -> Text:
-        w, k, lane = self.w, self.hooks.problem.k, self.lane.name
+        w, k, lane = self.w, self.depth, self.lane.name
+        per = f" // {self.of_k}" if self.of_k > 1 else ""
         where = "[None, :]" if self.k.dim else "[:, None]"
         wide = ".to(tl.int64)" if self.hooks.wide else ""
-        w.line(f"{lane} = tl.arange(0, BLOCK_K){where}{wide}")
+        w.line(f"{lane} = tl.arange(0, {self.k.block}){where}{wide}")
         w.know(self.lane.var, lane)
-        for node in walk(self.value):
+        self._begin_across()
+        for node in walk(*self.values):
             if node.op == "load" and k in free_vars(node):
                 self._divide(node)
             elif k not in free_vars(node) and (node.op == "load" or node.op in TABLE):
                 w.value(node)
         before = w.taken()
         w.inner()
-        w.know(k, f"(k0 + {lane})")
+        self.first = f"k0{per}"
+        w.know(k, f"({self.first} + {lane})")
+        w.rounds[self.k] = self.first, self.hooks.shape.block_k // self.of_k
+        w.line(f"{self.k.name}base = {lane}")
         if not self.even:
-            w.line(f"{self.k.name}mask = {lane} < K - k0")
-        text = w.operand(self.value)
-        support = w.support(self.value)
-        if not set(self.axes) <= support:
-            text = f"tl.broadcast_to({text}, {w.shape(frozenset(self.axes))})"
-        if not self.even and not keeps_zero(self.value, k):
-            text = f"tl.where({self.k.name}mask, {text}, 0)"
-        w.line(f"{self.name} = {text}")
+            w.line(f"{self.k.name}mask = {lane} < (K - k0){per}" if per else
+                   f"{self.k.name}mask = {lane} < K - k0")  # fmt: skip
+        tiles = [self._tile(value) for value in self.values]
+        w.line(f"{self.name} = {self._together(tiles)}")
         return Text(before, w.taken())
+
+    def _begin_across(self) -> None:
+        """Where the tile is along the other axis."""
+        w = self.w
+        for axis in self.across:
+            if axis.var.arg == axis.name:  # as the template has it
+                w.know(axis.var, axis.name)
+                continue
+            of = "n" if axis.dim else "m"
+            lanes = f"tl.arange(0, {axis.block}){'[None, :]' if axis.dim else '[:, None]'}"
+            w.line(f"{axis.name} = pid_{of} * ({axis.block}) + {lanes}")
+            w.know(axis.var, axis.name)
+            if not self.hooks.is_even(self.along):
+                w.line(f"{axis.name}mask = {axis.name} < {of.upper()} // {self.count}")
+                w.masked.add(axis)
+
+    def _tile(self, value: Expr) -> str:
+        """A value for each element of the tile, zero beyond the last k."""
+        w = self.w
+        text = w.operand(value)
+        if not set(self.axes) <= w.support(value):
+            text = f"tl.broadcast_to({text}, {w.shape(frozenset(self.axes))})"
+        if not self.even and not keeps_zero(value, self.depth):
+            text = f"tl.where({self.k.name}mask, {text}, 0)"
+        if value.dtype in UNITS and not self.is_plain:
+            text = f"{text}.to({BYTES[value.dtype][0]}, bitcast=True)"
+        return text
+
+    def _together(self, tiles: list[str]) -> str:
+        """Neighbours next to each other: Triton does so along the last dimension."""
+        if len(tiles) == 1:
+            return tiles[0]
+        dim = self.dim if self.of_k > 1 else 1 - self.dim
+        other = next(a for a in self.axes if a.dim != dim).block
+        block = next(a for a in self.axes if a.dim == dim).block
+        turned = tiles if dim else [f"tl.trans({t})" for t in tiles]
+        so_far = 1
+        while len(turned) > 1:
+            half = len(turned) // 2
+            so_far *= 2
+            turned = [self.w.let(f"tl.join({a}, {b}).reshape({other}, {block} * {so_far})")
+                      for a, b in zip(turned[:half], turned[half:], strict=True)]  # fmt: skip
+        return turned[0] if dim else f"tl.trans({turned[0]})"
 
     def _divide(self, node: Expr) -> None:
         """Split an affine index: where the tile starts, how far a step in k goes, its lanes."""
-        w, k = self.w, self.hooks.problem.k
+        w, k = self.w, self.depth
         index = node.src[0]
         slope = ix.coefficient(index, k)
         lanes = [a.var for a in self.across]
@@ -341,23 +486,22 @@ class _Operand:
         w = self.w
         support = w.support(*node.src)
         mask = w.mask(support, *(w.operand(s) for s in node.src[1:]))
-        masked = f", {mask}, other=0" if mask else ""
-        if node in self.split:
-            base, slope, offsets = self.split[node]
-            k0 = "(tl.full([1, 1], 0, tl.int64) + k0)" if self.hooks.wide else "k0"
-            step = f" + {k0}" if slope == "1" else f" + {k0} * {slope}"
-            return f"tl.load({base}{step} + {offsets}{masked})"
-        place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
-        return f"tl.load({self.hooks.pointer(node.arg)} + ({place}){masked})"
+        if node not in self.split:
+            return self.hooks.read(w, node)
+        base, slope, offsets = self.split[node]
+        k0 = self.first if self.of_k == 1 else f"({self.first})"
+        k0 = f"(tl.full([1, 1], 0, tl.int64) + {self.first})" if self.hooks.wide else k0
+        step = f" + {k0}" if slope == "1" else f" + {k0} * {slope}"
+        return self.hooks.loaded(node, f"{base}{step} + {offsets}", mask, self.is_plain)
 
 
 class _Epilogue:
-    """Scaling, bias, rounding, and the stores."""
+    """Scaling, bias, rounding, and the stores, of the columns of `n` that begin at `column`."""
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, n: Tile, column: str = "pid_n * BLOCK_N") -> None:
         p = hooks.problem
-        self.hooks = hooks
-        self.w = w = hooks.writer([hooks.m, hooks.n], self._load)
+        self.hooks, self.axes, self.column = hooks, frozenset((hooks.m, n)), column
+        self.w = w = hooks.writer([hooks.m, n], lambda node: hooks.read(w, node))
         w.know(p.m, "m")
         w.know(p.n, "n")
         results = [s.value for s in p.epilogue if s.buffer in p.writes]
@@ -369,6 +513,8 @@ class _Epilogue:
         made = accumulator(p)
         if p.alpha != 1:
             total = w.let(f"{total} * {p.alpha!r}")
+        if p.scales and not p.is_block_scaled:
+            total = w.let(" * ".join([total, *(w.operand(s.value) for s in p.scales)]))
         if p.bias is not None and p.beta != 0:
             bias = cast(w.operand(p.bias.value), p.bias.dtype, made)
             total = w.let(f"{total} + {bias}" + (f" * {p.beta!r}" if p.beta != 1 else ""))
@@ -379,24 +525,19 @@ class _Epilogue:
             self._store(store)
         return w.taken()
 
-    def _load(self, node: Expr) -> str:
-        w = self.w
-        support = w.support(*node.src)
-        place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
-        mask = w.mask(support, *(w.operand(s) for s in node.src[1:]))
-        masked = f", {mask}, other=0" if mask else ""
-        return f"tl.load({self.hooks.pointer(node.arg)} + ({place}){masked})"
-
     def _store(self, store: Store) -> None:
-        w, p = self.w, self.hooks.problem
+        w, p, shape = self.w, self.hooks.problem, self.hooks.shape
         value = cast(w.operand(store.value), store.value.dtype, p.memory[store.buffer].dtype)
-        support = frozenset((self.hooks.m, self.hooks.n))
-        place = w.spread(w.index(store.index), w.support(store.index), support)
+        if w.support(store.value) != self.axes:
+            value = f"tl.broadcast_to({value}, {w.shape(self.axes)})"
+        if shape.described:
+            found, words = self.hooks.sink(store)
+            w.line(words.stored(found.turned, value, shape.piece, self.column))
+            return
+        place = w.spread(w.index(store.index), w.support(store.index), self.axes)
         conditions = [] if store.mask is None else [w.operand(store.mask)]
-        mask = w.mask(support, *conditions)
+        mask = w.mask(self.axes, *conditions)
         masked = f", {mask}" if mask else ""
-        if w.support(store.value) != support:
-            value = f"tl.broadcast_to({value}, {w.shape(support)})"
         w.line(f"tl.store({self.hooks.pointer(store.buffer)} + ({place}), {value}{masked})")
 
 
@@ -412,6 +553,19 @@ def narrowed(value: Expr) -> Expr:
         return make("cast", node.dtype, wide.src, node.dtype)
 
     return rewrite(value, rule)
+
+
+def _typed(problem: GemmProblem) -> frozenset[str]:
+    """The buffers whose elements are what the matrix units multiply eight bits of: a tile of bytes
+    would go through the registers to become that."""
+    plain = (o.view for o in problem.operands if o.is_plain and o.dtype in UNITS)
+    return frozenset(v.buffer for v in plain)
+
+
+def allow_tf32(problem: GemmProblem) -> bool:
+    """Whether float32 operands are rounded to TF32: as torch is told for its own products."""
+    is_wide = problem.operands[0].dtype == torch.float32
+    return is_wide and takes_tf32()
 
 
 def accumulator(problem: GemmProblem) -> torch.dtype:
@@ -434,32 +588,24 @@ def keeps_zero(value: Expr, k: Expr) -> bool:
     return found.is_const and found.arg == 0
 
 
-def tma_limits(problem: GemmProblem) -> str:
-    """Why operands cannot be read through tensor descriptors, or an empty string.
-
-    Without being asked for they are offered where the library is out of the race: a result whose
-    rows start anywhere, of operands whose rows do not (2048x50257x768 in bfloat16 on an H200: 273
-    us, 284 us without descriptors, 1677 us by the library)."""
-    if not config.triton.enable_persistent_tma_matmul and not is_slow(problem):
-        return "triton.enable_persistent_tma_matmul is off"
-    if problem.target.capability < (9, 0):
-        return "cards before Hopper have no tensor descriptors"
-    if any(n.op == "index" for s in problem.epilogue for n in walk(*s.exprs)):
-        return "a position in the epilogue has to be checked"
-    for operand in problem.operands:
-        if not operand.is_plain:
-            return "a prologue needs the operand in registers"
-        size, stride = operand.view.size[-2:], operand.view.stride[-2:]
-        across = stride[0] if stride[1] is ix.ONE else stride[1]
-        if ix.ONE not in stride:
-            return "an operand has no contiguous dimension"
-        for step in (across, operand.view.offset):
-            if ix.mod(ix.mul(step, operand.dtype.itemsize), 16) is not ix.ZERO:
-                return "rows of an operand do not start at multiples of 16 bytes"
-        if any(ix.bounds(n)[1] >= 2**31 for n in size if ix.value_of(n) is not None):
-            return "an operand is too long for a tensor descriptor"
-        if ix.value_of(across) == 0:
-            return "an operand repeats its rows"
+def scaled_limits(problem: GemmProblem) -> str:
+    """Why the matrix units cannot multiply these eight-bit floats, or an empty string."""
+    left, right = problem.operands
+    if problem.target.capability < (8, 9):
+        return "cards before Ada do not multiply eight-bit floats"
+    if not {left.dtype, right.dtype} <= UNITS.keys():
+        return f"no matrix unit multiplies {left.dtype} by {right.dtype}"
+    empty = ix.ZERO in (*left.view.size, *right.view.size)
+    for operand, name, last in ((left, "left", "row"), (right, "right", "column")):
+        stride = operand.view.stride
+        runs = stride[1] if last == "row" else stride[0]
+        if operand.is_plain and not empty and runs is not ix.ONE:
+            shown = ", ".join(map(number, stride))
+            return f"the {name} operand has to be {last}-major, and has the strides ({shown})"
+    k = problem.hints[3]
+    fewest = FEWEST_K_BLACKWELL if problem.target.capability >= (10, 0) else FEWEST_K
+    if k < fewest:
+        return f"k is {k}: the matrix units take {fewest} of eight bits at least"
     return ""
 
 
@@ -467,7 +613,8 @@ def limits(problem: GemmProblem) -> str:
     """Why hooks cannot be written for a problem, or an empty string."""
     p = problem
     loops = {p.batch, p.m, p.n, p.k}
-    for e in [*(o.value for o in p.operands), *(x for s in p.epilogue for x in s.exprs)]:
+    exprs = [o.value for o in (*p.operands, *p.scales)]
+    for e in [*exprs, *(x for s in p.epilogue for x in s.exprs)]:
         if not free_vars(e) <= loops:
             return "an expression walks loops that are not the product's"
         odd = next((n.op for n in walk(e) if n.op in ("reduce", "scan", "part")), "")

@@ -1,20 +1,23 @@
 """Products of eight-bit operands: calls of `_int_mm` and `_scaled_mm` as problems.
 
 `_scaled_mm` multiplies the sum of products by one number for each of its rows, or for all, and by
-one for each of its columns, or for all; then it adds a row.
+one for each of its columns, or for all; or each product by numbers that 128 of them have in common.
+Then it adds a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tilewright.gemm.problem import GemmProblem, Operand, loops, plain
+from tilewright.gemm.problem import SCALED, GemmProblem, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, load
 from tilewright.ir.program import Opaque, Program, View
+from tilewright.ir.show import number
 from tilewright.target import Target
 
 aten = torch.ops.aten
@@ -37,7 +40,7 @@ def parsed(program: Program, call: Opaque, op: Any, result: View) -> GemmProblem
     scales: tuple[Operand, ...] = ()
     bias, fast = None, False
     if op == "_scaled_mm":
-        found = _scaled(call, (m, n), result)
+        found = _scaled(call, (m, n, k), result)
         if isinstance(found, str):
             return found
         scales, bias, fast = found
@@ -49,7 +52,7 @@ def parsed(program: Program, call: Opaque, op: Any, result: View) -> GemmProblem
     )  # fmt: skip
 
 
-def _scaled(call: Opaque, place: tuple[Expr, Expr], result: View
+def _scaled(call: Opaque, place: tuple[Expr, Expr, Expr], result: View
             ) -> tuple[tuple[Operand, ...], Operand | None, bool] | str:  # fmt: skip
     """Both scales, what is added, and whether sums may be taken in fewer bits."""
     if not {call.args[0].dtype, call.args[1].dtype} <= EIGHTS:
@@ -58,23 +61,65 @@ def _scaled(call: Opaque, place: tuple[Expr, Expr], result: View
     scales = [*call.args[2:4]]
     if len(scales) != 2 or any(not isinstance(s, View) for s in scales):
         return "its scales are not tensors"
-    if any(s.dtype != torch.float32 for s in scales):
-        return "its scales are of blocks, and not of rows and columns"
     if given.get("scale_result") is not None:
         return "its result is scaled"
-    found = [_spread(s, place, result.size) for s in scales]
-    if any(f is None for f in found):
-        return "its scales are of blocks, and not of rows and columns"
+    found = scaled(scales[0], scales[1], place, (*result.size, call.args[0].size[1]))
+    if isinstance(found, str):
+        return found
     bias = given.get("bias")
     if bias is not None:
-        bias = _spread(bias, place, result.size) if isinstance(bias, View) else None
+        bias = _spread(bias, place[:2], result.size) if isinstance(bias, View) else None
         if bias is None:
             return "what it adds is not a row"
-    made = tuple(f for f in found if f is not None)
-    return made, bias, bool(given.get("use_fast_accum", False))
+    return found, bias, bool(given.get("use_fast_accum", False))
 
 
-def _spread(view: View, place: tuple[Expr, Expr], size: Sequence[Expr]) -> Operand | None:
+def scaled(left: View, right: View, place: Sequence[Expr], size: Sequence[Expr]
+           ) -> tuple[Operand, Operand] | str:  # fmt: skip
+    """Both scales at a position (m, n, k) of a product of these sizes: two numbers, a column and a
+    row, or blocks of 128 along k that are rows, or as high, of the operand on one side at least."""
+    shown = " and ".join(_shown(v) for v in (left, right))
+    if any(v.dtype != torch.float32 for v in (left, right)):
+        return f"its scales are of blocks that no template has, or not float32: {shown}"
+    (m, n, k), (rows, columns, depth) = place, size
+    spread = [_spread(v, (m, n), (rows, columns)) for v in (left, right)]
+    if spread[0] is not None and spread[1] is not None:
+        return spread[0], spread[1]
+    if len(left.size) != 2 or len(right.size) != 2:
+        return _refused(shown, rows, columns, depth)
+    blocks = ix.floordiv(ix.add(depth, SCALED - 1), SCALED)
+    turned = replace(right, size=right.size[::-1], stride=right.stride[::-1])
+    found = [_blocks(v, at, of, k, blocks) for v, at, of in ((left, m, rows),
+                                                            (turned, n, columns))]  # fmt: skip
+    one, other = found
+    if one is None or other is None or (one[1] and other[1]):
+        return _refused(shown, rows, columns, depth)
+    return Operand(left, one[0]), Operand(right, other[0])
+
+
+def _shown(view: View) -> str:
+    size = ", ".join(map(number, view.size))
+    return f"{str(view.dtype).removeprefix('torch.')}[{size}]"
+
+
+def _refused(shown: str, rows: Expr, columns: Expr, depth: Expr) -> str:
+    return (
+        f"its scales are of blocks that no template has: {shown} of a product of {number(rows)} by "
+        f"{number(columns)} over {number(depth)}"
+    )
+
+
+def _blocks(view: View, at: Expr, size: Expr, k: Expr, blocks: Expr) -> tuple[Expr, bool] | None:
+    """An element for position `at` of `size` and for `k`; and whether a block is 128 high."""
+    high = view.size[0] is ix.floordiv(ix.add(size, SCALED - 1), SCALED) is not size
+    if view.size[1] is not blocks or not (high or view.size[0] is size):
+        return None
+    place = ix.floordiv(at, SCALED) if high else at
+    index = ix.add(ix.mul(place, view.stride[0]), ix.mul(ix.floordiv(k, SCALED), view.stride[1]))
+    return load(view.buffer, view.dtype, ix.add(index, view.offset)), high
+
+
+def _spread(view: View, place: Sequence[Expr], size: Sequence[Expr]) -> Operand | None:
     """A number, a row or a column, read at a position of the result; the view is as it is given."""
     lead = len(size) - len(view.size)
     if lead < 0:

@@ -10,6 +10,10 @@ What is computed, for every point of `batch`, `m` and `n` (mm_plus_mm adds a sec
     c     = total rounded to the product's own dtype
     store[index] = value    for each store of the epilogue, whose loads of `c` mean that value
 
+In a scaled product each term of the sum is multiplied by all `scales`. Those of rows, of columns or
+of everything do not depend on k and can wait until all is added up; those of blocks are the same
+for `SCALED` neighbours along k.
+
 An operand is a plain window on memory, or, with a prologue, any expression over its position.
 """
 
@@ -24,7 +28,7 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, load, loads, syms, var
+from tilewright.ir.expr import Expr, free_vars, load, loads, syms, var
 from tilewright.ir.program import Buffer, Nest, Node, Opaque, Origin, Store, View
 from tilewright.ir.show import show_expr
 from tilewright.runtime import store
@@ -34,6 +38,7 @@ aten = torch.ops.aten
 
 Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm"]
 NARROW: tuple[Op, ...] = ("_int_mm", "_scaled_mm")
+SCALED = 128  # elements along k that have a scale in common, where it depends on k
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class GemmProblem:
     beta: float = 1.0
     keeps: bool = True  # `c` is itself needed in memory
     epilogue: tuple[Store, ...] = ()
-    scales: tuple[Operand, ...] = ()  # of _scaled_mm: what the sum is multiplied by, as given
+    scales: tuple[Operand, ...] = ()  # of _scaled_mm, at a position of the result and of k
     fast: bool = False  # of _scaled_mm: sums may be taken in fewer bits
 
     # ---- sizes
@@ -101,6 +106,11 @@ class GemmProblem:
         return None if same else self.dtype
 
     @property
+    def is_block_scaled(self) -> bool:
+        """Whether a scale depends on k, so that it is applied before all is added up."""
+        return any(self.k in free_vars(s.value) for s in self.scales)
+
+    @property
     def reads_again(self) -> bool:
         """Whether an element of an operand is loaded more than once."""
         return True
@@ -119,6 +129,11 @@ class GemmProblem:
     def contents(self) -> dict[str, tuple[int, ...]]:
         """What integers buffers hold while it is timed; others hold zeros."""
         return {}
+
+    @property
+    def operator(self) -> Opaque | None:
+        """What computes it in the library, where that is no product."""
+        return None
 
     @property
     def flops(self) -> int:
@@ -204,7 +219,7 @@ class GemmProblem:
         lines = [f"{self.op} {self.target.key} {scale} {self.sizes}"]
         lines += [f"{o.view} = {show_expr(o.value)}" for o in self.operands]
         lines += [f"bias {self.bias.view}"] if self.bias is not None else []
-        lines += [f"scale {o.view} fast={self.fast}" for o in self.scales]
+        lines += [f"scale {o.view} = {show_expr(o.value)} fast={self.fast}" for o in self.scales]
         lines += [f"{self.result}", *map(str, self.buffers), *map(str, self.epilogue)]
         return "\n".join(lines)
 
@@ -221,6 +236,11 @@ def takes_tf32() -> bool:
     """Whether float32 products may be computed with ten bits, as torch is set at this moment. Read
     where setting it through either of torch's interfaces shows, and nothing raises."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def sm_carveout() -> int:
+    """How many SMs torch is told, at this moment, to leave to others."""
+    return torch._C._get_sm_carveout_experimental() or 0
 
 
 # ---- what it means
@@ -253,6 +273,10 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
     """The problem as nodes of the IR: operands, the library's product, what follows. Buffers that
     the problem itself does not touch (prologues' operands, a product not kept) are used as well."""
     nodes: list[Node] = []
+    own = problem.operator
+    if own is not None:
+        after = Nest("epilogue", problem.place, (), problem.epilogue, _ORIGIN)
+        return (own, after) if problem.epilogue else (own,)
     for k, (operand, place) in enumerate(zip(problem.operands, problem.positions, strict=True)):
         if not operand.is_plain:
             index = _at(operand.view, place)

@@ -42,7 +42,7 @@ def flops(target: Target, dtype: torch.dtype) -> float:
     table = _FLOPS.get(target.arch, _FLOPS["sm_80"])
     if dtype == torch.float32 and takes_tf32():
         return table[torch.float16] / 2
-    return table.get(dtype, table[torch.float16])
+    return table.get(dtype, table[torch.float16] * (2 if dtype.itemsize == 1 else 1))
 
 
 def bandwidth(target: Target) -> float:

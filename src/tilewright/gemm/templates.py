@@ -10,6 +10,8 @@ its line:
     {{ tile() }}         `m`, `n` and their masks, of the block at (`pid_m`, `pid_n`)
     {{ begin("a") }}     what the loads of an operand need before the loop over k
     {{ load("a") }}      the operand's tile `a` at the block of k that starts at `k0`
+    {{ sinks() }}        what the stores need before the first tile
+    {{ dot("acc", "a", "b") }}  the tiles are multiplied and added up, with scales of blocks of k
     {{ store("acc") }}   scaling, bias, rounding, epilogue and stores
     {{ gather("acc") }}  a share of the sum leaves (see `mm.jinja`); `total` brings all together
 
@@ -26,14 +28,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import jinja2
-import torch
 
 from tilewright import caches, metrics
 from tilewright import config as options
 from tilewright.codegen.triton.facts import imports
 from tilewright.codegen.triton.text import TYPE
 from tilewright.errors import TilewrightError
-from tilewright.gemm.heuristics import GemmConfig
+from tilewright.gemm import descriptors
+from tilewright.gemm.heuristics import GemmConfig, available_sms
 from tilewright.gemm.hooks import (
     COUNTERS,
     DESCRIPTORS,
@@ -41,15 +43,17 @@ from tilewright.gemm.hooks import (
     Hooks,
     Shape,
     accumulator,
+    allow_tf32,
     limits,
-    tma_limits,
+    scaled_limits,
 )
-from tilewright.gemm.problem import GemmProblem, Op, takes_tf32
+from tilewright.gemm.problem import GemmProblem, Op
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.show import number
 from tilewright.runtime import store
+from tilewright.target import Target
 
 KERNELS = Path(__file__).parent / "kernels"
 MOST_ROWS = 8  # of a product done without the matrix unit
@@ -73,18 +77,20 @@ class Rendered:
 class TritonTemplate:
     """`ops` are those of problems it can compute. `persistent`: as many programs as SMs; `split`:
     the loop over k may be shared out; `rows`: the left operand is walked row by row, no dot; `tma`:
-    operands are fetched by the card through tensor descriptors."""
+    operands are fetched by the card through tensor descriptors; `specialised`: by warps that do
+    nothing else, and results are stored in pieces."""
 
     all_templates: ClassVar[dict[str, TritonTemplate]] = {}
     test_cache: ClassVar[bool] = False  # for tests: render again what is found, and compare
 
     def __init__(self, name: str, source: str, ops: Sequence[Op] = ("mm", "addmm"),
                  persistent: bool = False, split: bool = False, rows: bool = False,
-                 tma: bool = False) -> None:  # fmt: skip
+                 tma: bool = False, specialised: bool = False) -> None:  # fmt: skip
         self.name = name
         self.source = source
         self.ops = tuple(ops)
         self.persistent, self.split, self.rows, self.tma = persistent, split, rows, tma
+        self.specialised = specialised
         self._template = _environment().from_string(source)
         self.all_templates[name] = self
 
@@ -95,7 +101,7 @@ class TritonTemplate:
 
     @functools.cached_property
     def digest(self) -> str:
-        kind = f"{self.persistent} {self.split} {self.rows} {self.tma}"
+        kind = f"{self.persistent} {self.split} {self.rows} {self.tma} {self.specialised}"
         return store.key("template", self.name, self.source, kind)
 
     def limits(self, problem: GemmProblem) -> str:
@@ -107,14 +113,27 @@ class TritonTemplate:
             return "too many rows to do without the matrix unit"
         if self.rows and problem.op == "mm_plus_mm":
             return "one product at a time"
-        return limits(problem) or (tma_limits(problem) if self.tma else "")
+        reason = scaled_limits(problem) if problem.op == "_scaled_mm" else ""
+        reason = reason or limits(problem) or (descriptors.limits(problem) if self.tma else "")
+        if reason or not (self.tma and self.persistent):
+            return reason
+        if self.specialised != is_specialised(problem.target):
+            return ("its warps are not specialised on this card" if self.specialised
+                    else "a template with specialised warps is in its place")  # fmt: skip
+        return ""
 
     def constants(self, problem: GemmProblem, config: GemmConfig) -> dict[str, int]:
         """The kernel's `tl.constexpr` parameters."""
         found = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
         found |= {} if self.rows else {"GROUP_M": config.group_m}
         found |= {"SPLIT_K": config.split_k} if config.split_k > 1 else {}
-        return found | ({"NUM_SMS": problem.target.sms} if self.persistent else {})
+        found |= {"NUM_SMS": available_sms(problem.target)} if self.persistent else {}
+        if self.specialised:
+            # of fewer warps or stages nothing can be set apart
+            apart = config.num_warps >= 4 and config.num_stages >= 2
+            found |= {"EPILOGUE_SUBTILE": config.epilogue_subtile, "WARP_SPECIALIZE": apart,
+                      "FLATTEN": apart}  # fmt: skip
+        return found
 
     def facts(self, problem: GemmProblem, config: GemmConfig) -> dict[str, object]:
         """All that tells two of its kernels for a problem apart: what descriptions show."""
@@ -122,13 +141,15 @@ class TritonTemplate:
         found: dict[str, object] = dict(self.constants(problem, config))
         found["ACC_TYPE"] = TYPE[accumulator(problem)]
         found["ALLOW_TF32"] = allow_tf32(problem)
+        if problem.op == "_scaled_mm":
+            found["USE_FAST_ACCUM"] = problem.fast
         found["EVEN_K"] = k is not None and k % config.block_k == 0
         return found
 
     def programs(self, problem: GemmProblem, config: GemmConfig) -> str:
         """How many programs run, as Python text in the names of the problem's symbols."""
         tiles = number(tiles_of(problem, config))
-        return f"min({problem.target.sms}, {tiles})" if self.persistent else (
+        return f"min({available_sms(problem.target)}, {tiles})" if self.persistent else (
             tiles if config.split_k == 1 else f"({tiles}) * {config.split_k}")  # fmt: skip
 
     def render(self, problem: GemmProblem, config: GemmConfig, name: str, wide: bool = False
@@ -156,7 +177,9 @@ class TritonTemplate:
     def _render(self, problem: GemmProblem, config: GemmConfig, name: str, wide: bool
                 ) -> Rendered:  # fmt: skip
         blocks = config.block_m, config.block_n, config.block_k
-        hooks = Hooks(problem, Shape(*blocks, wide, self.tma))
+        described = self.tma and options.triton.enable_template_tma_store
+        hooks = Hooks(problem, Shape(*blocks, wide, self.tma, self.rows, described,
+                                     config.epilogue_subtile))  # fmt: skip
         text = _Text(hooks)
         split = self.split and config.split_k > 1
         loops = {"batch": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k}
@@ -166,11 +189,12 @@ class TritonTemplate:
             tile=lambda: text.lines(hooks.tile()),
             begin=lambda of, row=None: text.lines(hooks.operand(of, row).before),
             load=lambda of, row=None: text.lines(hooks.operand(of, row).inside),
+            sinks=lambda: text.lines(hooks.sinks()),
+            dot=lambda of, a, b: text.lines(hooks.dot(of, a, b)),
             store=lambda of: text.lines(hooks.store(of)),
             gather=lambda of: text.lines(hooks.gather(of)),
             total=lambda of: text.lines(hooks.total(of)),
             acc_type=TYPE[accumulator(problem)],
-            precision='"tf32"' if allow_tf32(problem) else '"ieee"',
             wide=".to(tl.int64)" if hooks.wide else "",
             batched=problem.is_batched,
             split=split,
@@ -188,10 +212,22 @@ class TritonTemplate:
             self.programs(problem, config),
             hooks.checked,
             hooks.wide,
-            tuple(hooks.assume or ()) if not hooks.wide else (),
+            self._assumed(hooks),
             ix.mul(tiles, shares + own),
             tiles if split else ix.ZERO,
         )
+
+    def _assumed(self, hooks: Hooks) -> tuple[Expr, ...]:
+        narrow = () if hooks.wide else tuple(hooks.assume or ())
+        more = descriptors.assumed(hooks.problem) if self.tma else ()
+        return tuple(dict.fromkeys((*narrow, *more)))
+
+
+def is_specialised(target: Target) -> bool:
+    """Whether persistent loops have warps of their own for loads and stores: on the Blackwell of
+    data centres, whose matrix units leave sums in a memory of their own. On Hopper the same text
+    compiles, and nobody has measured it."""
+    return target.capability[0] == 10
 
 
 class _Text:
@@ -237,12 +273,6 @@ def tiles_of(problem: GemmProblem, config: GemmConfig) -> Expr:
     return ix.mul(batch, rows, columns) if problem.is_batched else ix.mul(rows, columns)
 
 
-def allow_tf32(problem: GemmProblem) -> bool:
-    """Whether float32 operands are rounded to TF32: as torch is told for its own products."""
-    is_wide = problem.operands[0].dtype == torch.float32
-    return is_wide and takes_tf32()
-
-
 _generated: dict[str, Rendered] = {}
 caches.register(_generated.clear)
 
@@ -256,17 +286,22 @@ def _file(name: str) -> str:
     return (KERNELS / f"{name}.jinja").read_text()
 
 
-_TWO: tuple[Op, ...] = ("mm", "addmm")
+_TWO: tuple[Op, ...] = ("mm", "addmm", "_scaled_mm")
 _BATCHED: tuple[Op, ...] = ("bmm", "baddbmm")
-mm_template = TritonTemplate("mm", _file("mm"), _TWO)
+mm_template = TritonTemplate("mm", _file("mm"), (*_TWO, "_int_mm"))
 bmm_template = TritonTemplate("bmm", _file("mm"), _BATCHED)
 mm_plus_mm_template = TritonTemplate("mm_plus_mm", _file("mm_plus_mm"), ("mm_plus_mm",))
 split_k_template = TritonTemplate("mm_split_k", _file("mm"), (*_TWO, *_BATCHED), split=True)
 mv_template = TritonTemplate("mv", _file("mv"), (*_TWO, *_BATCHED), rows=True, split=True)
-persistent_template = TritonTemplate("mm_persistent", _file("mm_persistent"), (*_TWO, *_BATCHED),
-                                     persistent=True)  # fmt: skip
-tma_template = TritonTemplate("mm_tma", _file("mm"), _TWO, split=True, tma=True)
-persistent_tma_template = TritonTemplate("mm_persistent_tma", _file("mm_persistent"), _TWO,
-                                         persistent=True, tma=True)  # fmt: skip
+persistent_template = TritonTemplate("mm_persistent", _file("mm_persistent"),
+                                     (*_TWO, *_BATCHED, "_int_mm"), persistent=True)  # fmt: skip
+tma_template = TritonTemplate("mm_tma", _file("mm"), (*_TWO, *_BATCHED, "_int_mm"), split=True,
+                              tma=True)  # fmt: skip
+persistent_tma_template = TritonTemplate("mm_persistent_tma", _file("mm_persistent"),
+                                         (*_TWO, *_BATCHED, "_int_mm"), persistent=True,
+                                         tma=True)  # fmt: skip
+specialised_template = TritonTemplate("blackwell_ws_persistent_device_tma", _file("mm_specialised"),
+                                      (*_TWO, *_BATCHED), persistent=True, tma=True,
+                                      specialised=True)  # fmt: skip
 
 __all__ = ["COUNTERS", "WORKSPACE", "Rendered", "TritonTemplate", "allow_tf32"]

@@ -11,10 +11,11 @@ import torch
 
 from tilewright import config
 from tilewright.codegen import triton as codegen
-from tilewright.gemm import heuristics
+from tilewright.gemm import composed, heuristics
 from tilewright.gemm.heuristics import GemmConfig, MMTemplateHeuristic
+from tilewright.gemm.hooks import UNITS
 from tilewright.gemm.problem import GemmProblem
-from tilewright.gemm.provider import Effort, Kernel, register
+from tilewright.gemm.provider import Candidate, Effort, Kernel, register
 from tilewright.gemm.templates import (
     COUNTERS,
     WORKSPACE,
@@ -27,10 +28,12 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import syms
 from tilewright.runtime import store
 from tilewright.runtime.triton_build import TritonConfig, TritonSource
+from tilewright.tune.choices import is_filtered
 
 FEWEST_SMS = 68  # a smaller card is better served by its libraries
 MOST: dict[Effort, int | None] = {"none": 1, "quick": 8, "default": 20, "max": None}
 _FETCHED = 0.95  # of the time, when the card fetches operands by itself
+_SPECIALISED = 0.9  # and when that has warps of its own; by its makers, not measured here
 _RESULTS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _OPERANDS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
@@ -64,8 +67,10 @@ class TritonCandidate:
         made = self.template.render(self.problem, self.config, name)
         source = self._source(made)
         if made.assume:
-            wide = self.template.render(self.problem, self.config, name, wide=True)
-            source = replace(source, wide=self._source(wide))
+            # where a descriptor's conditions do not hold, operands are read through pointers
+            other = self._through_pointers if self.template.tma else self.template
+            wide = self._source(other.render(self.problem, self.config, name, wide=True))
+            source = replace(source, wide=replace(wide, scratched=self.template.tma))
         arguments = tuple(argument for argument, _, _ in made.params)
         if self.template.tma:
             source = replace(source, scratched=True, unaligned=self._plain(name).source)
@@ -73,10 +78,13 @@ class TritonCandidate:
         return Kernel(name, source, arguments, made.checked, made.assume, made.workspace,
                       made.counters)  # fmt: skip
 
+    @property
+    def _through_pointers(self) -> TritonTemplate:
+        return persistent_template if self.template.persistent else split_k_template
+
     def _plain(self, name: str) -> Kernel:
         """The same without descriptors, which need memory that starts at a multiple of 16."""
-        other = persistent_template if self.template.persistent else split_k_template
-        made = other.render(self.problem, self.config, name)
+        made = self._through_pointers.render(self.problem, self.config, name)
         source = replace(self._source(made), aligned=frozenset(), scratched=True)
         return Kernel(name, source, tuple(argument for argument, _, _ in made.params))
 
@@ -94,8 +102,9 @@ class TritonCandidate:
             (TritonConfig(tuple(constants.items()), c.num_warps, c.num_stages),),
             capability=10 * major + minor,
             shared_memory=p.target.shared_memory,
-            aligned=frozenset(name for (kind, of), name, _ in made.params
-                              if kind == "ptr" or (hints.get(of) or 1) % 16 == 0),
+            # the kernel without descriptors is for memory that starts elsewhere, not for odd sizes
+            aligned=frozenset(name for (kind, of), name, _ in made.params if kind == "ptr"
+                              or (not self.template.tma and (hints.get(of) or 1) % 16 == 0)),
             grid=((made.programs, "1"),),
             sample=(*(self._sample(made, of, hints) for (_, of), _, _ in made.params),
                     *([(torch.int64, 1)] if made.checked else [])),
@@ -130,12 +139,13 @@ class TritonProvider:
         if not (config.max_autotune or config.max_autotune_gemm):
             return "nothing is measured without max_autotune or max_autotune_gemm"
         dtypes = {o.dtype for o in problem.operands}
-        if len(dtypes) != 1:
+        if len(dtypes) != 1 and not dtypes <= UNITS.keys():
             return "the operands have different types"
-        (operand,) = dtypes
-        whole = operand == torch.int8 and problem.dtype == torch.int32
-        if not whole and not (operand in _OPERANDS and problem.dtype in _RESULTS):
-            return f"no template multiplies {operand} into {problem.dtype}"
+        whole = dtypes == {torch.int8} and problem.dtype == torch.int32
+        kinds = UNITS.keys() if problem.op == "_scaled_mm" else _OPERANDS
+        if not whole and not (dtypes <= kinds and problem.dtype in _RESULTS):
+            shown = " by ".join(sorted(map(str, dtypes)))
+            return f"no template multiplies {shown} into {problem.dtype}"
         if any(ix.value_of(s) == 0 for s in problem.sizes[:3]):
             return "the result is empty"
         if problem.is_batched and any(o.is_plain and o.view.stride[0] is ix.ZERO
@@ -143,12 +153,20 @@ class TritonProvider:
             return "an operand is the same for the whole batch"
         return ""
 
-    def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[TritonCandidate]:
+    def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[Candidate]:
         if self.supports(problem):
             return []
         ordered = sorted(_all(problem), key=lambda found: found[2])
-        return [TritonCandidate(problem, template, chosen, f"triton_{template.name}_{k}", time)
-                for k, (template, chosen, time) in enumerate(ordered[: MOST[effort]])]  # fmt: skip
+        found: list[Candidate] = [
+            TritonCandidate(problem, template, chosen, f"triton_{template.name}_{k}", time)
+            for k, (template, chosen, time) in enumerate(ordered[: _most(effort)])
+        ]
+        return found if effort == "none" else [*found, *composed.offered(problem)]
+
+
+def _most(effort: Effort) -> int | None:
+    """How many are offered. Options that leave some out look at all of them."""
+    return None if is_filtered() else MOST[effort]
 
 
 def _all(problem: GemmProblem) -> Iterator[tuple[TritonTemplate, GemmConfig, float]]:
@@ -159,7 +177,8 @@ def _all(problem: GemmProblem) -> Iterator[tuple[TritonTemplate, GemmConfig, flo
         dot = not isinstance(found, MMTemplateHeuristic) or found.dot
         for chosen in found.get_template_configs(problem):
             time = heuristics.estimate(problem, chosen, dot, template.persistent)
-            yield template, chosen, time * (_FETCHED if template.tma else 1.0)
+            fetched = _SPECIALISED if template.specialised else _FETCHED
+            yield template, chosen, time * (fetched if template.tma else 1.0)
 
 
 @functools.cache

@@ -143,6 +143,8 @@ _COMPUTED = "an operand is computed where it is read"
 def _refused(problem: GemmProblem) -> str:
     if problem.op == "mm_plus_mm":
         return "it is the sum of two products"
+    if problem.is_block_scaled:
+        return "its scales are of blocks of k"
     if all(not o.is_plain for o in problem.operands):
         return _COMPUTED
     if problem.bias is not None and not problem.bias.is_plain:
