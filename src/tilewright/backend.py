@@ -32,6 +32,7 @@ with undisturbed():
     from tilewright.graph import decompositions, user_kernels
     from tilewright.graph.boundary import EVERYTHING, Boundary
     from tilewright.graph.partition import partitioner
+    from tilewright.graph.passes import run as run_passes
     from tilewright.graph.recognise import recognise
     from tilewright.lower.table import family
     from tilewright.pipeline import Compiled, compile_graph, decide
@@ -148,6 +149,7 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         partition_fn=partitioner(family),
         keep_inference_input_mutations=True,
     )
+    run_passes("pre_grad_custom_pass", config.pre_grad_custom_pass, gm)
     recognise(gm)
     with _own_answers():
         if recording is None:

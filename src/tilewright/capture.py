@@ -71,6 +71,7 @@ def key(gm: torch.fx.GraphModule, inputs: Inputs) -> str | None:
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     try:
+        artifact.tell_passes_apart()
         text = digest_captured(gm, inputs)
         autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (it has no type stubs)
         if autograd._top_saved_tensors_default_hooks(True) is not None:

@@ -30,6 +30,7 @@ from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.distinct import store_distinct
 from tilewright.graph.gradients import one_by_one
 from tilewright.graph.layout import channels_last, eager_strides
+from tilewright.graph.passes import run as run_passes
 from tilewright.graph.picked import compared
 from tilewright.graph.points import as_products
 from tilewright.graph.simplify import simplify
@@ -221,26 +222,33 @@ def grouped(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
             ) -> Grouping:  # fmt: skip
     """The stages before products are chosen for. The graph is simplified in place."""
     dump.stage("graph", gm)
+    alone = boundary.role == "inference"
 
     with stage("graph"):
+        if alone:  # there is no joint graph
+            run_passes("joint_custom_pre_pass", config.joint_custom_pre_pass, gm)
+            run_passes("joint_custom_post_pass", config.joint_custom_post_pass, gm)
+        run_passes("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass, gm, alone)
         return_arguments(gm, boundary)
         prune(gm.graph)
         eager_strides(gm.graph)
         simplify(gm)
-        if config.conv_1x1_as_mm:
-            as_products(gm)
+        tuned = config.max_autotune or config.max_autotune_gemm
+        if config.conv_1x1_as_mm or tuned:
+            as_products(gm, channels_last=not config.conv_1x1_as_mm)
         batch(gm, lambda found: _bytes_of(found, boundary, devices))
-        if boundary.role == "inference" and config.layout_optimization:
+        if alone and config.layout_optimization:
             channels_last(gm.graph)
-        if boundary.role == "inference":  # a joint graph's are stored before it is parted
+        if alone:  # a joint graph's are stored before it is parted
             store_distinct(gm.graph)
         if boundary.role == "backward":
             one_by_one(gm.graph)
             compared(gm.graph)
+        run_passes("post_grad_custom_post_pass", config.post_grad_custom_post_pass, gm, alone)
     dump.stage("simplified", gm)
 
     with stage("lower"):
-        pads = config.pad_outputs and boundary.role == "inference"
+        pads = config.pad_outputs and alone
         program: Program = lower(gm, devices, boundary.donated, pads)
         verify(program)
         if config.epilogue_fusion_user_defined_triton_kernel:

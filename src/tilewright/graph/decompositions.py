@@ -16,7 +16,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from tilewright.graph import attention
+from tilewright.graph import attention, narrow
 
 aten = torch.ops.aten
 
@@ -127,6 +127,7 @@ def _is_crop(pad: Any) -> bool:
 
 
 OWN: dict[Any, Callable[..., Any]] = {
+    **narrow.OWN,
     aten.addmv.default: _addmv_of_nothing,
     aten.constant_pad_nd.default: _cropped,
     aten.linalg_vector_norm.default: _norm_along,

@@ -1,8 +1,8 @@
 """Layouts, which are those of the fake values on the nodes, decided once for the whole graph.
 
 `channels_last` is a choice, for graphs of inference and for joint graphs before they are parted:
-the library's convolutions of images are faster that way on the CPU, and loops go along with
-whatever layout they are given. What the graph returns keeps its own.
+the library's convolutions of images are faster that way, and loops go along with whatever layout
+they are given. What the graph returns keeps its own.
 
 `eager_strides` is a correction. Eager lays a result out after the first operand that says how, and
 an expanded operand says nothing. torch's shape functions convert half precision operands first,
@@ -47,6 +47,14 @@ FOLDED: dict[Any, int] = {
     aten.native_group_norm_backward.default: 12,
 }
 
+# On a card the library's own copies move as many bytes as ours, of weights too, and a group norm
+# reaches half of the copy bandwidth, not two thirds (H200, docs/measurements/2026-11-16-h200.md).
+COPY_ON_CARD = 1
+FOLDED_ON_CARD: dict[Any, int] = {
+    aten.native_group_norm.default: 1,
+    aten.native_group_norm_backward.default: 2,
+}
+
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
@@ -59,7 +67,7 @@ def channels_last(graph: torch.fx.Graph) -> bool:
         return False
     if _Trial(graph, images, set(graph.nodes)).pays():
         return True
-    wide, following = _wide_ones(images)
+    wide, following = _wide_ones({n for n in images if not _is_on_card(n)})
     return bool(wide) and _Trial(graph, wide, following).is_legal()
 
 
@@ -75,9 +83,10 @@ class _Trial:
         for node in graph.nodes:
             node.meta = dict(node.meta)
         moved: set[Node] = set()
+        copies: dict[Node, Node] = {}
         for node in list(graph.nodes):
             if node in images:
-                _convert(node, moved)
+                _convert(node, moved, copies)
             elif moved.intersection(node.all_input_nodes):
                 if node.op != "output" and node in following:
                     _follow(node, values, moved)
@@ -93,7 +102,8 @@ class _Trial:
     def pays(self) -> bool:
         gained = sum(map(_touched, self._images))
         copied = sum(self._copied(n) for n in self._graph.nodes)
-        pays = self._legal and gained > COPY * copied
+        dear = COPY_ON_CARD if any(map(_is_on_card, self._images)) else COPY
+        pays = self._legal and gained > dear * copied and all(map(_obeys, self._images))
         if not pays:
             self._undo()
         return pays
@@ -102,7 +112,7 @@ class _Trial:
         """The bytes of copies that a node is, or is worth."""
         if node not in self._before:
             return _bytes(node)
-        folded = FOLDED.get(node.target, 0)
+        folded = (FOLDED_ON_CARD if _is_on_card(node) else FOLDED).get(node.target, 0)
         return folded * _bytes(node.args[0]) if folded and _is_channels_last(node.args[0]) else 0
 
     def _undo(self) -> None:
@@ -245,13 +255,18 @@ def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_image(node: Node) -> bool:
-    """Whether a convolution, or its gradients, is of images on the CPU whose sizes are known."""
+    """Whether a convolution, or its gradients, is of images whose sizes are known."""
     operands = [_tensor(n) for n in _operands(node)]
-    if any(t is None or t.dim() != 4 or t.device.type != "cpu" for t in operands):
+    if any(t is None or t.dim() != 4 or t.device.type not in ("cpu", "cuda") for t in operands):
         return False
     sizes: list[Any] = [n for t in operands if t is not None for n in t.shape]
     types = {t.dtype for t in operands if t is not None}
     return all(isinstance(n, int) and n > 0 for n in sizes) and len(types) == 1 and types <= FLOATS
+
+
+def _is_on_card(node: Node) -> bool:
+    made = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(t, torch.Tensor) and t.device.type == "cuda" for t in made)
 
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -270,13 +285,24 @@ def _is_channels_last(node: Any) -> bool:
     return node.meta["val"].is_contiguous(memory_format=torch.channels_last)
 
 
+def _obeys(node: Node) -> bool:
+    """Whether the library's result lies as its image does: not all of its kernels go by that."""
+    value = node.meta["val"]
+    result = value[0] if isinstance(value, tuple | list) else value
+    return result is None or result.is_contiguous(memory_format=torch.channels_last)
+
+
 def _touched(node: Node) -> int:
-    """The bytes of images and results that the library would lay out otherwise."""
+    """The bytes of images and results that the library would lay out otherwise; on a card those of
+    weights too, but it has kernels for one channel a group with images as they are."""
+    *_, image, weight = _operands(node)
+    weights = _bytes(weight) if _is_on_card(node) else 0
+    if _is_on_card(node) and weight.meta["val"].shape[1] == 1:
+        return weights
     if node.target is aten.convolution.default:
-        return _bytes(node.args[0]) + _bytes(node)
-    gradient, image, mask = _bytes(node.args[0]), _bytes(node.args[1]), node.args[10]
-    wanted = sum(mask[:2])  # type: ignore[index]
-    return wanted * (gradient + image)
+        return _bytes(image) + _bytes(node) + weights
+    mask: Any = node.args[10]
+    return sum(mask[:2]) * (_bytes(node.args[0]) + _bytes(image) + weights)
 
 
 def _meeting(graph: torch.fx.Graph) -> set[Node]:
@@ -290,22 +316,26 @@ def _storage(node: Node) -> int:
     return node.meta["val"].untyped_storage()._cdata
 
 
-def _convert(node: Node, moved: set[Node]) -> None:
-    # weights stay: the library orders them in its own way at every call, whatever they come as
-    count = len(_operands(node)) - 1
-    node.args = (*(_copied(node, n) for n in node.args[:count]), *node.args[count:])
+def _convert(node: Node, moved: set[Node], copies: dict[Node, Node]) -> None:
+    # on the CPU weights stay: the library orders them in its own way at every call, whatever they
+    # come as; on a card it would copy each before its convolution, where ours share launches
+    count = len(_operands(node)) - (not _is_on_card(node))
+    node.args = (*(_copied(node, n, copies) for n in node.args[:count]), *node.args[count:])
     _evaluate(node)
     moved.add(node)
 
 
-def _copied(before: Node, source: Any) -> Node:
+def _copied(before: Node, source: Any, copies: dict[Node, Node]) -> Node:
     if _is_channels_last(source):
         return source
+    if source in copies:
+        return copies[source]
     with before.graph.inserting_before(before):
         made = before.graph.call_function(aten.clone.default, (source,),
                                           {"memory_format": torch.channels_last})  # fmt: skip
     made.meta = dict(source.meta)
     _evaluate(made)
+    copies[source] = made
     return made
 
 

@@ -27,6 +27,7 @@ from tilewright.graph.distinct import store_distinct
 from tilewright.graph.expose import expose, narrow_places
 from tilewright.graph.flow import INFINITE, Network
 from tilewright.graph.layout import channels_last
+from tilewright.graph.passes import run as run_passes
 
 aten = torch.ops.aten
 
@@ -61,6 +62,7 @@ def partitioner(family: Family) -> Callable[..., tuple[torch.fx.GraphModule, tor
                 return torchs_choice(graph, info, memory_budget)
             return kept(graph, info, num_fwd_outputs, family)
 
+        run_passes("joint_custom_pre_pass", config.joint_custom_pre_pass, joint)
         annotated = any("recompute" in n.meta for n in joint.graph.nodes)
         attention.prune(joint.graph)
         if config.layout_optimization:
@@ -70,6 +72,7 @@ def partitioner(family: Family) -> Callable[..., tuple[torch.fx.GraphModule, tor
         store_distinct(joint.graph)
         if not annotated:
             simplify.remove_common(joint.graph, simplify.Facts(joint.graph))
+        run_passes("joint_custom_post_pass", config.joint_custom_post_pass, joint)
         torchs_choice = partitioners.choose_saved_values_set
         with (
             _replaced(partitioners, "choose_saved_values_set", choose),
@@ -296,6 +299,8 @@ def operands(node: Node) -> Iterator[Node]:
 
 def _is_view(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if not node.all_input_nodes:  # of a number: `conj` of a literal
         return False
     return node.target.is_view or node.target is aten._unsafe_view.default
 

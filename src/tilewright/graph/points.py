@@ -19,18 +19,18 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 
-def as_products(gm: torch.fx.GraphModule) -> int:
-    """How many convolutions became products, in place."""
+def as_products(gm: torch.fx.GraphModule, channels_last: bool = False) -> int:
+    """How many convolutions became products, in place; if asked, only of images that are one."""
     found = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    made = sum(_became_product(node) for node in found)
+    made = sum(_became_product(node, channels_last) for node in found)
     if made:
         gm.graph.lint()
         gm.recompile()
     return made
 
 
-def _became_product(node: Node) -> bool:
-    if not _is_of_points(node):
+def _became_product(node: Node, channels_last: bool) -> bool:
+    if not _is_of_points(node) or (channels_last and not _is_last(node.args[0])):
         return False
     make = Maker(node, node)
     result = _rows(make, node) if _is_last(node.args[0]) else _planes(make, node)

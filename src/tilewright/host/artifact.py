@@ -20,6 +20,7 @@ from tilewright import caches, config, metrics
 from tilewright.attention.choose import Resort
 from tilewright.errors import BuildError, location_of
 from tilewright.gemm.choose import Decision
+from tilewright.gemm.problem import sm_carveout
 from tilewright.gemm.provider import CompiledSource, LibrarySource
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
@@ -188,6 +189,7 @@ def key(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> str | None
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     try:
+        tell_passes_apart()
         text = digest(gm)
     except Undigestible as why:
         metrics.counters["graph_cache"][f"not cached: {why}"] += 1
@@ -197,11 +199,18 @@ def key(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> str | None
     return name
 
 
+def tell_passes_apart() -> None:
+    """Nothing is kept of graphs that were changed by who knows what."""
+    names = config.passes_without_identity()
+    if names:
+        raise Undigestible(f"functions without a `uuid()` in {', '.join(names)}")
+
+
 def named(*made_from: str) -> str:
     """The name of what this compiler, with these options, makes for this machine."""
     taken = repr(sorted((str(target), digest) for target, digest in OVERRIDES.items()))
     return store.key(*made_from, repr(config.code_key()), torch.__version__, compiler_digest(),
-                     Target.host().key, taken)  # fmt: skip
+                     Target.host().key, taken, str(sm_carveout()))  # fmt: skip
 
 
 # ---- why a graph was not found

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const
+from tilewright.ir.expr import Expr, const, free_vars, loads
 from tilewright.lower.context import Lowering
 from tilewright.lower.fold import (
     FromMoments,
@@ -39,7 +39,7 @@ from tilewright.lower.fold import (
 from tilewright.lower.promote import compute_type
 from tilewright.lower.reductions import vector_norm
 from tilewright.lower.table import Unsupported, lowers
-from tilewright.lower.tensor import Size, Tensor, pointwise, view
+from tilewright.lower.tensor import Size, Tensor, placeholders, pointwise, view
 
 aten = torch.ops.aten
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -225,11 +225,21 @@ class _Groups:
         return view(t, size, lambda n, g, *rest: (n, g))
 
 
+def _in_planes(ctx: Lowering, x: Tensor) -> Tensor:
+    """`x` for several passes over its groups: on a CPU each of their channels as one piece."""
+    v = placeholders(x.size)[-1]
+    apart = any(ix.coefficient(n.src[0], v) is not ix.ONE for n in loads(x.body)
+                if v in free_vars(n.src[0]))  # fmt: skip
+    if x.device.type != "cpu" or not apart:
+        return keep(ctx, x)
+    return ctx.copy(x, ix.contiguous_strides(x.size))
+
+
 @lowers(aten.native_group_norm.default)
 def _group_norm(ctx: Lowering, x: Tensor, weight: Tensor | None, bias: Tensor | None, n: Any,
                 c: Any, hxw: Any, groups: int, eps: float) -> tuple[Tensor, ...]:  # fmt: skip
     split = _Groups.of(x, groups)
-    values, weight, bias = _in(x.dtype, split.apart(keep(ctx, x)), split.channels(weight),
+    values, weight, bias = _in(x.dtype, split.apart(_in_planes(ctx, x)), split.channels(weight),
                                split.channels(bias))  # fmt: skip
     mean, inverse = _statistics(ctx, values, split.rows, eps)
     out = split.together(_affine(_normalized(values, mean, inverse), weight, bias))

@@ -27,6 +27,8 @@ def structure(group: Group) -> Structure:
     members, outer, serial = merge_loops(list(group.members), without_scan(group), group.serial)
     members, outer = _write_out_shortest(members, outer)
     segments = segments_of(members, (*outer, *serial))
+    for segment in segments:
+        _walk_along_memory(segment)
     lanes = not serial and _prefers_lanes(segments, outer)
     return Structure(outer, serial, segments, lanes)
 
@@ -46,7 +48,20 @@ def _write_out_shortest(members: list[Nest], outer: tuple[Expr, ...]
     return [unroll(nest, last)], outer[:-1]
 
 
+def _walk_along_memory(segment: Segment) -> None:
+    """Put last the loop along which the accesses of a segment that folds nothing cost least: what
+    is stored need not lie as what is read does, and four channels beside each other fill no vector
+    (group norm of 4x32x32x32, 8 groups, its result with channels last: 0.67 ms, now 0.16)."""
+    loops = segment.loops
+    if segment.reduce or segment.scans or len(loops) < 2 or any(free_vars(v.src[0]) for v in loops):
+        return
+    cost = {v: sum(_walk_cost(m, segment, v, FEW) for m in segment.members) for v in loops}
+    last = min(reversed(loops), key=lambda v: (cost[v], -hint(v.src[0])))
+    segment.loops = (*(v for v in loops if v is not last), last)
+
+
 STRIDED = 8  # what a load that is not contiguous costs, in contiguous ones
+FEW = 3  # the same of a few contiguous ones, too few to fill a vector
 IN_ORDER = 4  # the same for a step of a scan, which waits for the one before
 
 
@@ -62,16 +77,19 @@ def _prefers_lanes(segments: Sequence[Segment], outer: tuple[Expr, ...]) -> bool
         return False  # lanes would have loops of different lengths
     last = outer[-1]
     shortest = min(hint_product(v.src[0] for v in s.inner) for s in inside)
-    if shortest <= 4 and hint(last.src[0]) >= 16:
+    few = shortest <= 4 and hint(last.src[0]) >= 16
+    looked_up = any(loads(n.src[0]) for s in inside for m in s.members if m.reduce
+                    for n in loads(*m.exprs))  # fmt: skip
+    if few and not looked_up:
         return True
-    if hint(last.src[0]) < 8:
+    if not few and hint(last.src[0]) < 8:
         return False
     along_lanes = along_inner = 0
     for segment in inside:
         for nest in segment.members:
             along_lanes += _walk_cost(nest, segment, last)
             along_inner += _walk_cost(nest, segment, segment.inner[-1])
-    return along_lanes < along_inner
+    return along_lanes < along_inner or (few and along_lanes == along_inner)
 
 
 def folds_columns(segment: Segment) -> bool:
@@ -87,8 +105,9 @@ def folds_columns(segment: Segment) -> bool:
     return along[0] < along[1]
 
 
-def _walk_cost(nest: Nest, segment: Segment, v: Expr) -> int:
-    """What the accesses inside the segment's loops cost when `v` is the vectorised loop."""
+def _walk_cost(nest: Nest, segment: Segment, v: Expr, few: int = STRIDED) -> int:
+    """What the accesses inside the segment's loops cost when `v` is the vectorised loop; a
+    contiguous one costs `few` where `v` is too short to fill a vector."""
     indices = {n.src[0] for n in loads(*nest.exprs)}
     if not nest.reduce:
         indices |= {s.index for s in nest.stores}
@@ -102,8 +121,12 @@ def _walk_cost(nest: Nest, segment: Segment, v: Expr) -> int:
         stride = ix.coefficient(index, v)
         if stride is ix.ZERO:
             continue
-        plain = stride is ix.ONE and not short
-        total += (IN_ORDER if in_order else 1) if plain else STRIDED
+        if stride is not ix.ONE:
+            total += STRIDED
+        elif short:
+            total += few
+        else:
+            total += IN_ORDER if in_order else 1
     return total * hint_product(u.src[0] for u in all_loops(nest))
 
 

@@ -35,6 +35,16 @@ LARGEST = 2**31 - 1
 FEW = 8  # loads whose values a thread has room for
 
 
+def may_convert(shape: Shape) -> bool:
+    """Whether the card's own instruction may make eight-bit floats: not such as are stored in rows
+    and in columns too. ptxas up to 12.9 then stores other bytes in one of them (H200, Triton 3.6: a
+    quarter of 512x384; triton issue 11111), and does not where integers made the bytes."""
+    stores = [s for m in shape.flat().members for s in m.stores if s.value.dtype in FP8]
+    along = {frozenset(a.var for a in shape.axes if ix.coefficient(s.index, a.var) is ix.ONE)
+             for s in stores}  # fmt: skip
+    return len(along) < 2
+
+
 def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buffer],
            largest: int) -> list[Expr] | None:  # fmt: skip
     """Numbers that must be below 2**31 at a call for 32-bit indices to do; None where they cannot.

@@ -106,7 +106,7 @@ class Kernel:
             self.w.narrow = kept_narrow(exprs, made)
         self.joins = not skips_a_rounding(exprs, made) and facts.joins(
             exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
-        if target.capability >= (8, 9):
+        if target.capability >= (8, 9) and facts.may_convert(shape):
             self.w.fp8 = FP8_LARGEST
         self.w.valued = facts.valued(exprs, [s for m in shape.members for s in m.stores])
         self.w.seldom = choices(shape, self.w)
