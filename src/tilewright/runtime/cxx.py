@@ -293,7 +293,7 @@ def _refused(
 
 
 def _load(source: CxxSource, order: _Order, file: Path) -> Loaded:
-    library = ctypes.CDLL(_executable(file))
+    library = ctypes.CDLL(store.executable(file))
     if "omp parallel" in source.text:
         _survive_forks()
     try:
@@ -317,15 +317,6 @@ def _load(source: CxxSource, order: _Order, file: Path) -> Loaded:
 
     native.when_ready(quick)
     return loaded
-
-
-def _executable(file: Path) -> str:
-    """The file, or a copy in memory of one in a folder that nothing is executed from."""
-    if not file.is_relative_to(store.MEMORY):
-        return str(file)
-    handle = os.memfd_create(file.name)
-    os.write(handle, file.read_bytes())
-    return f"/proc/self/fd/{handle}"
 
 
 @functools.cache

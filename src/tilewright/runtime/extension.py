@@ -70,7 +70,7 @@ def _built(source: Path, path: Path) -> Path | None:
 
 
 def _loaded(name: str, path: Path) -> Any:
-    loader = ExtensionFileLoader(name, str(path))
+    loader = ExtensionFileLoader(name, store.executable(path))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 from tilewright import config
 from tilewright.tune.clock import WAITED, Bench
+from tilewright.tune.failures import SHORT
 from tilewright.tune.results import ADVANTAGE, Subject, Timing, Trial, timing
 
 Effort = Literal["none", "quick", "default", "max"]
@@ -134,6 +135,12 @@ class CUTLASSTemplateCaller(ChoiceCaller):
         return self.trial.key if candidate is None else f"{candidate.hash_key()}-{self.trial.key}"
 
 
+def is_filtered() -> bool:
+    """Whether options say which choices are tried: then they look at all that there are."""
+    asked = config.test_configs
+    return bool(asked.autotune_choice_name_regex or asked.autotune_choice_desc_regex)
+
+
 CALLERS: dict[str, type[ChoiceCaller]] = {
     "TRITON": TritonTemplateCaller,
     "CUTLASS": CUTLASSTemplateCaller,
@@ -242,6 +249,11 @@ def out_of_reach(choices: Sequence[ChoiceCaller], effort: Effort) -> dict[Choice
                 f"estimate is {limit:.3g} us {effort_text}"
             )
     return found
+
+
+def all_are_short(choices: Sequence[ChoiceCaller]) -> bool:
+    """Whether none could be tried for want of memory."""
+    return bool(choices) and all(c.reason.startswith(SHORT) for c in choices)
 
 
 def outdone(choices: Sequence[ChoiceCaller], best: ChoiceCaller, effort: Effort

@@ -16,6 +16,9 @@ _DRIVER = {
 }
 
 
+SHORT = "out of memory"  # how the reason of a candidate begins that had too little
+
+
 class Crashed(RuntimeError):
     """A candidate brought down the process that timed it, or would not end."""
 
@@ -32,7 +35,7 @@ def explained(error: BaseException) -> tuple[str, bool]:
     if isinstance(error, SystemExit):
         return f"it ended the program with exit code {error.code}", True
     if is_short(error):
-        return f"out of memory: {text}", False
+        return f"{SHORT}: {text}", False
     for part, meaning in _DRIVER.items():
         if part in lower:
             return f"{meaning} ({text})", True

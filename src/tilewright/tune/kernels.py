@@ -85,6 +85,7 @@ def measured(source: TritonSource, first: Built) -> Built:
         return first
     metrics.counters["tune"]["kernels measured"] += 1
     records.choose(subject, _manner(), Choice(best.key, best.description))
+    records.share(subject)  # with the choice: others build that alone
     return best.built
 
 
@@ -299,9 +300,10 @@ def _manner() -> str:
 
 
 def _known(source: TritonSource) -> TritonConfig | None:
-    if not config.autotune_local_cache:
-        return None
-    found = records.chosen(_subject(source), _manner())
+    subject = _subject(source)
+    found = records.chosen(subject, _manner()) if config.autotune_local_cache else None
+    if found is None and records.had_from_others(subject):
+        found = records.chosen(subject, _manner())
     if found is None:
         return None
     metrics.counters["tune"]["choices found"] += 1

@@ -252,9 +252,25 @@ def fetch(subject: Subject) -> Tables | None:
     """What others found of a subject in an environment like this one, by the server."""
     if not remote.enabled() or not subject.key:
         return None
-    data = remote.get(_remote_key(subject))
+    key = _remote_key(subject)
+    data = None if key in _not_there else remote.get(key)
+    if data is None:
+        _not_there.add(key)
     found = None if data is None else _parsed(data.decode(errors="replace"))
     return found or None
+
+
+_not_there: set[str] = set()  # on the server, when it was asked: it is asked once
+caches.register(_not_there.clear)
+
+
+def had_from_others(subject: Subject) -> bool:
+    """Whether others had something of a subject, which now is in our records."""
+    tables = fetch(subject)
+    if tables is None:
+        return False
+    take(tables)
+    return True
 
 
 def offer(subject: Subject, tables: Tables) -> None:
@@ -263,7 +279,15 @@ def offer(subject: Subject, tables: Tables) -> None:
         here = environment(subject.device)
         own = {table: [r for r in rows if r.get("environment", here) == here]
                for table, rows in tables.items()}  # fmt: skip
-        remote.put(_remote_key(subject), json.dumps(own).encode())
+        key = _remote_key(subject)
+        remote.put(key, json.dumps(own).encode())
+        _not_there.discard(key)
+
+
+def share(subject: Subject) -> None:
+    """Let others have all that is recorded of a subject."""
+    if remote.enabled():
+        offer(subject, rows_of(subject))
 
 
 def _remote_key(subject: Subject) -> str:

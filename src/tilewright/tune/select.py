@@ -90,6 +90,9 @@ class AlgorithmSelectorCache:
     def count(self, what: str, number: int = 1) -> None:
         metrics.counters["inductor"][what] += number
 
+    def share(self, subject: Subject) -> None:
+        records.share(subject)
+
     def lookup(self, tuning: _Tuning, choices: Sequence[ChoiceCaller],
                benchmark: Benchmark | None) -> dict[ChoiceCaller, float]:  # fmt: skip
         """Milliseconds of each choice: remembered, or else measured; infinite where rejected."""
@@ -227,9 +230,11 @@ class _Tuning:
             if first.trial.is_library:  # what the others are compared with, and eager's own
                 return self._done(first, "model")
             return self._first_good([first], "model")
-        if not alive and all(c.reason.startswith("out of memory") for c in tried):
-            log.warning("%s is not measured: %s", self.subject.title, tried[0].reason)
-            return self._unmeasured(order)
+        libraries = [c for c in tried if c.trial.is_library]
+        if not alive and (libraries or trying.all_are_short(tried)):  # eager's call needs no times
+            taken = libraries or order
+            log.warning("%s is not measured: %s", self.subject.title, taken[0].reason)
+            return self._unmeasured(taken)
         remembered = all(c.remembered for c in alive)
         alive.sort(key=order.index)
         return self._fastest(alive, "remembered" if remembered else "measured")
@@ -247,6 +252,7 @@ class _Tuning:
 
     def _fastest(self, alive: list[ChoiceCaller], source: Source) -> Verdict:
         """Of choices in order of preference, the one to prefer, if it is good; or the next."""
+        given = alive
         while alive:
             # who was not in the finals has too few samples to be compared with those who were
             pool = [c for c in alive if (c.final and not c.lost) or c.remembered] or alive
@@ -254,6 +260,9 @@ class _Tuning:
             if self.is_good(winner):
                 return self._done(winner, source)
             alive = [c for c in alive if not c.reason]
+        if trying.all_are_short(given):  # they ran, and could not be compared
+            log.warning("%s is not verified: %s", self.subject.title, given[0].reason)
+            return self._unmeasured(given)
         raise self._nothing()
 
     def _first_good(self, order: Iterable[ChoiceCaller], source: Source) -> Verdict:
@@ -267,7 +276,7 @@ class _Tuning:
             choice = Choice(winner.hash_key(), winner.description)
             self.keep()
             records.choose(self.subject, self._offered, choice)
-            records.offer(self.subject, records.rows_of(self.subject))
+            self.selector.share(self.subject)
         times = {c.name: c.time for c in self.choices if c.samples or c.timing is not None}
         rejected = {c.name: c.reason for c in self.choices if c.reason}
         seconds = time.perf_counter() - self.began
@@ -310,8 +319,7 @@ class _Tuning:
     def recall(self, choices: Sequence[ChoiceCaller]) -> None:
         """Take over what earlier runs found of these choices."""
         rows = records.measured(self.subject) if config.autotune_local_cache else {}
-        if not rows and (tables := records.fetch(self.subject)) is not None:
-            records.take(tables)
+        if not rows and records.had_from_others(self.subject):
             rows = records.measured(self.subject)
             self._fetched_choice = records.chosen(self.subject, self._offered)
         if not rows and log.isEnabledFor(logging.INFO):
@@ -364,8 +372,9 @@ class _Tuning:
         self.shown.started(len(order))
         clock = self.clock
         self._count_builds(order)
+        in_turn = _own_first(order)
         try:
-            hopeful = self._hopeful(order) if clock.is_quiet else order
+            hopeful = self._hopeful(in_turn) if clock.is_quiet else in_turn
             self._look(self._built(hopeful, all_first=not clock.is_quiet))
             tried = [c for c in order if c.samples and not c.reason]
             if self._once(tried):
@@ -464,9 +473,15 @@ class _Tuning:
     def _look(self, choices: Iterable[ChoiceCaller]) -> None:
         times = [c.time.median_us for c in self.choices if c.time.samples and not c.reason]
         best = min(times, default=math.inf)
+        failed: set[str] = set()  # providers of others, in this process: what is next may harm it
         for choice in choices:
+            if choice.trial.provider in failed and math.isfinite(best):
+                choice.reject("another of its provider failed in this process", lasting=False)
+                continue
             race.look(choice, best, self._take, self.clock.is_quiet)
             best = min(best, choice.time.median_us) if not choice.reason else best
+            if choice.reason and is_foreign(choice.trial) and _remote(choice) is None:
+                failed.add(choice.trial.provider)
             self.shown.tried(choice)
             if self._late() and math.isfinite(best):
                 self._cut()
@@ -477,7 +492,7 @@ class _Tuning:
         would disturb the timing, all of them at the end."""
         ahead = 2 * _compilers()
         ready: list[ChoiceCaller] = []
-        left = self._affordable(order)
+        left = self._affordable(order)  # ours, then others'
         until = time.perf_counter() + GRACE
         while left:
             known = (c for c in self.choices if not c.reason)
@@ -486,12 +501,14 @@ class _Tuning:
                 break
             for later in left[:ahead]:
                 self._guarded(later, later.trial.start)
-            choice = self._next(left[:ahead], until)
+            group = [c for c in left if is_foreign(c.trial) == is_foreign(left[0].trial)]
+            choice = self._next(group[:ahead], until)
             if choice is None and self._late():
                 continue
             if choice is None:
-                self._not_awaited(left)
-                break
+                self._not_awaited(group)
+                left = left[len(group) :]
+                continue
             left.remove(choice)
             if not choice.reason and self._finish(choice):
                 if all_first:
@@ -709,6 +726,11 @@ def is_foreign(trial: Trial) -> bool:
     return bool(getattr(trial, "is_foreign", False))
 
 
+def _own_first(order: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+    """What may harm the card, or this process, is tried last: there is something to take then."""
+    return sorted(order, key=lambda c: is_foreign(c.trial))
+
+
 # Given every question, which then is not measured: somebody else will.
 collect: Callable[[Subject, Sequence[Trial]], None] | None = None
 _waited_for: set[str] = set()
@@ -741,6 +763,9 @@ class _Internal(AlgorithmSelectorCache):
 
     def count(self, what: str, number: int = 1) -> None:
         metrics.counters["tune"][what] += number
+
+    def share(self, subject: Subject) -> None:
+        """Left to who asks, who has more to say of a kernel than who was faster in one race."""
 
 
 _selector = AlgorithmSelectorCache()

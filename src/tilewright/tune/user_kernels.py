@@ -20,6 +20,7 @@ from tilewright.graph.user_kernels import literal
 from tilewright.runtime import launch, store, triton_build
 from tilewright.runtime.triton_build import Built
 from tilewright.runtime.user_kernel import Run, UserSource, by_triton, interpreted, refused
+from tilewright.tune import records
 from tilewright.tune.results import Subject
 from tilewright.tune.select import internal
 
@@ -116,6 +117,8 @@ class Tuned:
         found = self.source.kernel
         subject = Subject(self._name(key), found.name, self.source.device)
         verdict = internal(subject, trials)
+        if verdict.source == "measured":
+            records.share(subject)
         counted = "choices found" if verdict.source == "remembered" else "user kernels measured"
         metrics.counters["tune"][counted] += 1
         log.info("%s: %s", found.name, verdict.winner.description)
