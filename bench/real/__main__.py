@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,9 @@ import click
 import torch
 
 from bench.measure import CACHE_VARIABLES
-from bench.real import tables
+from bench.real import side_by_side, tables
 from bench.real.child import Task
+from bench.real.side_by_side import Running
 from bench.real.zoo import SIZES, Model, zoo
 
 WORKS = ("inference", "training")
@@ -48,6 +50,8 @@ MODES = ("default", "max-autotune", "reduce-overhead", "max-autotune-no-cudagrap
     help="processor: on a machine that others use too, with one thread.",
 )
 @click.option("--allocator", type=click.Choice(["reuse", "default"]), default="reuse")
+@click.option("--jobs", default=1, show_default=True,
+              help="Models at a time; all others are stopped while one is timed.")  # fmt: skip
 @click.option("--shared-caches", is_flag=True, help="Models find what others compiled.")
 @click.option(
     "--out",
@@ -103,6 +107,7 @@ class Options:
     threads: int | None
     clock: str
     allocator: str
+    jobs: int
     shared_caches: bool
     out: Path
     again: bool
@@ -136,42 +141,48 @@ def _chosen(names: tuple[str, ...], fields: tuple[str, ...], sources: tuple[str,
 def _run(tasks: list[Task], options: Options) -> int:
     """Run tasks until the time is over; how many are left."""
     end = time.perf_counter() + options.budget
+    if options.budget <= 0:
+        return len(tasks)
+    left = len(tasks)
     with tempfile.TemporaryDirectory(prefix="bench-real-") as folder:
-        for k, task in enumerate(tasks):
-            seconds = min(options.limit, end - time.perf_counter())
-            if seconds <= 0:
-                return len(tasks) - k
-            cut = seconds < options.limit
-            record = _measured(task, Path(folder), seconds, cut, options.shared_caches)
-            if record is None:
-                return len(tasks) - k
+
+        def start(task: Task) -> Running[Task]:
+            return _started(task, Path(folder), min(time.perf_counter() + options.limit, end),
+                            options.shared_caches)  # fmt: skip
+
+        for ended in side_by_side.run(tasks, options.jobs, start):
+            if ended.status and time.perf_counter() >= end:
+                return left
+            record = _record(ended)
+            left -= 1
             tables.append(options.out, record)
             click.echo(tables.one_line(record))
-    return 0
+    return left
 
 
-def _measured(task: Task, folder: Path, seconds: float, cut: bool, shared: bool
-              ) -> tables.Record | None:  # fmt: skip
-    """The record of a task; none where the time for all of them was over before it ended."""
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        result = Path(own) / "record.json"
-        caches = {name: str((folder if shared else Path(own)) / name) for name in CACHE_VARIABLES}
-        command = [sys.executable, "-m", "bench.real.child", json.dumps(asdict(task)), str(result)]
-        with (Path(own) / "said").open("w+b") as heard:
-            try:
-                process = subprocess.run(command, stdout=heard, stderr=subprocess.STDOUT,
-                                         timeout=seconds, env={**os.environ, **caches},
-                                         check=False)  # fmt: skip
-                why = f"ended with {process.returncode}"
-            except subprocess.TimeoutExpired:
-                if cut:
-                    return None
-                why = f"took more than {seconds:.0f} s"
-            heard.seek(0)
-            said = heard.read().decode(errors="replace").strip().splitlines()
-        if result.exists():
-            return json.loads(result.read_text())
-        return {**asdict(task), "failures": [f"{why}: {' '.join(said[-3:])[-400:]}"]}
+def _started(task: Task, folder: Path, end: float, shared: bool) -> Running[Task]:
+    own = Path(tempfile.mkdtemp(dir=folder))
+    caches = {name: str((folder if shared else own) / name) for name in CACHE_VARIABLES}
+    command = [sys.executable, "-m", "bench.real.child", json.dumps(asdict(task)), str(own)]
+    heard = (own / "said").open("w+b")
+    process = subprocess.Popen(command, stdout=heard, stderr=subprocess.STDOUT,
+                               env={**os.environ, **caches}, start_new_session=True)  # fmt: skip
+    return Running(task, own, process, heard, end)
+
+
+def _record(ended: Running[Task]) -> tables.Record:
+    """What a task wrote before it ended, or why it wrote nothing. Its folder is removed."""
+    result = ended.folder / "record.json"
+    if result.exists():
+        record = json.loads(result.read_text())
+    else:
+        ended.heard.seek(0)
+        said = ended.heard.read().decode(errors="replace").strip().splitlines()
+        why = f"{ended.status}: {' '.join(said[-3:])[-400:]}"
+        record = {**asdict(ended.task), "failures": [why]}
+    ended.heard.close()
+    shutil.rmtree(ended.folder, ignore_errors=True)
+    return record
 
 
 if __name__ == "__main__":

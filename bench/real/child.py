@@ -1,7 +1,7 @@
 """One model, one kind of work, one mode, in a process of its own: a record of all three.
 
-`python -m bench.real.child` is given a task as JSON and writes its record to a file; what it prints
-is heard by its parent, in case it does not end well.
+`python -m bench.real.child` is given a task as JSON and a folder, where it writes its record; what
+it prints is heard by its parent, in case it does not end well.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.measure import EAGER, REFERENCE, keep_freed_memory, machine
 from bench.peak import peak_bytes
+from bench.real.side_by_side import Gate
 from bench.real.zoo import Made, made, zoo
 
 OURS = "tilewright"
@@ -274,7 +275,7 @@ def warmed_up(task: Task) -> None:
     torch._dynamo.reset()
 
 
-def record(task: Task) -> dict[str, Any]:
+def record(task: Task, gate: Gate) -> dict[str, Any]:
     """Everything about one task; `failures` says what is not as it has to be."""
     model = zoo()[task.model]
     ear, failures = Ear(), list[str]()
@@ -289,7 +290,7 @@ def record(task: Task) -> dict[str, Any]:
     for name in (EAGER, *order):
         try:
             with ear.listening(name):
-                runners[name] = _first_call(found, name, task, exact, rows[name])
+                runners[name] = _first_call(found, name, task, exact, rows[name], gate)
         except Exception as why:
             rows[name]["failure"] = f"{type(why).__name__}: {' '.join(str(why).split())[:300]}"
     del exact
@@ -300,7 +301,8 @@ def record(task: Task) -> dict[str, Any]:
     failures += [f"{name}: {rows[name]['failure']}" for name in (EAGER, OURS)
                  if "failure" in rows[name]]  # fmt: skip
     ready = {name: runners[name].step for name in BACKENDS if name in runners}
-    _measure(ready, rows, ear, task)
+    with gate.alone():
+        _measure(ready, rows, ear, task)
     said = ear.only(OURS)
     failures += [f"said: {line[:200]}" for line in said[:5]]
     return {
@@ -312,13 +314,13 @@ def record(task: Task) -> dict[str, Any]:
 
 
 def _first_call(found: Made, name: str, task: Task, exact: dict[str, list[Tensor]],
-                row: dict[str, Any]) -> Runner:  # fmt: skip
+                row: dict[str, Any], gate: Gate) -> Runner:  # fmt: skip
     runner = Runner(found, name, task)
-    start = time.perf_counter()
+    start = gate.clock()
     results = runner.results()
     _settled(task.device)
     if name != EAGER:
-        row["compile_s"] = time.perf_counter() - start
+        row["compile_s"] = gate.clock() - start
     row["error"] = error(results, exact)
     runner.step()  # lazily made state; programs that are recorded are so at their second call
     runner.step()
@@ -353,11 +355,12 @@ def _speeds(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    task, out = Task(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    task, folder = Task(**json.loads(sys.argv[1])), Path(sys.argv[2])
     warnings.filterwarnings("ignore")
     if task.allocator == "reuse":
         keep_freed_memory()
-    out.write_text(json.dumps(record(task)))
+    found = record(task, Gate(folder))
+    (folder / "record.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -61,13 +61,16 @@ def markdown(records: list[Record], note: str) -> str:
 
 def _summary(records: list[Record]) -> list[str]:
     lines = [_pipe(("mode", "work", "models", "over eager", "over reference", "slower than eager",
-                    "slower than the reference", "compile, of the reference's")),
-             _pipe(["---"] * 2 + ["---:"] * 6)]  # fmt: skip
+                    "slower than the reference", "compile, of the reference's",
+                    "device over eager", "device over reference")),
+             _pipe(["---"] * 2 + ["---:"] * 8)]  # fmt: skip
     for mode, work in sorted({(r["mode"], r["work"]) for r in records}):
         some = [r for r in records if (r["mode"], r["work"]) == (mode, work)]
         lines.append(_pipe((
             mode, work, str(len(some)), _mean(_speed(some, EAGER)), _mean(_speed(some, REFERENCE)),
-            _slower(some, EAGER), _slower(some, REFERENCE), _mean(_compile(some)),
+            _slower(some, EAGER), _slower(some, REFERENCE),
+            _mean(_ratios(some, "compile_s", OURS, REFERENCE)),
+            *(_mean(_ratios(some, "device_ms", b, OURS)) for b in (EAGER, REFERENCE)),
         )))  # fmt: skip
     return lines
 
@@ -76,9 +79,8 @@ def _speed(records: list[Record], base: str) -> list[float]:
     return [r["speed"][base] for r in records if base in r.get("speed", {})]
 
 
-def _compile(records: list[Record]) -> list[float]:
-    pairs = [[r.get("backends", {}).get(b, {}).get("compile_s") for b in (OURS, REFERENCE)]
-             for r in records]  # fmt: skip
+def _ratios(records: list[Record], what: str, one: str, other: str) -> list[float]:
+    pairs = [[r.get("backends", {}).get(b, {}).get(what) for b in (one, other)] for r in records]
     return [a / b for a, b in pairs if a and b]
 
 
