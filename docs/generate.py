@@ -55,7 +55,7 @@ _OPTIONS = """\
 
 Made by `make docs` from `src/tilewright/known_options.py`: change that file, not this one.
 
-Options of `torch._inductor.config` (torch 2.11 to 2.13) that are no options of ours
+Options of `torch._inductor.config` (torch 2.11 to 2.15) that are no options of ours
 ([config.md](config.md) has those). One that has no effect may be set, and the log says why;
 one that is refused is an error that says what to use.
 

@@ -229,8 +229,9 @@ def main() -> int:
         for text in (explanation(outcome), *choices(outcome)):
             console.print(text, highlight=False, soft_wrap=True)
     console.print(
-        "Convolutions and attention are library calls; products are computed by whoever was "
-        "fastest with what is fused to them. A second run takes it all from the cache.",
+        "Products are computed by whoever was fastest with what is fused to them, attention by "
+        "whom a model finds fastest; library calls are named above. A second run takes it all "
+        "from the cache.",
         soft_wrap=True,
     )
     for o in outcomes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import shutil
@@ -38,7 +39,19 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(_OWN_CACHE, ignore_errors=True)
 
 
+SLOWEST = 30  # files, whose seconds a run ends with
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seconds: collections.Counter[str] = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > SLOWEST:
+        terminalreporter.section(f"seconds of {sum(seconds.values()):.0f} by file")
+        for name, spent in seconds.most_common(SLOWEST):
+            terminalreporter.write_line(f"{spent:7.1f} {name}")
     terminalreporter.section("size of src/tilewright")
     for line in sizes.report(ROOT / "src" / "tilewright"):
         terminalreporter.write_line(line)

@@ -19,6 +19,7 @@ from tilewright.errors import UnknownModeError
 from tilewright.options import (
     REGEX,
     Check,
+    GraphPass,
     Group,
     Option,
     Patch,
@@ -89,6 +90,32 @@ fallback_random: bool = option(
 )
 emulate_precision_casts: bool = option(
     True, "Round low-precision results wherever eager stores a tensor.", affects_code=True
+)
+
+# The user's own passes ---------------------------------------------------------------------
+
+pre_grad_custom_pass: GraphPass | None = option(
+    None,
+    "Functions that change the graph Dynamo captured, before it is differentiated. A program is "
+    "kept in the caches if each of them has a `uuid()`, here and below.",
+    affects_code=True,
+)
+joint_custom_pre_pass: GraphPass | None = option(
+    None,
+    "Functions that change the joint graph, forward and backward, before anything of ours; the "
+    "graph itself where there are no gradients.",
+    affects_code=True,
+)
+joint_custom_post_pass: GraphPass | None = option(
+    None, "The same, right before the joint graph is parted.", affects_code=True
+)
+post_grad_custom_pre_pass: GraphPass | None = option(
+    None,
+    "Functions that change each ATen graph (forward, backward, inference) before anything of ours.",
+    affects_code=True,
+)
+post_grad_custom_post_pass: GraphPass | None = option(
+    None, "The same, right before the graph is lowered.", affects_code=True
 )
 
 # Graph and lowering ------------------------------------------------------------------------
@@ -241,7 +268,7 @@ max_autotune_gemm_backends: str = option(
 )
 max_autotune_conv_backends: str = option(
     "ATEN,TRITON",
-    "No effect yet. Comma list, in any case, of who may offer convolutions; empty: nobody.",
+    "Comma list, in any case, of who may offer convolutions while tuning; empty: nobody.",
     affects_code=True,
 )
 max_autotune_gemm_search_space: str = option(
@@ -425,14 +452,15 @@ class Triton(Group):
     )
     enable_template_tma_store: bool = option(
         False,
-        "Accepted and ignored: templates store through pointers, so that an epilogue may write any "
-        "layout; descriptors are for operands.",
-        affects_code=False,
+        "Templates that read operands through tensor descriptors store results through them too, "
+        "and compute nothing else: rows of results must start at multiples of 16 bytes.",
+        affects_code=True,
     )
     enable_epilogue_subtiling: bool = option(
         False,
-        "Accepted and ignored: the result of a tile is stored as a whole.",
-        affects_code=False,
+        "Warp-specialised templates store a block of the result in two pieces at least; off, also "
+        "as a whole.",
+        affects_code=True,
     )
     native_matmul: bool = option(
         False,
@@ -441,15 +469,16 @@ class Triton(Group):
     )
     num_decompose_k_splits: int = option(
         10,
-        "0: templates do not split a long k among programs. Otherwise into how many is a parameter "
-        "of a configuration (`SPLIT_K`), and this number is not looked at.",
+        "Into how many numbers of parts a long k is tried to be cut, each a batched product and a "
+        "sum of its parts. 0: none, and templates do not split it among programs either.",
         affects_code=True,
         check=at_least(0),
     )
     decompose_k_threshold: int = option(
         32,
-        "Accepted and ignored: whether a long k is split is decided by the model and by measuring.",
-        affects_code=False,
+        "How many times as long as rows and columns k has to be for a sum to be cut into parts. "
+        "Templates split it among programs by the model and by measuring.",
+        affects_code=True,
         check=at_least(0),
     )
     autotune_cublasLt: bool = option(
@@ -693,6 +722,13 @@ def code_key() -> tuple[tuple[str, Value], ...]:
         for name, spec in sorted(_registry.options.items())
         if spec.affects_code
     )
+
+
+def passes_without_identity() -> tuple[str, ...]:
+    """The user's passes that no cache key can tell from others."""
+    given = {name: _registry.get(name) for name, spec in _registry.options.items()
+             if spec.kind is GraphPass}  # fmt: skip
+    return tuple(n for n, p in given.items() if isinstance(p, GraphPass) and not p.has_identity)
 
 
 def snapshot() -> dict[str, Value]:

@@ -175,6 +175,10 @@ class UnknownModeError(TilewrightError, ValueError):
         self.valid = tuple(valid)
 
 
+class GraphPassError(TilewrightError):
+    """A pass of the user's raised, or left a graph that is none."""
+
+
 class LoweringError(TilewrightError):
     """An FX node could not be turned into loop nests, nor left to ATen."""
 

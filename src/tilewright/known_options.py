@@ -1,7 +1,7 @@
 """The options of the reference that we do not have, and what becomes of them here.
 
 Each is accepted with a line that says why it changes nothing, or refused with what to use instead.
-The names are those of `torch._inductor.config` of torch 2.11 to 2.13; options that we have are not
+The names are those of `torch._inductor.config` of torch 2.11 to 2.15; options that we have are not
 among them (`config.py`). `docs/options.md` shows both.
 """
 
@@ -69,6 +69,12 @@ ACCEPTED: dict[str, str] = {
         triton.decompose_k_threshold cpp.no_redundant_loops cpp.max_horizontal_fusion_size
         cpp.enable_tiling_heuristics cpp.enable_loop_tail_vec cpp.use_two_step_variance_threshold
         cpp.fallback_scatter_reduce_sum cpp.enable_concat_linear cpp.enable_grouped_gemm_template
+        benchmark_template_fusion max_template_fusion_benchmarked_choices bmm_shared_a
+        combo_kernel_compile_time_autotune fusion_memory_timeline_peak_memory_increase_gb
+        fusion_memory_timeline_peak_memory_pct_threshold partitioned_scatter_force
+        partitioned_scatter_min_contention_ratio partitioned_scatter_min_index_size
+        partitioned_scatter_non_model_floor_bytes realize_opusers_threshold
+        reorder_for_locality_in_training triton.scalar_accumulators var_std_reduction_dedup
     """,
     _MACHINE: """
         cpp_wrapper_build_separate cpp_cache_precompile_headers use_static_cuda_launcher
@@ -108,6 +114,16 @@ ACCEPTED: dict[str, str] = {
         implicit_fallbacks fallback_embedding_bag_byte_unpack bw_outputs_user_visible
         enable_autograd_for_aot annotate_training run_jit_post_compile_hook
         unsafe_ignore_unsupported_triton_autotune_args dce use_dce
+        autotune_cudagraph_benchmarking autotune_cudagraph_benchmarking_iters
+        compile_worker_mode compile_worker_watchdog_interval_seconds
+        cpp.enable_kernel_context_guard cuda.autotune_tunableop_dynamic_dims_wildcard
+        flydsl_enable_autotuning nvgemm_pdl nvgemm_swap_ab use_rand4x
+        triton.cudagraph_dynamic_shape_rerecord_limit
+        triton.cudagraph_initial_mempool_allocation_gb
+        triton.cudagraph_managed_input_rerecord_action
+        triton.cudagraph_managed_input_rerecord_limit triton.cudagraph_trees_generation_cloning
+        triton.enable_flex_tdm triton.enable_host_side_tma triton.enable_template_autows
+        triton.tlx_mode
     """,
     _CHECKS: """
         size_asserts scalar_asserts alignment_asserts debug_index_asserts debug_ir_traceback
@@ -117,6 +133,7 @@ ACCEPTED: dict[str, str] = {
         fx_passes_numeric_check generate_intermediate_hooks triton.debug_sync_graph
         triton.debug_sync_kernel developer_warnings
         write_are_deterministic_algorithms_enabled
+        alignment_asserts_inputs unsafe_skip_scalar_range_asserts
     """,
     _TRACE: """
         disable_progress verbose_progress log_tlparse enabled_metric_tables save_args
@@ -136,11 +153,16 @@ ACCEPTED: dict[str, str] = {
         bucket_all_reduces_fx bucket_all_reduces_fx_bucket_size_determinator estimate_op_runtime
         runtime_estimations_mms_benchmark intra_node_bw inter_node_bw cpu_gpu_bw
         collective_benchmark_nruns collective_benchmark_timeout
+        decompose_shard_dim_alltoall
+    """,
+    "results lie in memory as eager's do, always": """
+        strict_output_strides
     """,
     _NUMERICS: """
         emulate_precision_casts_on_saved_tensors triton.codegen_upcast_to_fp32
         eager_numerics.division_rounding eager_numerics.disable_ftz
         eager_numerics.use_pytorch_libdevice
+        strict_signed_zero
     """,
 }
 _LEAVES = """
@@ -182,10 +204,10 @@ REFUSED: dict[str, str] = {
     "weights stay arguments: pass them as constants of the function, or leave the option out": """
         freezing freezing_discard_parameters
     """,
-    "change the FX graph before `torch.compile` sees it: no passes of the user's run inside": """
-        post_grad_custom_pre_pass post_grad_custom_post_pass joint_custom_pre_pass
-        joint_custom_post_pass pre_grad_custom_pass custom_partitioner_fn
-        pre_grad_fusion_options post_grad_fusion_options add_pre_grad_passes
+    "passes of your own are `pre_grad_custom_pass`, `joint_custom_pre_pass`, "
+    "`joint_custom_post_pass`, `post_grad_custom_pre_pass` and `post_grad_custom_post_pass`; those "
+    "of the reference do not run here": """
+        custom_partitioner_fn pre_grad_fusion_options post_grad_fusion_options add_pre_grad_passes
         remove_pre_grad_passes disabled_passes use_pre_grad_passes pre_grad_pass_timing
         use_joint_graph_passes use_post_grad_passes is_predispatch custom_should_partition_ops
         inductor_choices_class
@@ -198,6 +220,10 @@ REFUSED: dict[str, str] = {
     """,
     "look for NaN in the results: kernels do not": """
         nan_asserts runtime_triton_nan_asserts
+    """,
+    "leave it out: elements are rounded as eager rounds them, and sums are added up in an order of "
+    "their own": """
+        numerics
     """,
     "leave it out: every index that is data is checked": """
         assert_indirect_indexing

@@ -26,7 +26,6 @@ from typing import Any, Literal, TypeVar, cast
 from tilewright.errors import InvalidOptionError, UnknownOptionError
 from tilewright.known_options import known
 
-Value = bool | int | float | str | None
 T = TypeVar("T")
 
 ENV_PREFIX = "TILEWRIGHT_"
@@ -35,6 +34,48 @@ _FALSE = {"0", "false", "no", "off"}
 NEARLY = 0.88  # alike, prefix and all: a letter or two
 ABSENT: Any = object()
 log = logging.getLogger("tilewright")
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """Functions of the user's that change a graph, one after the other.
+
+    In cache keys they are what their `uuid()` says; the programs of one that has none, or that says
+    None, are not kept. They stay in the process: another one is told their names alone.
+    """
+
+    functions: tuple[Callable[..., Any], ...]
+    uuids: tuple[str | None, ...]
+
+    @classmethod
+    def of(cls, value: object) -> object:
+        """A function, or several, as a pass; anything else as it is."""
+        if isinstance(value, GraphPass):  # what a function says of itself may have changed
+            return cls.of(value.functions) if value.functions else value
+        given = cast("list[object]", value) if isinstance(value, (list, tuple)) else [value]
+        functions = tuple(f for f in given if callable(f))
+        if not functions or len(functions) < len(given):
+            return value
+        return cls(functions, tuple(map(_uuid, functions)))
+
+    @property
+    def has_identity(self) -> bool:
+        return None not in self.uuids
+
+    def __repr__(self) -> str:
+        return f"GraphPass{self.uuids}"
+
+    def __reduce__(self) -> Any:
+        return GraphPass, ((), self.uuids)
+
+
+def _uuid(function: object) -> str | None:
+    say: Any = getattr(function, "uuid", None)
+    said: object = say() if callable(say) else None
+    return None if said is None else repr(said)
+
+
+Value = bool | int | float | str | GraphPass | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +113,8 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        return self.kind.__name__ + (" or None" if self.optional else "")
+        name = "function of a graph" if self.kind is GraphPass else self.kind.__name__
+        return name + (" or None" if self.optional else "")
 
     def convert(self, value: object) -> Value:
         """The value as it is stored, or an InvalidOptionError."""
@@ -80,6 +122,8 @@ class Option:
             value = {"1": True, "0": False}.get(value, value)  # as environment variables have it
         if self.kind is float and type(value) is int:
             value = float(value)
+        if self.kind is GraphPass:
+            value = GraphPass.of(value)
         if self.kind is str and isinstance(value, (list, tuple)):
             parts = cast("list[object]", value)
             if all(type(part) is int for part in parts):  # numbers, which text has with commas
@@ -111,7 +155,7 @@ class Option:
             return None
         if self.kind is bool:
             return _bool_from_text(word, None)
-        if self.kind is str:
+        if self.kind in (str, GraphPass):  # nothing that can be written is a pass
             return text
         return self.kind(word)
 

@@ -74,11 +74,19 @@ def rows(*x: Tensor) -> list[Tensor]:
 
 
 def test_ck_5_each_has_its_own_blocks() -> None:
-    """The sizes of blocks are those each kernel would have alone."""
-    _, text = launched(lambda a, b: (a.cos(), b.sin()), torch.randn(40), torch.randn(70000))
-    blocks = dict(re.findall(r"'(XBLOCK\d)', (\d+)", text))
-    assert "XBLOCK=XBLOCK0" in text and "XBLOCK=XBLOCK1" in text
-    assert not blocks or blocks["XBLOCK0"] != blocks["XBLOCK1"]
+    """The long one has those it would have alone, the short one smaller ones."""
+    function, inputs = lambda a, b: (a.cos(), b.sin()), (torch.randn(40), torch.randn(70000))
+    count, text = launched(function, *inputs)
+    assert count == 1 and "XBLOCK=XBLOCK0" in text and "XBLOCK=XBLOCK1" in text
+
+    def blocks(function: Callable[..., Any], *inputs: Tensor) -> list[int]:
+        with config.patch(combo_kernels=True):
+            (kernel,) = kernels_of(function, *inputs)
+        return [value for name, value in kernel.configs[0].constants if name.startswith("XBLOCK")]
+
+    (alone,) = blocks(torch.sin, inputs[1])
+    long, short = blocks(function, *inputs)
+    assert long == alone > short
 
 
 def test_ck_5_rows_held_and_rows_walked() -> None:
@@ -260,7 +268,7 @@ def test_norms_of_many_tensors_share_launches() -> None:
     program that makes the norm scales none of them."""
     sizes = (*5 * (140_000,), *4 * (150_000,), *6 * (700,))
     count, text = launched(clipped, *(torch.randn(n) for n in sizes), asked=False)
-    assert count <= 4 and "R1BLOCK" not in text
+    assert count == 4 and "R1BLOCK" not in text
 
 
 def test_rows_of_one_program_are_few() -> None:

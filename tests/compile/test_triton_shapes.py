@@ -399,7 +399,9 @@ def test_all_rows_that_are_folded_are_under_way_before_the_first_is() -> None:
            lambda x: F.cross_entropy(x, torch.arange(17) * 1000, reduction="none")]
 )  # fmt: skip
 def test_long_softmax_folds_in_one_pass(fn: Callable[..., Any]) -> None:
+    """OS-4: also where the first or the last blocks of a row are all minus infinity."""
     x = _normal(17, 33001) * 9
+    x[7, :20000], x[8, 10000:] = -torch.inf, -torch.inf
     x[1, 7], x[2, 9], x[3, 5], x[4] = torch.nan, torch.inf, -torch.inf, -torch.inf
     x[5], x[6] = -1e9, torch.finfo(torch.float32).min  # all masked: each has the same share
     (kernel,) = check(fn, x, rtol=1e-5, atol=1e-5)

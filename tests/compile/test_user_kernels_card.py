@@ -184,7 +184,7 @@ def test_one_setting_of_several_may_fail() -> None:
 
 
 def test_memory_of_its_own_is_tritons_affair() -> None:
-    """A descriptor made on the card needs memory that Triton's launcher brings."""
+    """UT-8: a descriptor made on the card needs memory that Triton's launcher brings."""
 
     @triton.jit
     def kernel(x, out, n):

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as mapped
 from torch.utils.checkpoint import checkpoint
 
@@ -217,6 +218,29 @@ def unknown_option() -> None:
         compiled(torch.sin, options={"cpp_wrapper": True})(torch.randn(3))
 
 
+def frozen_weights() -> None:
+    with pytest.raises(Exception, match="weights stay arguments"):
+        compiled(torch.sin, options={"freezing": True})(torch.randn(3))
+
+
+def passes_over_graphs() -> None:
+    def cosine(graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.sin.default:
+                node.target = torch.ops.aten.cos.default
+
+    values = torch.randn(5)
+    found = compiled(torch.sin, options={"post_grad_custom_pre_pass": cosine})(values)
+    torch.testing.assert_close(found, values.cos())
+
+
+def carried_caches() -> None:
+    compiled(lambda x: x.sin() * 3 + 1)(torch.randn(4))
+    saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    assert torch.compiler.load_cache_artifacts(saved[0]) is not None
+
+
 def sparse_operand() -> None:
     values = torch.randn(3, 3)
     sparse = values.relu().to_sparse()
@@ -317,6 +341,8 @@ FEATURES: dict[str, list[Feature]] = {
                                      (torch.tensor(0), x)), x()),
         Feature("`scan`", NATIVE,
                 lambda x: scan(lambda c, x: (c + x, c * x), torch.zeros(8), x), x()),
+        Feature("`associative_scan`", NATIVE,
+                lambda x: associative_scan(lambda a, b: a * b, x, 0, combine_mode="generic"), x()),
         Feature("`map`", NATIVE, lambda x: mapped(lambda r: r.sin() + 1, x), x()),
         Feature("`nested_compile_region`", NATIVE, lambda x: region(region(x)), x()),
         Feature("the same with gradients", NATIVE, lambda x: region(region(x)), grad()),
@@ -359,6 +385,10 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("`aot_compile`, saved and loaded", NATIVE, saved_and_loaded),
         Feature("options of the reference's C++ programs", REFUSED, unknown_option,
                 note="`aot_compile` saves programs for Python"),
+        Feature("`freezing`", REFUSED, frozen_weights, note="weights stay arguments"),
+        Feature("passes of your own over the graph", NATIVE, passes_over_graphs,
+                note="before gradients, joint, after; [options](config.md)"),
+        Feature("`save_cache_artifacts`", NATIVE, carried_caches),
         Feature("calls from several threads", NATIVE, threads),
         Feature("`torch.profiler`", NATIVE, profiled),
     ],

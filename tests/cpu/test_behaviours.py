@@ -93,6 +93,10 @@ def test_lo_10_fp8_cast_and_its_transposed_copy() -> None:
     assert (found.kernels, found.elements) == (1, 1 + 256 * 512 * 6 // 4)
     (on_a_card,) = kernels_of(function, torch.empty(256, 512), torch.empty(1))
     assert on_a_card.text.count("tl.load(") == 2
+    # bytes by the card's own instruction came out wrong in one of the two
+    assert "tri_fp8.rounded(" in on_a_card.text and "at_once(" not in on_a_card.text
+    (alone,) = kernels_of(lambda x, s: function(x, s)[1], torch.empty(256, 512), torch.empty(1))
+    assert "tri_fp8.at_once(" in alone.text
 
 
 def transposed_sum() -> tuple[Build, tuple[Expr, Expr], str, str, str]:
@@ -219,6 +223,13 @@ def test_os_1_long_rows_are_walked_twice_and_short_ones_held(name: str) -> None:
     assert loops_over_rows(lambda x: function(x, 1), 4096, 2048) == [0]
 
 
+def test_os_5_a_huge_row_is_folded_in_parts_and_a_row_of_one_not_at_all() -> None:
+    assert loops_over_rows(lambda x: x.softmax(1), 4096, 1) == [0]
+    parts = kernels_of(lambda x: x.softmax(1), torch.empty(1, 1 << 22))
+    assert [k.name.split("_")[1] for k in parts] == ["red", "red", "per", "poi"]
+    assert loops_over_rows(lambda x: x.softmax(1), 1, 1 << 22) == [1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_os_2_the_largest_and_the_sum_need_one_walk(dim: int) -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,9 +314,9 @@ PADDED: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 @pytest.mark.parametrize("name", PADDED)
 def test_pd_6_padding_on_the_right_is_written_around_its_source(name: str) -> None:
-    function, made, most = PADDED[name]
+    function, made, elements = PADDED[name]
     assert len(kernels(plan_of(function, torch.randn(10, 10), torch.randn(10, 10)))) == made
-    assert count(Case(name, 0, function, "f32[10,10] f32[10,10]")).elements <= most
+    assert count(Case(name, 0, function, "f32[10,10] f32[10,10]")).elements == elements
 
 
 def test_pd_6_what_is_padded_may_change_before_and_after() -> None:

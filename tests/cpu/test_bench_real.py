@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.real import tables
+from bench.real import side_by_side, tables
 from bench.real.child import LEAST, Ear, error, is_wrong
+from bench.real.side_by_side import Running
 from bench.real.zoo import made, zoo
 
 FIELDS = {
@@ -45,6 +48,44 @@ def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended
 
     nothing = suite("two_towers", "--work", "inference", "--budget", "0", out=out)
     assert nothing.stdout.splitlines() == ["0 of 1 measured, 1 left for the next run, 0 failures"]
+
+
+BEATING = """
+import sys, threading, time
+from pathlib import Path
+from bench.real.side_by_side import Gate
+gate, folder, began = Gate(Path(sys.argv[1])), Path(sys.argv[1]), time.perf_counter()
+beats, alone, own = [], [], gate.clock()
+def beat():
+    while True:
+        beats.append(time.perf_counter())
+        time.sleep(0.005)
+threading.Thread(target=beat, daemon=True).start()
+with gate.alone():
+    alone.append(time.perf_counter())
+    time.sleep(0.4)
+    alone.append(time.perf_counter())
+time.sleep(1.5)
+lasted, counted = time.perf_counter() - began, gate.clock() - own
+(folder / "found").write_text(repr((beats, alone, lasted - counted)))
+"""
+
+
+def test_who_is_timed_is_alone(tmp_path: Path) -> None:
+    def start(name: str) -> Running[str]:
+        folder = tmp_path / name
+        folder.mkdir()
+        process = subprocess.Popen([sys.executable, "-c", BEATING, str(folder)],
+                                   start_new_session=True)  # fmt: skip
+        return Running(name, folder, process, (folder / "said").open("w+b"), math.inf)
+
+    ended = list(side_by_side.run(["one", "other"], 2, start))
+    assert [r.status for r in ended] == ["", ""]
+    found = {r.task: literal_eval((r.folder / "found").read_text()) for r in ended}
+    for name, other in (("one", "other"), ("other", "one")):
+        began, end = found[name][1]
+        assert not [t for t in found[other][0] if began <= t <= end], "the other went on"
+        assert end - began <= found[other][2] < 3, "the other's clock does not know"
 
 
 def test_a_recorded_failure_fails_the_run(tmp_path: Path) -> None:

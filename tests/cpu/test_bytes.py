@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 import tilewright
+from tests.fuzz.build import Build
 from tests.traffic import Case, count
+from tilewright.ir.program import Store
+from tilewright.schedule.group import Group
+from tilewright.schedule.traffic import moved
 
 MILLION = 1_000_000
 
@@ -69,6 +73,34 @@ def test_bm_2_product_of_a_slice() -> None:
 
 def test_bm_2_scan() -> None:
     assert sum(bytes_of(lambda a: a.cumsum(1), empty(1000, 1000))) == 8 * MILLION
+
+
+def test_what_a_kernel_has_written_it_does_not_read() -> None:
+    """A result that the same kernel uses is stored, and is still at hand."""
+
+    def function(a: Tensor) -> tuple[Tensor, Tensor]:
+        b = a.sum(1, keepdim=True)
+        return b, a - b
+
+    assert bytes_of(function, empty(100, 100)) == [4 * (100 * 100 + 100 + 100 * 100)]
+
+
+@pytest.mark.parametrize("written", [8, 4])
+def test_part_of_a_buffer_that_a_kernel_wrote_is_not_read(written: int) -> None:
+    """What it did not write is."""
+    b = Build()
+    x, between, out = b.input(16), b.buffer((16,)), b.buffer((8,))
+    i, j = b.loops(8, written)
+    first = b.nest([j], Store(between, j, b.at(x, j)))
+    second = b.nest([i], Store(out, i, b.at(between, i)))
+    found = moved(b.program, Group((first, second), ()), {between})
+    again = 0 if written == 8 else 8
+    assert found == {x: 4 * written, between: 4 * (written + again), out: 4 * 8}
+
+
+def test_a_product_of_two_parts_of_one_tensor_reads_both() -> None:
+    found = bytes_of(lambda x: x[:5] @ x[5:].t(), empty(10, 8))
+    assert found == [4 * (5 * 8 + 5 * 8 + 5 * 5)]
 
 
 def test_gathers_by_extent() -> None:

@@ -69,6 +69,14 @@ def test_a_conjugate_that_is_given_is_left_to_aten() -> None:
     torch.testing.assert_close(fn(z), torch.view_as_real(z * 2.0))
 
 
+def test_the_gradient_of_a_product_with_a_number() -> None:
+    z = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+    fn = torch.compile(lambda z: z * (2.0 + 1.0j) / (1.0 - 1.0j), backend="tilewright")
+    found = [torch.autograd.grad(f(z).abs().sum(), z)[0]
+             for f in (fn, lambda z: z * (2.0 + 1.0j) / (1.0 - 1.0j))]  # fmt: skip
+    torch.testing.assert_close(*found)
+
+
 def test_sizes_that_change() -> None:
     fn = torch.compile(rotated, backend="tilewright", dynamic=True)
     by = torch.polar(torch.ones(5, 4), torch.rand(5, 4))

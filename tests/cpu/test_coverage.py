@@ -21,12 +21,19 @@ def test_pf_06_and_more():
 @case
 def on_a_card():
     """MA-B3."""
+
+def many() -> Iterator[tuple[str, Callable[[], None]]]:
+    """MA-B4, each a case."""
+
+def names() -> Iterator[str]:
+    """MA-B5: no case."""
 '''
 
 
 def test_names_docstrings_and_cases_carry_ids_and_nothing_else_does() -> None:
     assert behaviours.carried(TEXT) == {
         "MA-K2", "PF-10", "MA-O1", "MA-O2", "PF-06", "MA-L7", "MA-L8", "MA-L9", "RD-4", "MA-B3",
+        "MA-B4",
     }  # fmt: skip
 
 

@@ -3,7 +3,6 @@ computes what eager does."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +14,16 @@ from torch import Tensor
 from bench.graphs import FAMILIES
 from bench.growth import deciding_seconds
 from tests.fuzz.build import Build
-from tests.programs import compiled
+from tests.programs import calls_of, compiled
 from tilewright import config, metrics
 from tilewright.graph.simplify import simplify
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import var
-from tilewright.ir.program import Program, Store
+from tilewright.ir.expr import Expr, var
+from tilewright.ir.program import Nest, Program, Store
 from tilewright.lower.graph import lower
 from tilewright.schedule import improve
-from tilewright.schedule.access import disjoint
+from tilewright.schedule.access import disjoint, within
 from tilewright.schedule.group import Search
 from tilewright.schedule.legality import conflict, is_alone
 from tilewright.schedule.order import Order
@@ -346,6 +345,24 @@ def test_disjoint_parts() -> None:
     assert disjoint(ix.mul(i, 2), ix.add(ix.mul(i, 2), 1))
     flat = ix.add(ix.mul(ix.floordiv(i, 5), 10), ix.mod(i, 5))  # the same rows by one loop
     assert disjoint(flat, ix.add(flat, 5)) and not disjoint(flat, ix.add(flat, 4))
+    end = ix.add(row, j, 16)  # of a row, and the first element of the next
+    assert not disjoint(end, ix.add(row, j)) and disjoint(ix.add(row, j, 15), ix.add(row, j))
+
+
+def test_how_far_a_mask_lets_a_loop_go() -> None:
+    v, ten = var("v", ix.as_index(10)), ix.as_index(10)
+
+    def between(op: str, left: Expr, right: int) -> Expr:
+        return build.op(op, left, ix.as_index(right))
+
+    back = ix.sub(ten, v)
+    for mask, expected in (
+        (None, (0, 9)), (between("lt", v, 6), (0, 5)), (between("ge", v, 3), (3, 9)),
+        (build.op("bit_and", between("lt", v, 6), between("ge", v, 3)), (3, 5)),
+        (between("lt", back, 4), (7, 9)), (between("ge", back, 4), (0, 6)),
+        (between("lt", ix.mul(v, 2), 6), (0, 9)),
+    ):  # fmt: skip
+        assert tuple(map(ix.value_of, within(v, mask))) == expected
 
 
 def test_an_order_stays_right_while_groups_are_joined() -> None:
@@ -401,22 +418,6 @@ def fan(count: int) -> Program:
         b.nest([i, j], Store(made_here, b.index(x, i, j), value))
         made.append(made_here)
     return b.returns(*made)
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """Calls of functions: an effort that does not depend on the machine or on what else it does."""
-    calls = 0
-
-    def seen(frame: object, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @pytest.fixture
@@ -496,6 +497,39 @@ def test_a_value_is_needed_where_it_was_written(shift: int) -> None:
     assert conflict(earlier, later, (i,)) == ("" if shift in (0, 8) else shifted)
     ahead = b.nest([i], Store(between, ix.add(i, shift), b.at(x, i)))
     assert conflict(later, ahead, (i,)) == "", "what it read is overwritten in the same iteration"
+
+
+def test_rows_that_reach_into_the_next_are_not_a_block() -> None:
+    """A nest over rows of ten follows one that wrote them, in one loop over rows, where it stays
+    within each."""
+    b = Build()
+    x, between = b.input(64), b.buffer((64,))
+    i, j, k, m = b.loops(4, 10, 9, 5)
+    row = ix.mul(i, 10)
+    wrote = b.nest([i, j], Store(between, ix.add(row, j), b.at(x, j)))
+
+    def reads(at: Expr, *loops: Expr) -> Nest:
+        out = b.buffer(tuple(v.src[0].arg for v in loops))
+        return b.nest(list(loops), Store(out, b.index(out, *loops), b.at(between, at)))
+
+    shifted = f"{between} is needed at other points of the shared loops"
+    assert conflict(wrote, reads(ix.add(row, j), i, j), (i,)) == ""
+    assert conflict(wrote, reads(ix.add(row, k, 1), i, k), (i,)) == "", "the rest of its row"
+    assert conflict(wrote, reads(ix.add(row, j, 1), i, j), (i,)) == shifted
+    some = b.nest([i, m], Store(between, ix.add(row, ix.mul(m, 2)), b.at(x, m)))
+    assert conflict(some, reads(ix.add(row, m), i, m), (i,)) == ""
+    assert conflict(some, reads(ix.add(row, ix.mul(m, 3)), i, m), (i,)) == shifted
+
+
+def test_what_overlapping_rows_read_is_not_overwritten_beside_them() -> None:
+    b = Build()
+    x, out = b.buffer((64,)), b.buffer((4, 10))
+    i, j = b.loops(4, 10)
+    for step, why in ((10, ""), (5, f"{x} is needed at other points of the shared loops")):
+        row = ix.mul(i, step)
+        read = b.nest([i, j], Store(out, b.index(out, i, j), b.at(x, ix.add(row, j))))
+        first = b.nest([i], Store(x, row, build.op("neg", b.at(out, i, ix.ZERO))))
+        assert conflict(read, first, (i,)) == why
 
 
 def test_sums_into_places_are_a_kernel_of_their_own() -> None:

@@ -119,8 +119,10 @@ def test_ri_1_what_is_still_observable_is_copied() -> None:
     def argument(x: Tensor, i: Tensor) -> Tensor:
         return aten.index_put(x, (i,), x.new_ones(()))
 
-    for function in (live, view_of_live, argument):
-        assert Ran(function, torch.randn(5, 5), INDEX).missed <= 1
+    # of a view of what is seen elsewhere the smaller part is copied, which is not counted as missed
+    for function, bytes_ in ((live, 100), (view_of_live, 0), (argument, 100)):
+        ran = Ran(function, torch.randn(5, 5), INDEX)
+        assert (ran.missed, ran.missed_bytes, ran.allocations) == (int(bytes_ > 0), bytes_, 1)
 
 
 def test_ri_2_a_dying_value_and_an_argument_with_copy_back_are_changed_in_place() -> None:

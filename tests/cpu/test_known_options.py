@@ -19,10 +19,7 @@ NO_OPTIONS = {"TYPE_CHECKING", "is_nightly_or_source"}
 def test_every_option_of_the_reference_is_known():
     ours = {spec.name for spec in config.declared()}
     names = {name for name in reference._config if not name.startswith("_")} - NO_OPTIONS
-    waiting = {"force_pointwise_cat", "conv_1x1_as_mm", "force_shape_pad", "triton.native_matmul",
-               "triton.enable_template_tma_store"}  # fmt: skip
-    unknown = {name for name in names if name not in ours and known(name) is None}
-    assert unknown <= waiting
+    assert not {name for name in names if name not in ours and known(name) is None}
 
 
 def test_an_option_without_effect_says_so_once(caplog: pytest.LogCaptureFixture):

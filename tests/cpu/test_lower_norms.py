@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.cpu.against_eager import check, compiled
 from tests.cpu.gradients import check_training
+from tilewright.testing import run_and_get_code
 
 F32, BF16 = torch.float32, torch.bfloat16
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -178,3 +179,50 @@ def test_channels_that_are_last_are_folded_side_by_side(
         rounding = 8 * torch.finfo(dtype).eps * exact.abs().max().clamp_min(1)
         allowed = (eager.double() - exact).abs().max() * 2 + rounding
         assert (ours.double() - exact).abs().max() <= allowed
+
+
+# ---- layouts
+
+
+LAST, FIRST = torch.channels_last, torch.contiguous_format
+
+
+@pytest.mark.parametrize("given", [LAST, FIRST])
+@pytest.mark.parametrize("wanted", [LAST, FIRST])
+@pytest.mark.parametrize("channels", [4, 8])
+def test_a_group_norm_reads_its_image_once_in_any_layout(
+    given: torch.memory_format, wanted: torch.memory_format, channels: int
+) -> None:
+    """Its passes over a group whose channels are apart are over a copy that stays in cache, and
+    what is stored few channels at once is computed along the places."""
+
+    def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = F.silu(F.group_norm(x, 8, w, b))
+        return y.contiguous(memory_format=wanted)
+
+    x = torch.randn(4, 8 * channels, 16, 16).contiguous(memory_format=given)
+    w, b = torch.randn(2, 8 * channels).unbind()
+    actual, (code,) = run_and_get_code(torch.compile(f, backend="tilewright"), x, w, b)
+    expected = f(x, w, b)
+    assert actual.stride() == expected.stride()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    kernel = code[code.index("static void part0") :]
+    assert kernel.count("for (int64_t d0 ") == 1  # in one kernel
+    if given is LAST:
+        assert kernel.count("= p0[") == 1
+    if given is not wanted:
+        inside = kernel[kernel.rindex("#pragma omp simd") :]
+        assert "r2r3" in inside.splitlines()[1] or "r3r4" in inside.splitlines()[1]
+
+
+def test_rows_that_are_looked_up_are_folded_along_themselves() -> None:
+    """A short loop beside, of heads, does not make the fold walk edges, which lie anywhere."""
+
+    def f(x: Tensor, i: Tensor, j: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+        return score.exp(), (x[i] * x[j]).sum(-1)
+
+    args = torch.randn(50, 4, 16), torch.randint(50, (400,)), torch.randint(50, (400,))
+    score = torch.randn(400, 4)
+    actual, (code,) = run_and_get_code(torch.compile(f, backend="tilewright"), *args, score)
+    torch.testing.assert_close(actual, f(*args, score), rtol=1e-4, atol=1e-4)
+    assert "acc" in code and "[lane]" not in code

@@ -33,5 +33,5 @@ def test_no_zeros_are_stored() -> None:
     loss = torch.compile(_labels, backend="tilewright")(x, torch.randint(0, 512, (64,)))
     metrics.reset()
     loss.sum().backward()
-    assert metrics.generated_kernel_count <= 2
+    assert metrics.generated_kernel_count == 1
     assert metrics.num_bytes_moved < 2.2 * x.nbytes

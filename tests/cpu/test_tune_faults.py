@@ -25,6 +25,7 @@ from tests.cpu.test_gemm_choose import (
     toy,
 )
 from tilewright import config, metrics
+from tilewright.errors import NoValidChoicesError
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Kernel
 from tilewright.testing import fresh_cache
@@ -174,6 +175,38 @@ def test_a_crash_is_remembered_until_the_candidate_changes(clock: Any) -> None:
     assert choose(aten(100.0), Fake("a", 1.0), key="two").winner.name == "a"
 
 
+@dataclass(eq=False)
+class Theirs(Fake):
+    """Of a provider that is not ours."""
+
+    is_foreign: bool = True
+
+
+def looked_at(trials: Sequence[Fake]) -> list[str]:
+    choose(*trials, key=str(len(trials)))
+    return list(dict.fromkeys(name for what, name in trials[0].log if what == "run"))
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_cu_g8_g14_what_others_wrote_is_tried_last(clock: Any, is_quiet: bool) -> None:
+    """Whatever is thought of it, and whichever is built first: the library, ours, theirs."""
+    clock.is_quiet = is_quiet
+    theirs = [Theirs(f"theirs {k}", 18.0 + k, "CUTLASS") for k in range(2)]
+    ours = [Fake(f"ours {k}", 20.0 + k) for k in range(2)]
+    assert looked_at([*theirs, *ours, aten(30.0)]) == [
+        "mm", "ours 0", "ours 1", "theirs 0", "theirs 1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, AssertionError])
+def test_cu_g14_one_that_fails_in_this_process_is_the_last_of_its_provider(
+    clock: Any, error: Any
+) -> None:
+    theirs = [Theirs(f"theirs {k}", 10.0 + k, "CUTLASS", crash=error("no")) for k in range(3)]
+    assert looked_at([*theirs, Fake("ours", 20.0), aten(30.0)]) == ["mm", "ours", "theirs 0"]
+    alone = [replace(t, crash=error("no") if k == 0 else None) for k, t in enumerate(theirs)]
+    assert looked_at(alone)[:2] == ["theirs 0", "theirs 1"], "there is nothing else to take"
+
+
 # ---- memory
 
 
@@ -189,6 +222,31 @@ def test_out_of_memory_everywhere_is_the_librarys_call(clock: Any) -> None:
     short = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     verdict = choose(aten(100.0, crash=short), Fake("a", 1.0, crash=MemoryError()))
     assert (verdict.winner.name, verdict.source) == ("mm", "model")
+
+
+class Unverified(Fake):
+    """Runs, and has too little memory to be compared."""
+
+    def check(self) -> str:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")
+
+
+def test_what_nobody_could_compare_is_the_models_choice(clock: Any) -> None:
+    """Templates alone: they ran, and their results could not be looked at. What was found wrong is
+    not taken."""
+    verdict = choose(Unverified("a", 5.0, estimate=5.0), Unverified("b", 4.0, estimate=6.0))
+    assert (verdict.winner.name, verdict.source) == ("a", "model")
+    assert choose(Fake("c", 4.0, wrong="off"), Unverified("d", 5.0)).winner.name == "d"
+
+
+def test_without_any_time_it_is_the_librarys_call(clock: Any) -> None:
+    """MA-M18: whatever kept the others, and it, from being timed."""
+    lost = ValueError("the process that times is gone")
+    verdict = choose(aten(100.0, crash=lost), Fake("a", 1.0, crash=lost))
+    assert (verdict.winner.name, verdict.source) == ("mm", "model")
+    assert "is gone" in verdict.rejected["a"]
+    with pytest.raises(NoValidChoicesError):
+        choose(Fake("a", 1.0, crash=lost), Fake("b", 1.0, crash=lost))
 
 
 def test_free_memory_is_what_the_control_group_leaves(tmp_path: Any) -> None:

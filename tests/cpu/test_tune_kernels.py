@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -107,3 +108,29 @@ def test_which_results_depend_on_an_order(accumulate: bool, dtype: torch.dtype, 
     params = [p for kernel in made for p in kernel.params]
     assert {p.meets for p in params if p.meets} == ({meets} if meets else set())
     assert {p.high for p in params if p.type == "*i64"} >= {40}
+
+
+def test_one_wrong_element_of_a_kernel_is_found() -> None:
+    for wrong, said in ((1.01, "1 of 4096 elements are off"), (float("nan"), "other places")):
+        found = torch.ones(4096)
+        found[77] = wrong
+        assert said in kernels.difference(found, torch.ones(4096))
+    places = torch.arange(9)
+    assert kernels.difference(places.roll(0), places) == ""
+    assert (
+        kernels.difference(torch.where(places == 3, 4, places), places) == "1 of 9 elements differ"
+    )
+
+
+def test_every_other_configuration_is_compared_with_the_models() -> None:
+    """Also one that differs in blocks alone, or in stages."""
+    bench = _OnHost(replace(ROWS, sample=(Sample(torch.float32, 8), Sample(torch.float32, 8))))
+    model = TritonConfig((("XBLOCK", 64),), 4)
+    bench.reference = cast(Any, SimpleNamespace(config=model))
+    bench.expected = bench.results(lambda stream, which: bench.sets[0][0].fill_(1.0))
+    for other in (replace(model, constants=(("XBLOCK", 32),)), replace(model, num_stages=5)):
+        trial = kernels._Configured(bench, other)
+        vars(trial)["built"] = SimpleNamespace(config=other)
+        for value, said in ((1.0, ""), (2.0, "8 of 8 elements are off")):
+            vars(trial)["_run"] = lambda stream, which, v=value: bench.sets[0][0].fill_(v)
+            assert trial.check() == said

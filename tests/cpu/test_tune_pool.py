@@ -34,7 +34,8 @@ def one():
     made.shutdown()
 
 
-def test_ma_m10_m11_cu_g12_a_crash_or_a_hang_costs_the_choice(one, caplog):
+def test_ma_m10_m11_a_crash_or_a_hang_costs_the_choice(one, caplog):
+    """CU-G12 too."""
     crashes, good = Choice(Request(crash=True)), Choice(Request(3.14))
     assert one.benchmark([crashes]) == {crashes: math.inf}
     assert one.benchmark([good]) == {good: 3.14}
@@ -104,6 +105,7 @@ def test_ma_m9_which_cards_are_timed_on(monkeypatch):
 
 
 def test_ma_m12_several_cards_each_with_its_own_process(monkeypatch):
+    """CU-G12 too."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     with config.patch(autotune_multi_device=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -132,6 +133,19 @@ def test_a_lasting_failure_is_remembered_and_a_passing_one_is_not():
     verdict = choose(*two)
     assert verdict.winner is two[2]
     assert two[1].did("start") == 0 and "earlier run" in verdict.rejected["a"]
+
+
+def test_what_was_timed_and_not_compared_is_compared_before_it_wins():
+    """An earlier run was interrupted between the two."""
+    choose(aten(100.0), Fake("triton_mm_0", 50.0))
+    rows = list(records.measured(subject()).values())
+    assert {r.name for r in rows if r.checked} == {"triton_mm_0"}
+    records.keep(subject(), [replace(r, checked=False) for r in rows])
+    records_of_choice = [aten(100.0), Fake("triton_mm_0", 50.0, wrong="all of it is off")]
+    with config.patch({"test_configs.autotune_choice_name_regex": "mm"}):
+        verdict = choose(*records_of_choice, Fake("triton_mm_1", 90.0))
+    assert verdict.winner.name != "triton_mm_0"
+    assert "all of it is off" in verdict.rejected["triton_mm_0"]
 
 
 def test_an_interrupt_keeps_what_was_measured_and_the_next_run_goes_on(clock):

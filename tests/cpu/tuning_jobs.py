@@ -17,7 +17,7 @@ def sleep() -> None:
     time.sleep(120)
 
 
-def fail() -> None:
+def fail(*_: object) -> None:
     raise RuntimeError("it went wrong")
 
 
@@ -31,6 +31,13 @@ def crash() -> None:
 
 def harm() -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def trap() -> None:
+    """What makes a card unusable for the process."""
+    import torch
+
+    torch.zeros(3, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item()
 
 
 def process() -> int:

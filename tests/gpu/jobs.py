@@ -36,10 +36,20 @@ def finished(wanted: list[str], jobs: int) -> Iterator[tuple[str, str, float]]:
 
 def names() -> tuple[list[str], set[str]]:
     """All cases, and those to run with nobody beside them."""
-    from tests.gpu import attention_cases, cases, gemm_cases, spec_cases, user_kernels
+    from tests.gpu import (
+        attention_cases,
+        cases,
+        gemm_cases,
+        narrow_cases,
+        spec_cases,
+        template_cases,
+        tuning_cases,
+        user_kernels,
+    )
 
     # their cases are registered
-    assert attention_cases and gemm_cases and spec_cases and user_kernels
+    assert attention_cases and gemm_cases and narrow_cases and template_cases
+    assert spec_cases and tuning_cases and user_kernels
     return list(cases.CASES), cases.ALONE
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from tests import traffic
-from tests.gemm_programs import PROGRAMS, exactly, least_fused, most_fused
+from tests.gemm_programs import PROGRAMS, all_most_fused, exactly, least_fused
 from tests.gemm_programs import check as program_check
 from tests.gpu.cases import case, check, cuda
 from tests.gpu.gemm_cases import BF16, F16, FEW, code, compiled, rounded
@@ -53,8 +53,8 @@ def failing(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
 @case
 def programs_around_products() -> None:
     """MA-J6, MA-J14 to MA-J16, MA-K2 to MA-K15, MA-K17, MA-P10, MA-P12: kernels, allocations and
-    releases are as many as in the interpreter."""
-    select.add_preprocessing_fn(most_fused)
+    releases are as many as in the interpreter, whichever configuration is the fastest."""
+    select.add_preprocessing_fn(all_most_fused)
     try:
         for program in PROGRAMS:
             made = replace(program, inputs=on_card(program.inputs))
@@ -261,9 +261,10 @@ def mutation_around_a_product() -> None:
         result.diagonal().add_(1)
         return result
 
-    forced = {"test_configs.force_extern_kernel_in_multi_template": True}
+    forced = {"test_configs.force_extern_kernel_in_multi_template": True,
+              "max_autotune_gemm_backends": "ATEN,TRITON"}  # fmt: skip
     text = code(renamed, cuda(3, 3), cuda(3, 3), cuda(3, 3), cuda(3), **forced)
-    assert "extern_aten_mm" in text
+    assert "extern_aten_mm" in text, text
     code(lambda x: (x + x, x * x, x @ x, x**2), cuda(256, 256), max_fusion_size=2,
          tolerance=rounded(torch.float32, 256))  # fmt: skip
 
@@ -348,9 +349,11 @@ def libraries_write_into_concatenations() -> None:
         return torch.cat([x @ x, y.cos()])
 
     before = metrics.generated_kernel_count
-    text = code(f, cuda(32, 32), cuda(32, 32), tolerance={"rtol": 0.25, "atol": 0.03},
+    text = code(f, cuda(32, 32), cuda(32, 32), tolerance=rounded(torch.float32, 32),
+                max_autotune_gemm_backends="ATEN,TRITON",
                 **{"test_configs.force_extern_kernel_in_multi_template": True})  # fmt: skip
-    assert metrics.generated_kernel_count - before == 1 and "out=" in text
+    assert metrics.generated_kernel_count - before == 1, text
+    assert "out=" in text, text
 
 
 @case
@@ -471,4 +474,4 @@ def eight_bit_copies_both_ways() -> None:
     found = torch.compile(f, backend="tilewright")(x, scale)
     assert metrics.generated_kernel_count - before == 1
     for a, b in zip(found, f(x, scale), strict=True):
-        assert torch.equal(a.float(), b.float())
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0)

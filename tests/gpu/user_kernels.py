@@ -63,7 +63,7 @@ def _tuned(x, out, n, BLOCK: tl.constexpr):
 
 @case
 def user_kernels_are_tuned() -> None:
-    """Trying settings changes nothing; another value of the key is tried on its own."""
+    """UT-5: trying settings changes nothing; another value of the key is tried on its own."""
 
     def f(x: Tensor, out: Tensor) -> Tensor:
         n = x.numel()
@@ -83,6 +83,7 @@ def _tile(source, target, BLOCK: tl.constexpr):
 
 @case
 def user_kernels_with_descriptors() -> None:
+    """UT-8."""
     if torch.cuda.get_device_capability() < (9, 0):
         raise SkipTest("tensor descriptors need a card of compute capability 9.0")
 
