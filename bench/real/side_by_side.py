@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Generic, TypeVar
 
 T = TypeVar("T")
-POLL, SETTLE = 0.02, 0.3  # seconds: between looks, and until what was launched has run
+POLL, SETTLE = 0.02, 0.3  # seconds: between looks, and until a card has run what was launched
 READY, GO, STOPPED = "ready", "go", "stopped"
 
 
@@ -80,7 +80,7 @@ def run(tasks: Sequence[T], jobs: int, start: Callable[[T], Running[T]]) -> Iter
                 measuring = next((r for r in running if (r.folder / READY).exists()), None)
                 if measuring is not None:
                     began = time.perf_counter()
-                    _signalled([r for r in running if r is not measuring], signal.SIGSTOP)
+                    _stop([r for r in running if r is not measuring])
                     time.sleep(SETTLE)
                     (measuring.folder / GO).touch()
             time.sleep(POLL)
@@ -100,6 +100,13 @@ def _has_ended(r: Running[object], paused: bool) -> bool:
     if code is not None:
         r.status = f"ended with {code}" if code else ""
     return code is not None
+
+
+def _stop(others: Sequence[Running[object]]) -> None:
+    """Returns when none of them runs any more: a busy machine takes its time to stop one."""
+    _signalled(others, signal.SIGSTOP)
+    for r in others:
+        os.waitid(os.P_PID, r.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def _go_on(others: Sequence[Running[object]], seconds: float) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from ast import literal_eval
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from bench.real import side_by_side, tables
 from bench.real.child import LEAST, Ear, error, is_wrong
-from bench.real.side_by_side import Running
+from bench.real.side_by_side import STOPPED, Gate, Running
 from bench.real.zoo import made, zoo
 
 FIELDS = {
@@ -50,42 +50,49 @@ def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended
     assert nothing.stdout.splitlines() == ["0 of 1 measured, 1 left for the next run, 0 failures"]
 
 
-BEATING = """
-import sys, threading, time
+ALONE = """
+import os, sys, time
 from pathlib import Path
 from bench.real.side_by_side import Gate
-gate, folder, began = Gate(Path(sys.argv[1])), Path(sys.argv[1]), time.perf_counter()
-beats, alone, own = [], [], gate.clock()
-def beat():
-    while True:
-        beats.append(time.perf_counter())
-        time.sleep(0.005)
-threading.Thread(target=beat, daemon=True).start()
-with gate.alone():
-    alone.append(time.perf_counter())
-    time.sleep(0.4)
-    alone.append(time.perf_counter())
-time.sleep(1.5)
-lasted, counted = time.perf_counter() - began, gate.clock() - own
-(folder / "found").write_text(repr((beats, alone, lasted - counted)))
+folder, other = Path(sys.argv[1]), Path(sys.argv[2])
+def waits(path):
+    while not path.exists():
+        time.sleep(0.01)
+(folder / "pid.draft").write_text(str(os.getpid()))
+(folder / "pid.draft").rename(folder / "pid")
+waits(other / "pid")
+with Gate(folder).alone():
+    process = Path("/proc", (other / "pid").read_text(), "stat")
+    (folder / "state").write_text(process.read_text().rpartition(")")[2].split()[0])
+waits(other / "state")
 """
 
 
 def test_who_is_timed_is_alone(tmp_path: Path) -> None:
+    """Each looks at the state the kernel gives for the other while it is timed: T is stopped."""
+    other = {"one": "two", "two": "one"}
+
     def start(name: str) -> Running[str]:
         folder = tmp_path / name
         folder.mkdir()
-        process = subprocess.Popen([sys.executable, "-c", BEATING, str(folder)],
-                                   start_new_session=True)  # fmt: skip
+        command = [sys.executable, "-c", ALONE, str(folder), str(tmp_path / other[name])]
+        process = subprocess.Popen(command, start_new_session=True)
         return Running(name, folder, process, (folder / "said").open("w+b"), math.inf)
 
-    ended = list(side_by_side.run(["one", "other"], 2, start))
+    ended = list(side_by_side.run(list(other), 2, start))
     assert [r.status for r in ended] == ["", ""]
-    found = {r.task: literal_eval((r.folder / "found").read_text()) for r in ended}
-    for name, other in (("one", "other"), ("other", "one")):
-        began, end = found[name][1]
-        assert not [t for t in found[other][0] if began <= t <= end], "the other went on"
-        assert end - began <= found[other][2] < 3, "the other's clock does not know"
+    assert [(r.folder / "state").read_text() for r in ended] == ["T", "T"]
+    for r in ended:
+        assert float((r.folder / STOPPED).read_text()) == r.stopped > 0
+
+
+def test_a_clock_leaves_out_the_seconds_in_which_its_process_was_stopped(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    for stopped in (0.0, 12.5):
+        if stopped:
+            (tmp_path / STOPPED).write_text(str(stopped))
+        before, counted, after = time.perf_counter(), gate.clock(), time.perf_counter()
+        assert before <= counted + stopped <= after
 
 
 def test_a_recorded_failure_fails_the_run(tmp_path: Path) -> None:
