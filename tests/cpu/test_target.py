@@ -206,3 +206,13 @@ def test_the_key_is_the_same_in_every_process():
     }
     assert len(texts) == 1
     assert Target("sm_90").key != Target("sm_80").key
+
+
+def test_rates_are_those_of_the_architecture_whatever_the_card():
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"):
+        rates = Target(arch).rates
+        assert rates == Target(arch + "a", sms=1).rates
+        assert rates.double <= rates.single < rates.matrix
+    assert (
+        Target("sm_86").rates.memory < Target("sm_90").rates.memory < Target("sm_100").rates.memory
+    )

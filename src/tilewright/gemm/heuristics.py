@@ -25,7 +25,7 @@ from tilewright.gemm.roofline import buffer_bytes
 from tilewright.ir import index as ix
 from tilewright.ir.expr import loads, walk
 from tilewright.ir.ops import TABLE
-from tilewright.target import Target
+from tilewright.target import Rates, Target
 
 MOST_REGISTERS = 255  # a thread can have
 LEAST_GROUP = 64  # neighbours along k that have a scale in common, for blocks no longer than these
@@ -219,27 +219,11 @@ def _wider(configs: Iterable[GemmConfig], factor: int) -> Iterator[GemmConfig]:
 # ---- the model
 
 
-@dataclass(frozen=True)
-class Card:
-    """What a card sustains: teraflops of its matrix units on two-byte floats, terabytes a second
-    from memory, bytes a microsecond from its cache into one SM; and microseconds: of a launch, from
-    asking memory to having, of a program's start, and of storing a block of 128 by 128. Those of
-    sm_90 were fitted to 432 kernels on an H200; the others are scaled."""
-
-    flops: float
-    memory: float
-    cache: float = 74_500.0
-    launch: float = 2.0
-    latency: float = 0.5
-    start: float = 0.42
-    store: float = 0.46
-
-
-CARDS = {
-    "sm_80": Card(250, 1.6, 60_000), "sm_86": Card(65, 0.5, 45_000),
-    "sm_89": Card(140, 0.8, 55_000), "sm_90": Card(640, 4.1), "sm_100": Card(1450, 7.0),
-    "sm_120": Card(320, 1.6, 55_000),
-}  # fmt: skip
+# Microseconds, fitted to 432 products on an H200, as `target.Rates` of sm_90 were.
+_LAUNCH = 2.0
+_LATENCY = 0.5  # from asking memory to having
+_START = 0.42  # of a program
+_STORE = 0.46  # of a block of 128 by 128
 _AREAS = ((128 * 256, 1.0), (128 * 128, 0.91), (64 * 64, 0.7), (0, 0.6))
 """Elements of a block, and how much of the matrix units those of its size use."""
 _OTHERS = 50  # registers a thread needs beside its accumulator
@@ -330,10 +314,10 @@ def resident(problem: GemmProblem, c: GemmConfig, dot: bool) -> int:
     return max(1, min(target.shared_memory_per_sm // memory, by_threads))
 
 
-def _step(problem: GemmProblem, c: GemmConfig, card: Card, dot: bool) -> float:
+def _step(problem: GemmProblem, c: GemmConfig, card: Rates, dot: bool) -> float:
     """Microseconds an SM works on one block of k."""
     efficiency = next(share for least, share in _AREAS if c.block_m * c.block_n >= least)
-    speed = card.flops * 1e6 / problem.target.sms * rate(problem)
+    speed = card.matrix / problem.target.sms * rate(problem)
     compute = 2 * c.block_m * c.block_n * c.block_k / (speed * (efficiency if dot else 0.03))
     loaded = 0.0
     for k, (operand, block) in enumerate(zip(problem.operands[:2], (c.block_m, c.block_n),
@@ -354,7 +338,7 @@ def estimate(problem: GemmProblem, c: GemmConfig, dot: bool = True, persistent: 
     programs follow each other."""
     b, m, n, k = (max(1, s) for s in problem.hints)
     target = problem.target
-    card = CARDS.get(target.arch.rstrip("af"), CARDS["sm_80"])
+    card = target.rates
     tiles = b * -(-m // c.block_m) * -(-n // c.block_n)
     steps = -(-k // (c.block_k * c.split_k)) * (len(problem.operands) // 2)
     live = 1 if persistent else resident(problem, c, dot)
@@ -363,21 +347,21 @@ def estimate(problem: GemmProblem, c: GemmConfig, dot: bool = True, persistent: 
 
     def turn(at_once: int) -> float:
         # a block of k takes at least its share of the latency, however little there is to do
-        step = max(at_once * one, card.latency / max(1, c.num_stages - 1))
-        return steps * step + card.start + card.store * at_once * c.block_m * c.block_n / 16384
+        step = max(at_once * one, _LATENCY / max(1, c.num_stages - 1))
+        return steps * step + _START + _STORE * at_once * c.block_m * c.block_n / 16384
 
     whole, rest = divmod(-(-programs // target.sms), live)
     busy = whole * turn(live) + (turn(rest) if rest else 0.0)
-    memory = traffic(problem) / (card.memory * 1e6) / min(1.0, programs / target.sms)
-    return card.launch + (busy**6 + memory**6) ** (1 / 6) + _sharing(c, tiles, card)
+    memory = traffic(problem) / card.memory / min(1.0, programs / target.sms)
+    return _LAUNCH + (busy**6 + memory**6) ** (1 / 6) + _sharing(c, tiles, card)
 
 
-def _sharing(c: GemmConfig, tiles: int, card: Card) -> float:
+def _sharing(c: GemmConfig, tiles: int, card: Rates) -> float:
     """Of a split k: shares go to cache, and the last program of a block reads them all."""
     if c.split_k == 1:
         return 0.0
     block = 4 * c.split_k * c.block_m * c.block_n
-    return 0.4 + block / _SHARES + 2 * tiles * block / (card.memory * 1.5e6)
+    return 0.4 + block / _SHARES + 2 * tiles * block / (1.5 * card.memory)
 
 
 # ---- heuristics of templates

@@ -13,16 +13,6 @@ from tilewright.target import Target
 
 LAUNCH = 2.0  # microseconds of a launch that nothing hides
 
-# Sustained, in operations and bytes per microsecond of the usual card of each architecture.
-_FLOPS: dict[str, dict[torch.dtype, float]] = {
-    "sm_80": {torch.float16: 2.5e8, torch.bfloat16: 2.5e8, torch.float32: 1.5e7,
-              torch.float64: 1.5e7},
-    "sm_90": {torch.float16: 6.5e8, torch.bfloat16: 6.5e8, torch.float32: 5e7,
-              torch.float64: 5e7},
-    "sm_100": {torch.float16: 1.5e9, torch.bfloat16: 1.5e9, torch.float32: 7e7,
-               torch.float64: 3.5e7},
-}  # fmt: skip
-_BANDWIDTH = {"sm_80": 1.7e6, "sm_90": 4.0e6, "sm_100": 7e6}
 _CPU_FLOPS = 5e4  # of one core, float32
 _CPU_BANDWIDTH = 1e4
 
@@ -39,15 +29,17 @@ def flops(target: Target, dtype: torch.dtype) -> float:
     """Operations per microsecond."""
     if not target.is_gpu:
         return _CPU_FLOPS * 4 / max(dtype.itemsize, 4) * torch.get_num_threads()
-    table = _FLOPS.get(target.arch, _FLOPS["sm_80"])
-    if dtype == torch.float32 and takes_tf32():
-        return table[torch.float16] / 2
-    return table.get(dtype, table[torch.float16] * (2 if dtype.itemsize == 1 else 1))
+    rates = target.rates
+    if dtype == torch.float32:
+        return rates.matrix / 2 if takes_tf32() else rates.single
+    if dtype == torch.float64:
+        return rates.double
+    return rates.matrix * (2 if dtype.itemsize == 1 else 1)
 
 
 def bandwidth(target: Target) -> float:
     """Bytes per microsecond."""
-    return _BANDWIDTH.get(target.arch, 1e6) if target.is_gpu else _CPU_BANDWIDTH
+    return target.rates.memory if target.is_gpu else _CPU_BANDWIDTH
 
 
 def loop_time(buffers: list[Buffer], target: Target) -> float:
