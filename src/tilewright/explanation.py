@@ -1,4 +1,5 @@
-"""`tilewright.explain`: what a program was fused into, the bytes it moves, and why no further."""
+"""`tilewright.explain`: what a program was fused into, the bytes it moves, why no further, and how
+each loop kernel of a card is written."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import torch
 import torch._dynamo
 from torch.utils import _pytree as pytree
 
+from tilewright import pipeline
 from tilewright.backend import count_schedules
+from tilewright.codegen.triton.made import Summary
 from tilewright.report import LIBRARY, Graph, Part, Refusal, graph
 from tilewright.schedule.plan import Schedule
 
@@ -30,13 +33,14 @@ def explain(function: Callable[..., Any], *, mode: str | None = None,
     """See `tilewright.explain`."""
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found: list[tuple[str, Schedule]] = []
+        found: list[tuple[str, Schedule, dict[int, Summary]]] = []
         torch._dynamo.reset()
-        backend = count_schedules(lambda role, plan: found.append((role, plan)))
+        backend = count_schedules(
+            lambda role, plan: found.append((role, plan, pipeline.kernel_plans(plan))))  # fmt: skip
         compiled = torch.compile(function, backend=backend, mode=mode, options=options)
         _run_backward(compiled(*args, **kwargs))
         torch._dynamo.reset()
-        return Explanation(tuple(graph(role, plan) for role, plan in found))
+        return Explanation(tuple(graph(*one) for one in found))
 
     return explained
 

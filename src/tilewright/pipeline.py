@@ -19,6 +19,7 @@ from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import generate as triton
 from tilewright.codegen.triton.alike import Kernels, told_once
 from tilewright.codegen.triton.epilogue import with_epilogues
+from tilewright.codegen.triton.made import Summary
 from tilewright.errors import CodegenError, ScheduleError, TilewrightError, VerifyError, stage
 from tilewright.gemm import choose as choices
 from tilewright.gemm import provider
@@ -194,7 +195,7 @@ def write(plan: Schedule) -> Artifact:
     sources = {call.name: source for call, source in filter(None, made)}
     found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
     found.complete = plan.complete
-    found.groups = str(report.graph("graph", plan))
+    found.groups = str(report.graph("graph", plan, alike.plans))
 
     with stage("assemble"):
         calls = [None if m is None else m[0] for m in made]
@@ -315,7 +316,24 @@ def _generate(program: Program, group: Group, k: int, alike: Kernels
         metrics.counters["triton"][f"no kernel: {type(why).__name__}: {why}"] += 1
         log.warning("torch's own operations run %s: %s: %s", ops, type(why).__name__, why)
         return kernels.spare(program, group, f"torch_{ops}_{k}")
+    if kernel.plan is not None:
+        alike.plans[k] = kernel.plan
     return kernels.triton(program, kernel, wide, f"{kernel.name}_{k}", device)
+
+
+def kernel_plans(plan: Schedule) -> dict[int, Summary]:
+    """How the loop kernels of cards will be written, by the number of their step."""
+    found: dict[int, Summary] = {}
+    for k, step in enumerate(plan.steps):
+        group = step.group
+        device = plan.program.buffers[min(group.writes)].device if group.call is None else None
+        if device is None or device.type == "cpu":
+            continue
+        try:
+            found[k] = triton.planned(plan.program, group, Target.of(device)).summary
+        except Exception as why:  # as `_generate` has it
+            log.warning("torch's own operations run %s: %s", group.nodes[0].name, why)
+    return found
 
 
 def _cannot(program: Program, group: Group) -> str:

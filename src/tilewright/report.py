@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tilewright.codegen.triton.made import Summary
 from tilewright.gemm.choose import Implementation
 from tilewright.ir.program import Buffer, Node
 from tilewright.ir.show import brief
@@ -30,6 +31,7 @@ class Part:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     chosen: str = ""  # of a product: who computes it, and why
+    plan: Summary | None = None  # of a loop kernel of a card: how it is written, and why not so
 
     @property
     def name(self) -> str:
@@ -72,12 +74,14 @@ class Graph:
             bytes_ = f"{_bytes(part.moved):>9} of at least {_bytes(part.least):>9}"
             lines.append(f"  {part.number:>3} {kind:6} {bytes_}  {part.name}  {part.location}")
             lines += [f"      by {part.chosen}"] if part.chosen else []
+            lines += [] if part.plan is None else [f"      {line}" for line in _planned(part.plan)]
         for r in self.refusals:
             lines.append(f"  {r.first} and {r.second} share {', '.join(r.shared)}: {r.reason}")
         return "\n".join(lines)
 
 
-def graph(role: str, plan: Schedule) -> Graph:
+def graph(role: str, plan: Schedule, plans: Mapping[int, Summary] | None = None) -> Graph:
+    """`plans` are those of its loop kernels, by the number of their step, where they are known."""
     groups = [step.group for step in plan.steps]
     names = {b.name: _describe(b) for b in plan.program.buffers.values()}
 
@@ -86,10 +90,23 @@ def graph(role: str, plan: Schedule) -> Graph:
 
     parts = tuple(
         Part(k, _ops(group), _location(group), group.is_kernel, b.moved, b.least,
-             named(group.reads - group.local), named(group.writes - group.local), _chosen(group))
+             named(group.reads - group.local), named(group.writes - group.local), _chosen(group),
+             (plans or {}).get(k))
         for k, (group, b) in enumerate(zip(groups, plan.bytes, strict=True))
     )  # fmt: skip
     return Graph(role, parts, tuple(_refusals(groups, names)))
+
+
+def _planned(plan: Summary) -> list[str]:
+    alike: dict[str, list[str]] = {}
+    for strategy, reason in plan.declined:
+        alike.setdefault(reason, []).append(strategy)
+    return [
+        f"{plan.strategy}: {', '.join(plan.tiling)}",
+        f"residency {plan.residency}; {plan.cooperation}; access {plan.access}",
+        plan.config,
+        *(f"not {', '.join(strategies)}: {reason}" for reason, strategies in alike.items()),
+    ]
 
 
 def _chosen(group: Group) -> str:

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 from tilewright.codegen.triton import generate as triton
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.made import Summary, TritonKernel
 from tilewright.ir.expr import Expr, buffers, walk
 from tilewright.ir.program import Program
 from tilewright.schedule.carve import Limits
@@ -68,6 +68,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self._made: dict[Key, tuple[TritonKernel, tuple[str, ...]]] = {}
+        self.plans: dict[int, Summary] = {}  # by the number of a step
 
     def generate(self, program: Program, group: Group, target: Target, name: str,
                  wide: bool = False) -> TritonKernel:  # fmt: skip

@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import torch
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import MOST_WARPS, Config, clamp, folds, power
 from tilewright.codegen.triton.doubles import is_even
-from tilewright.codegen.triton.emit import RANDOM
-from tilewright.codegen.triton.held import PLACES, is_dear, is_own
-from tilewright.codegen.triton.shape import Shape, scatters, uses
+from tilewright.codegen.triton.held import is_dear, is_own
+from tilewright.codegen.triton.shape import Shape, uses
 from tilewright.ir.expr import free_vars, loads, walk
-from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
 from tilewright.target import Target
 
@@ -32,7 +31,7 @@ MOST_OF_FLOATS = 3072  # rows of columns of floats, of which a thread has 48 the
 COLUMNS_OF_FLOATS = 8  # beside each other: 32 bytes
 
 
-def holding_columns(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+def holding_columns(facts: KernelFacts) -> Shape | str:
     """The shape with columns as they are in memory, where they are many, even, used again after a
     fold, and so long that floats of them take too many threads (H200: norm over 1 of 32x192x96x96
     bfloat16 59 us, 71 us as floats; of 42x384x64x64 70 us, 100 us; of 21x768x64x64 72 us, 108 us).
@@ -42,20 +41,26 @@ def holding_columns(program: Program, group: Group, shape: Shape, target: Target
     93 us; 2048 106 us, 117 us); shorter of these in pieces (norms of 32x256x64x64 35.4 us, 40.6 us
     as floats). Columns of floats that are too long for one tile are held in pieces too (128x3000x80
     without their mean and divided by their deviation 106 us, 142 us walked three times)."""
-    if shape.rank != 2 or not shape.across or shape.serial or shape.ragged or shape.shared:
-        return shape
-    if len(shape.inner) != 1 or not shape.again or uses(shape.members, *RANDOM):
-        return shape
-    if any(scatters(m) for m in shape.members) or folds(shape, *PLACES) or is_dear(shape):
-        return shape
-    if any(s.scans for s, _ in shape.segments) or shape.parallel[0].likely < FEWEST * target.sms:
-        return shape
+    shape, group = facts.shape, facts.group
+    if reason := facts.not_columns or facts.not_plain or facts.finds_places or facts.draws:
+        return reason
+    if shape.shared:
+        return "several programs share a column"
+    if not shape.again:
+        return "columns are read once"
+    if is_dear(shape):
+        return "what is computed of columns is too expensive to repeat after each reduction"
+    if facts.rows < FEWEST * facts.target.sms:
+        return f"fewer than {FEWEST} columns for each SM"
     held = _rows_of_floats(group, shape)
-    if shape.persistent and _is_one_tile(group, shape.flat(), NARROW):
-        stored = {program.buffers[b].dtype for m in shape.members for b in m.writes - group.local}
+    if shape.persistent and _is_one_tile(group, facts.flat, NARROW):
+        buffers = facts.program.buffers
+        stored = {buffers[b].dtype for m in shape.members for b in m.writes - group.local}
         if stored <= NARROW or not _divides(shape):  # which is rounded as a division
             held = _rows_of_halves(shape)
-    return replace(shape, held=held, persistent=True, ahead=False) if held else shape
+    if not held:
+        return "columns are not one tile of sixteen-byte pieces, or fit in registers as floats"
+    return replace(shape, held=held, persistent=True, ahead=False)
 
 
 def _rows_of_halves(shape: Shape) -> int:

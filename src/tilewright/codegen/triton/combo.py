@@ -23,15 +23,15 @@ from tilewright.codegen.triton.shape import Shape
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
-from tilewright.target import Target
 
 Grid = tuple[tuple[Expr, str], ...]
 MOST_CONFIGS = 12
 
 
-def combined(program: Program, parts: Sequence[tuple[Group, Shape]], target: Target, name: str,
-             wide: bool) -> TritonKernel:  # fmt: skip
-    own = [Kernel(program, group, shape, target, wide) for group, shape in parts]
+def combined(program: Program, parts: Sequence[tuple[Group, Shape]], own: Sequence[Kernel],
+             name: str, wide: bool) -> TritonKernel:  # fmt: skip
+    """The kernels of `parts`, that would be `own` alone, as one launch."""
+    target = own[0].target
     warps = max(k.configs[0].num_warps for k in own)
 
     def of(wide: bool) -> list[Kernel]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import Config, clamp, power
 from tilewright.codegen.triton.facts import span
 from tilewright.codegen.triton.kernel import Kernel
 from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.codegen.triton.text import TYPE
 from tilewright.ir import index as ix
@@ -28,22 +30,23 @@ PROGRAMS = 8  # for each processor, of four warps
 WARPS = 4
 
 
-def counted(program: Program, group: Group, shape: Shape, target: Target, name: str, wide: bool
-            ) -> TritonKernel | None:  # fmt: skip
-    """The kernel of such a group, None for others (H200: 33554432 floats in 256 bins 145 us by
+def counted(facts: KernelFacts) -> KernelPlan | str:
+    """The kernel of such a group (H200: 33554432 floats in 256 bins 145 us by
     4096, 158 us by 1024; 239 us as additions to 1024 copies, 345 us to copies side by side)."""
-    if shape.family != "poi" or shape.serial or shape.ragged or group.shared:
-        return None
-    if len(shape.members) != 1 or len(shape.members[0].stores) != 1:
-        return None
+    program, group, shape, target = facts.program, facts.group, facts.shape, facts.target
+    if reason := facts.not_pointwise:
+        return reason
+    if group.shared or len(shape.members) != 1 or len(shape.members[0].stores) != 1:
+        return "more than one tensor is written"
     ((store,),) = (m.stores for m in shape.members)
     buffer, axis = program.buffers[store.buffer], Axis("x", shape.members[0].loops, 0)
     if store.buffer in shape.members[0].reads or not is_count(
         store, axis.loops, _places(buffer), buffer.dtype):  # fmt: skip
-        return None
+        return "it does not add one number to few places again and again"
     (segment, _), *_ = shape.segments
-    form = Shape((axis,), [(segment, None)], 1, members=shape.members)
-    return _Counted(program, group, form, target, wide, _configs(axis, target)).generate(name)
+    form = Shape((axis,), ((segment, None),), 1, members=shape.members)
+    configs = _configs(axis, target)
+    return KernelPlan.of(_Counted(program, group, form, target, facts.wide, configs))
 
 
 def _places(buffer: Buffer) -> Expr:

@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.blocks import folds
-from tilewright.codegen.triton.emit import RANDOM
-from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
+from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads
-from tilewright.ir.program import Program
-from tilewright.schedule.group import Group
-from tilewright.target import Target
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.kernel import Kernel
@@ -27,7 +23,7 @@ LONG = 40 << 10  # elements of a row that is walked again, not held
 MANY = 8  # rows for each processor, for each of which there are as many threads as can be
 
 
-def fetching(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+def fetching(facts: KernelFacts) -> Shape | str:
     """The shape with rows that are fetched so, where more is computed of them than that they add up
     (H200: std and mean of 1610 rows of 61992 bfloat16 49.5 us, 53.3 us without; losses of 761 rows
     of 32768 floats 25.7 us, 27.5 us; smoothed ones of 1500 rows of 50257 bfloat16 41.5 us, 45.5 us,
@@ -35,35 +31,36 @@ def fetching(program: Program, group: Group, shape: Shape, target: Target) -> Sh
     sixteen bits that begin anywhere, and their exponentials (log softmax of 8192 rows of 50257
     bfloat16 420 us, 448 us; softmax of 2000 rows of 90001 225 us, 231 us; but of 6000 rows of 45000
     284 us, 276 us; int8 of 2000 rows of 76001 210 us, 147 us)."""
-    if shape.rank != 2 or shape.persistent or shape.across or shape.serial or shape.ragged:
-        return shape
-    if shape.walked or shape.ahead or len(shape.inner) != 1:
-        return shape
+    shape = facts.shape
+    if reason := facts.not_rows or facts.not_plain or facts.finds_places or facts.draws:
+        return reason
+    if shape.persistent:
+        return "rows fit in registers"
+    if shape.ahead:
+        return "the compiler pipelines its loads"
     if shape.shared and (shape.again or not shape.in_turn):
-        return shape
-    if any(scatters(m) for m in shape.members) or uses(shape.members, *RANDOM):
-        return shape
-    if any(s.scans for s, _ in shape.segments) or folds(shape, "argmin", "argmax"):
-        return shape
-    if not (uses(shape.members, "exp") or folds(shape, "welford")):
-        return shape
+        return "programs of a row wait for each other"
+    if not ("exp" in facts.ops or "welford" in facts.reductions):
+        return "it only adds up: loads are waited for anyway"
     shortest = LONG if shape.again else SHORTEST * max(shape.shared, 1)
-    if (shape.inner[0].size or 0) < shortest:
-        return shape
-    if shape.again and not _is_odd_walk(program, group, shape, target):
-        return shape
-    rows = _rows(shape.flat())
-    return replace(shape, fetched=0 < len(rows) <= MOST)
+    if facts.length < shortest:
+        return f"rows have fewer than {shortest} elements"
+    if shape.again and not _is_odd_walk(facts):
+        return "rows are read again, and are not many misaligned ones of sixteen bits"
+    if not 0 < len(_rows(facts.flat)) <= MOST:
+        return f"not one to {MOST} tensors are read along rows"
+    return replace(shape, fetched=True)
 
 
-def _is_odd_walk(program: Program, group: Group, shape: Shape, target: Target) -> bool:
+def _is_odd_walk(facts: KernelFacts) -> bool:
     """Whether many odd rows of sixteen bits are walked again, and nothing wider is stored."""
-    read = [n.dtype.itemsize for n in _rows(shape.flat())]
-    stored = {program.buffers[b].dtype.itemsize for s, axis in shape.segments if axis is not None
+    shape, group, buffers = facts.shape, facts.group, facts.program.buffers
+    read = [n.dtype.itemsize for n in _rows(facts.flat)]
+    stored = {buffers[b].dtype.itemsize for s, axis in shape.segments if axis is not None
               for m in s.members if not m.reduce for b in m.writes - group.local}  # fmt: skip
     return (shape.inner[0].lean is not None and read == [2] and stored <= {1, 2}
-            and shape.parallel[0].likely >= MANY * target.sms
-            and not folds(shape, "welford"))  # fmt: skip
+            and facts.rows >= MANY * facts.target.sms
+            and "welford" not in facts.reductions)  # fmt: skip
 
 
 def _rows(flat: Shape) -> list[Expr]:

@@ -1,10 +1,19 @@
-"""`generate(program, group, target)`: the Triton kernel of one fusion group."""
+"""`generate(program, group, target)`: the Triton kernel of one fusion group.
+
+`planned(...)` asks the strategies in order, and the first that suits a group makes its plan; the
+others before it say why they do not. `generate` writes what was planned. A new strategy is a
+function of `KernelFacts` that gives a plan or a reason, and a line in `STRATEGIES`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 from tilewright import config
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
+from tilewright.codegen.triton.blocks import Config
 from tilewright.codegen.triton.columns import configs_of_columns, holding_columns
 from tilewright.codegen.triton.combo import combined
 from tilewright.codegen.triton.configs import configs
@@ -20,6 +29,7 @@ from tilewright.codegen.triton.moved import moved
 from tilewright.codegen.triton.online import passes
 from tilewright.codegen.triton.packed import with_rest
 from tilewright.codegen.triton.parts import in_parts
+from tilewright.codegen.triton.plan.plan import Declined, KernelPlan
 from tilewright.codegen.triton.rest import resting
 from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
 from tilewright.codegen.triton.siblings import together
@@ -38,6 +48,22 @@ from tilewright.schedule.group import Group
 from tilewright.target import Target
 
 
+@dataclass(frozen=True)
+class Strategy:
+    """One way to write kernels: `plan` is how it writes this one, or why it does not."""
+
+    name: str
+    plan: Callable[[KernelFacts], KernelPlan | str]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """A change of a plan's modes that may come on top of others, or why it does not suit."""
+
+    name: str
+    refine: Callable[[KernelFacts], Shape | str]
+
+
 def limits(program: Program, group: Group, target: Target) -> str:
     """Why a group cannot be one Triton kernel, or an empty string. A single nest always can."""
     shapes = (shape_of(program, part) for part in group.kernels)
@@ -47,51 +73,154 @@ def limits(program: Program, group: Group, target: Target) -> str:
 def generate(program: Program, group: Group, target: Target, name: str = "",
              wide: bool = False) -> TritonKernel:  # fmt: skip
     """`name` ends the kernel's name; `wide` asks for 64-bit indices."""
-    parts: list[tuple[Group, Shape]] = []
+    return planned(program, group, target, wide).write(name)
+
+
+def planned(program: Program, group: Group, target: Target, wide: bool = False) -> KernelPlan:
+    """How the kernel of a group will be written."""
     group = unmasked(program, group)
-    for part in group.kernels:
-        shape = shape_of(program, part)
-        if isinstance(shape, str):
-            raise CodegenError(f"no Triton kernel for this group: {shape}")
-        shape.again = len(passes(shape.flat(), part.local)) > 1
-        parts.append((part, shape))
+    parts = [(part, _axes(program, part)) for part in group.kernels]
     if len(parts) > 1:
-        return combined(program, parts, target, name, wide)
-    shape = in_parts(parts[0][1], target)
-    for form in (counted, turned, laid, moved, windows, vectors):
-        if (made := form(program, group, shape, target, name, wide)) is not None:
-            return made
-    if (held := holding_columns(program, group, shape, target)).held:
-        among = configs_of_columns(held, target)
-        return Kernel(program, group, held, target, wide, among).generate(name)
-    if (held := together(program, group, shape, target)).held or (
-        held := holding(program, group, shape, target)).held:  # fmt: skip
-        return Kernel(program, group, held, target, wide).generate(name)
-    if (tiled := in_tiles(program, group, shape)).tiled:
-        return Kernel(program, group, tiled, target, wide).generate(name)
-    other = otherwise(group, shape)
-    measured = config.max_autotune or config.max_autotune_pointwise
-    form = resting(leaning(program, group, shape))
-    if other is not None:
-        other = leaning(program, group, other)
-        if not measured and is_better_walked(group, form, other):
-            form = other
-    if other is None or not measured:
-        if (scanned := under_way(program, group, shape, target)).under_way:
-            return Kernel(program, group, scanned, target, wide).generate(name)
-        if (piece := matrices(program, group, shape, target)).slid:
-            return Kernel(program, group, piece, target, wide).generate(name)
-        form = unrolled(program, walking(program, group, form, target), target)
-        form = sliding(form, target)
-        form = fetching(program, group, form, target)
-        made = Kernel(program, group, form, target, wide)
-        if made.packed is None:
-            return made.generate(name)
-        plain = Kernel(program, group, replace(shape, odd=True), target, wide, made.configs)
-        return with_rest(made, plain, name)
-    shape = form
-    held, walked = (shape, other) if shape.persistent else (other, shape)
-    found = [replace(c, held=int(form.persistent)) for form in (shape, other)
-             for c in configs(program, form, target)]  # fmt: skip
-    both = [Kernel(program, group, form, target, wide, tuple(found)) for form in (held, walked)]
-    return both[0].either(both[1], name)
+        own = [Kernel(program, part, shape, target, wide) for part, shape in parts]
+        largest = max(own, key=lambda kernel: kernel.work)
+        emit = partial(combined, program, parts, own, wide=wide)
+        name = f"combo of {len(parts)} kernels (below: the largest of them)"
+        return KernelPlan(largest.shape, largest.configs, emit, name)
+    facts = KernelFacts(program, group, parts[0][1], target, wide)
+    facts, declined = _refined(facts, (SPLIT,))
+    for strategy in STRATEGIES:
+        found = strategy.plan(facts)
+        if isinstance(found, KernelPlan):
+            return replace(found, strategy=found.strategy or strategy.name,
+                           declined=(*declined, *found.declined))  # fmt: skip
+        declined.append(Declined(strategy.name, found))
+    raise AssertionError("the last strategy suits every group")
+
+
+def _axes(program: Program, part: Group) -> Shape:
+    shape = shape_of(program, part)
+    if isinstance(shape, str):
+        raise CodegenError(f"no Triton kernel for this group: {shape}")
+    return replace(shape, again=len(passes(shape.flat(), part.local)) > 1)
+
+
+def _refined(facts: KernelFacts, refinements: tuple[Refinement, ...]
+             ) -> tuple[KernelFacts, list[Declined]]:  # fmt: skip
+    declined: list[Declined] = []
+    for refinement in refinements:
+        found = refinement.refine(facts)
+        if isinstance(found, Shape):
+            facts = replace(facts, shape=found)
+        else:
+            declined.append(Declined(refinement.name, found))
+    return facts, declined
+
+
+def _kernel(facts: KernelFacts, among: tuple[Config, ...] = ()) -> Kernel:
+    return Kernel(facts.program, facts.group, facts.shape, facts.target, facts.wide, among)
+
+
+# ---- strategies that change the tile alone
+
+
+def _of(plan: Callable[[KernelFacts], Shape | str]) -> Callable[[KernelFacts], KernelPlan | str]:
+    """The strategy of a tile that the general kernel can write."""
+
+    def planned(facts: KernelFacts) -> KernelPlan | str:
+        shape = plan(facts)
+        return shape if isinstance(shape, str) else KernelPlan.of(
+            _kernel(replace(facts, shape=shape)))  # fmt: skip
+
+    return planned
+
+
+def _columns(facts: KernelFacts) -> KernelPlan | str:
+    shape = holding_columns(facts)
+    if isinstance(shape, str):
+        return shape
+    among = configs_of_columns(shape, facts.target)
+    return KernelPlan.of(_kernel(replace(facts, shape=shape), among))
+
+
+def _is_measured() -> bool:
+    return config.max_autotune or config.max_autotune_pointwise
+
+
+def _either(facts: KernelFacts) -> KernelPlan | str:
+    """Rows in registers and rows block by block as one text, for the tuner to choose."""
+    if not _is_measured():
+        return "kernels are not measured (max_autotune_pointwise)"
+    other = otherwise(facts.group, facts.shape)
+    if isinstance(other, str):
+        return other
+    form, other = _general(facts), leaning(facts.program, facts.group, other)
+    held, walked = (form, other) if form.persistent else (other, form)
+    found = tuple(replace(c, held=int(shape.persistent)) for shape in (form, other)
+                  for c in configs(facts.program, shape, facts.target))  # fmt: skip
+    both = [_kernel(replace(facts, shape=shape), found) for shape in (held, walked)]
+    return KernelPlan(form, found, partial(both[0].either, both[1]))
+
+
+def _general(facts: KernelFacts) -> Shape:
+    """The tile, its rows moved as suits where they begin, in one block or two."""
+    shape = leaning(facts.program, facts.group, facts.shape)
+    found = resting(replace(facts, shape=shape))
+    return shape if isinstance(found, str) else found
+
+
+def _residency(facts: KernelFacts) -> Shape | str:
+    """Rows block by block that would fit in registers, where that is better."""
+    other = otherwise(facts.group, facts.shape)
+    if isinstance(other, str):
+        return other
+    form, other = _general(facts), leaning(facts.program, facts.group, other)
+    return other if is_better_walked(facts.group, form, other) else "rows are as fast in registers"
+
+
+def _tile(facts: KernelFacts) -> KernelPlan:
+    """The tile as it is: pointwise, rows or columns in one block, or block by block."""
+    form, declined = _residency(facts), list[Declined]()
+    if isinstance(form, str):
+        form, declined = _general(facts), [Declined("looped instead of persistent", form)]
+    refined, others = _refined(replace(facts, shape=form), REFINEMENTS)
+    made = _kernel(refined)
+    plan = KernelPlan.of(made)
+    if made.packed is not None:
+        rest = Kernel(facts.program, facts.group, replace(facts.shape, odd=True), facts.target,
+                      facts.wide, made.configs)  # fmt: skip
+        plan = replace(plan, emit=partial(with_rest, made, rest))
+    return replace(plan, strategy=_named(refined.shape), declined=(*declined, *others))
+
+
+def _named(shape: Shape) -> str:
+    if not shape.inner:
+        return "pointwise"
+    what = "columns" if shape.across else "rows"
+    return f"{'persistent' if shape.persistent else 'looped'} {what}"
+
+
+SPLIT = Refinement("split rows, the last program finishes", in_parts)
+STRATEGIES = (
+    Strategy("histogram in shared memory", counted),
+    Strategy("transpose of misaligned rows", turned),
+    Strategy("transpose of few rows", laid),
+    Strategy("shifted copy", moved),
+    Strategy("stencil, several points a thread", windows),
+    Strategy("array-of-structs stores", vectors),
+    Strategy("resident columns", _columns),
+    Strategy("resident rows of several programs", _of(together)),
+    Strategy("resident rows in chunks", _of(holding)),
+    Strategy("several short rows a warp", _of(in_tiles)),
+    Strategy("persistent or looped, as measured", _either),
+    Strategy("scan of preloaded chunks", _of(under_way)),
+    Strategy("columns of small misaligned matrices", _of(matrices)),
+    Strategy("tile", _tile),
+)
+"""In the order in which they are asked."""
+REFINEMENTS = (
+    Refinement("scans block by block", walking),
+    Refinement("unrolled columns", unrolled),
+    Refinement("misaligned columns through shared memory", sliding),
+    Refinement("prefetched rows", fetching),
+)
+"""Of the general tile, in the order in which they come on top of each other."""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import folds, power
-from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import Fold, folded_type, folds_of
 from tilewright.codegen.triton.leaning import leaning
 from tilewright.codegen.triton.online import SIDE, OnlineFold, joined
@@ -31,16 +31,12 @@ from tilewright.codegen.triton.shape import (
     Axis,
     Shape,
     cannot_hand_over,
-    scatters,
-    uses,
 )
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program
-from tilewright.schedule.group import Group
 from tilewright.schedule.segments import Segment
-from tilewright.target import Target
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.kernel import Kernel
@@ -52,7 +48,6 @@ MOST_OF_FLOATS = 64 << 10  # the same of floats, which one program there holds (
 # 1711 rows of 32768 123 us, 150 us walked; softmax 114 us, 119 us; RMS norm 113 us, 119 us; layer
 # norm of 2300 rows of 24576 135 us, 141 us)
 FEWEST = 4  # rows for each processor
-PLACES = ("argmin", "argmax")
 HELD = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = HELD[:2]
 DEAR = 20  # what an operation costs that is not done several times
@@ -306,30 +301,41 @@ class Held:
                 self.kernel.stores(members)
 
 
-def holding(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+def holding(facts: KernelFacts) -> Shape | str:
     """The shape with rows in pieces, where they are many, long, and used again after a fold (H200:
     softmax of 7000 rows of 13813 bfloat16 97 us, 113 us as floats; of 4000 of 20000 79 us, 97 us
     walked twice; layer norm of 6000 of 9000 56 us, 71 us; log softmax of 3021 of 36440 109 us,
     129 us; group norm of 1024 of 40960 49 us, 56 us)."""
-    if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
-        return shape
-    if len(shape.inner) != 1 or not shape.again or uses(shape.members, *RANDOM):
-        return shape
-    size = shape.inner[0].size or 0
-    if size <= LONGEST_PASS or shape.parallel[0].likely < FEWEST * target.sms:
-        return shape
-    if any(scatters(m) for m in shape.members) or folds(shape, *PLACES) or is_dear(shape):
-        return shape
-    rows = rows_read(group.local, shape.flat())
+    program, group, shape = facts.program, facts.group, facts.shape
+    if reason := facts.not_rows or facts.scatters or facts.finds_places or facts.draws:
+        return reason
+    if shape.shared:
+        return "several programs share a row already"
+    if not shape.again:
+        return "rows are read once"
+    size = facts.length
+    if size <= LONGEST_PASS:
+        return f"rows have at most {LONGEST_PASS} elements: one block holds them"
+    if facts.rows < FEWEST * facts.target.sms:
+        return f"fewer than {FEWEST} rows for each SM"
+    if is_dear(shape):
+        return "what is computed of rows is too expensive to repeat after each reduction"
+    rows = rows_read(group.local, facts.flat)
     count = sum(n.dtype.itemsize for n in rows) // 2
     most = MOST_OF_FLOATS if [n.dtype.itemsize for n in rows] == [4] else MOST_HELD
     most = MOST_READ if len(rows) > 1 and _joins_rows(program, shape) else most
-    if not 0 < size * count <= most or cannot_hand_over(group, replace(shape, persistent=False)):
-        return shape
+    if not count:
+        return "no row of floats is read along memory"
+    if size * count > most:
+        return f"rows of {size * count} sixteen-bit values do not fit in registers ({most} do)"
+    if reason := cannot_hand_over(group, replace(shape, persistent=False)):
+        return reason
     form = leaning(program, group, replace(shape, persistent=True, ahead=False, held=size))
     leans = form.inner[0].lean is not None
-    if not leans and (form.odd or _is_held_as_floats(shape, size, len(rows))):
-        return shape
+    if not leans and form.odd:
+        return "rows are misaligned, and not all of them alike"
+    if not leans and _is_held_as_floats(shape, size, len(rows)):
+        return "rows fit in registers as one block of floats"
     return replace(form, held=32 * held_at_once(form) * held_warps(size * count, leans))
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import Config
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.codegen.triton.turned import Moving, matrices, moves
 from tilewright.ir import index as ix
 from tilewright.ir.program import Program
-from tilewright.schedule.group import Group
-from tilewright.target import Target
 
 V = 8  # elements of sixteen bytes
 PIECES = 256  # of sixteen bytes, that the threads of a program write at once
@@ -20,10 +19,12 @@ ROUNDS = 4  # in which they do
 MOST_KEPT = 8192  # elements of a tile: as many as are written
 
 
-def laid(program: Program, group: Group, shape: Shape, target: Target, name: str, wide: bool
-         ) -> TritonKernel | None:  # fmt: skip
-    """The kernel of such a group, None for others (H200: 2306x47x725 bfloat16 85 us, 99 us as a
+def laid(facts: KernelFacts) -> KernelPlan | str:
+    """The kernel of such a group (H200: 2306x47x725 bfloat16 85 us, 99 us as a
     tile of rows and columns; 1500x95x250 43 us, 51 us; 700x65x700 38 us, 44 us)."""
+    program, group, shape = facts.program, facts.group, facts.shape
+    if reason := facts.not_pointwise:
+        return reason
     for form in (shape, *matrices(shape)):
         if moves(program, group, form) is None or not _is_one_piece(program, shape):
             continue
@@ -32,8 +33,9 @@ def laid(program: Program, group: Group, shape: Shape, target: Target, name: str
         if tile is not None:
             blocks = *((a.block, 1) for a in z), (y.block, tile.columns), (x.block, x.size or 0)
             configs = (Config(blocks, PIECES // 32, registers=32), Config(blocks, PIECES // 32))
-            return _Laid(program, group, form, target, wide, configs).of(tile, name)
-    return None
+            made = _Laid(program, group, form, facts.target, facts.wide, configs)
+            return KernelPlan.of(made.of(tile))
+    return "it does not only transpose large matrices of few rows, of two bytes, into one piece"
 
 
 def _is_one_piece(program: Program, shape: Shape) -> bool:
@@ -84,9 +86,9 @@ def _tile(columns: int, rows: int) -> Tile | None:
 class _Laid(Moving):
     tile: Tile
 
-    def of(self, tile: Tile, name: str) -> TritonKernel:
+    def of(self, tile: Tile) -> _Laid:
         self.tile = tile
-        return self.generate(name)
+        return self
 
     def body(self) -> None:
         w, tile, (*z, y, x) = self.w, self.tile, self.shape.parallel

@@ -57,7 +57,7 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
     new = replace(axis, lean=guide[0], piece=guide[1])
     return replace(
         shape, parallel=tuple(new if a is axis else a for a in shape.parallel),
-        segments=[(s, new if a is axis else a) for s, a in shape.segments])  # fmt: skip
+        segments=tuple((s, new if a is axis else a) for s, a in shape.segments))  # fmt: skip
 
 
 def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
@@ -107,7 +107,7 @@ def _turned(shape: Shape) -> Shape:
     axis = replace(r, dim=0)
     return replace(
         shape, parallel=(replace(x, dim=1),), packed=True,
-        segments=[(s, None if a is None else axis) for s, a in shape.segments])  # fmt: skip
+        segments=tuple((s, None if a is None else axis) for s, a in shape.segments))  # fmt: skip
 
 
 def _may_lean(shape: Shape) -> bool:

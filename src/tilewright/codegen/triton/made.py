@@ -26,6 +26,19 @@ class Param:
 
 
 @dataclass(frozen=True)
+class Summary:
+    """The plan a kernel was written from, in words."""
+
+    strategy: str
+    tiling: tuple[str, ...]  # of each axis
+    residency: str
+    cooperation: str
+    access: str
+    config: str
+    declined: tuple[tuple[str, str], ...]  # strategies that were asked before, and why not
+
+
+@dataclass(frozen=True)
 class TritonKernel:
     """A kernel's text and all a launcher needs to know.
 
@@ -50,6 +63,7 @@ class TritonKernel:
     counters: int = 0  # int32 elements, zero before and after; its programs wait for each other
     in_turn: bool = False  # in the order they begin; else all of them have to run at once
     beside: tuple[tuple[tuple[Expr, str], ...], ...] = ()
+    plan: Summary | None = None
 
     def programs(self, sizes: dict[str, int], config: Config | None = None) -> int:
         """How many programs run, with these values of the symbols."""

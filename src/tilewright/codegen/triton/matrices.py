@@ -12,16 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import power
 from tilewright.codegen.triton.doubles import is_even
-from tilewright.codegen.triton.emit import RANDOM
-from tilewright.codegen.triton.shape import Axis, Shape, scatters, sorts, uses
+from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.codegen.triton.sliding import length_of
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
-from tilewright.ir.program import Program, Store
-from tilewright.schedule.group import Group
-from tilewright.target import Target
+from tilewright.ir.program import Store
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.folds import Fold
@@ -33,38 +31,42 @@ SHORTEST = 32  # rows of one that is folded: a thread has fewer of a column
 FEWEST = 16  # matrices for each processor
 
 
-def matrices(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+def matrices(facts: KernelFacts) -> Shape | str:
     """The shape with matrices that are moved so, where one is read and one is made of it (H200:
     softmax over 1 of 20000x64x121 bfloat16 183 us, 247 us by single elements; of 40000x60x61 173
     us, 201 us; cumulative sums 154 us, 166 us, and 159 us, 231 us; but softmax of 8000x28x237 78
     us, 74 us where threads have columns)."""
-    if shape.rank != 2 or not shape.across or not shape.persistent or len(shape.inner) != 1:
-        return shape
-    if shape.serial or shape.shared or shape.ragged or uses(shape.members, *RANDOM):
-        return shape
-    if sorts(shape.members) or any(scatters(m) for m in shape.members):
-        return shape
-    scans = any(segment.scans for segment, _ in shape.segments)
-    if not scans and (shape.inner[0].size or 0) <= SHORTEST:
-        return shape
-    flat = shape.flat()
+    shape, flat = facts.shape, facts.flat
+    if reason := facts.not_columns or facts.sorts or facts.scatters or facts.draws:
+        return reason
+    if shape.shared:
+        return "several programs share a column"
+    if not shape.persistent:
+        return "columns do not fit in registers"
+    if not facts.has_scans and facts.length <= SHORTEST:
+        return f"columns have at most {SHORTEST} elements: a thread has them"
     (x,), (r,) = flat.parallel, flat.inner
-    tiles, stores = _moved(group.local, flat, x, r)
+    tiles, stores = _moved(facts.group.local, flat, x, r)
     if len(tiles) != 1 or len(stores) != 1 or tiles[0].src != (stores[0].index,):
-        return shape
+        return "not one matrix is read and one like it written"
     index, rows, length = stores[0].index, r.size or 0, length_of(stores[0].index, x)
-    if {program.buffers[b].dtype.itemsize for b in (tiles[0].arg, stores[0].buffer)} != {2}:
-        return shape
+    buffers = facts.program.buffers
+    if {buffers[b].dtype.itemsize for b in (tiles[0].arg, stores[0].buffer)} != {2}:
+        return "elements have not two bytes"
     lanes = power(rows) * power(length)
-    if tiles[0].arg == stores[0].buffer or is_even(index, x, 4) or not length:
-        return shape
+    if tiles[0].arg == stores[0].buffer:
+        return "it is written in place"
+    if is_even(index, x, 4) or not length:
+        return "rows are aligned"
     if rows * length < LEAST or lanes > MOST or 3 * lanes > 4 * rows * length:
-        return shape
-    if not is_matrix(index, x, r, length) or x.likely < FEWEST * length * target.sms:
-        return shape
+        return f"a matrix does not fill a tile of {LEAST} to {MOST} elements"
+    if not is_matrix(index, x, r, length):
+        return "rows of a matrix do not lie one after the other"
+    if x.likely < FEWEST * length * facts.target.sms:
+        return f"fewer than {FEWEST} matrices for each SM"
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
-    segments = [(s, None if a is None else axes[a]) for s, a in shape.segments]
+    segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
     return replace(shape, slid=length, ahead=False, segments=segments,
                    parallel=(axes[shape.parallel[0]],))  # fmt: skip
 

@@ -10,40 +10,42 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.leaning import leaning
-from tilewright.codegen.triton.made import TritonKernel
-from tilewright.codegen.triton.shape import Axis, Shape, scatters
+from tilewright.codegen.triton.plan.plan import KernelPlan
+from tilewright.codegen.triton.shape import Axis
 from tilewright.codegen.triton.turned import FEWEST, Moving
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, free_vars, loads, walk
-from tilewright.ir.program import Program
-from tilewright.schedule.group import Group
-from tilewright.target import Target
 
 PIECE = 8  # elements that are slid at once
 SLID = (2, 4)  # bytes of elements that are
 SHORTEST = 4096  # elements of pieces of which most blocks have one
 
 
-def moved(program: Program, group: Group, shape: Shape, target: Target, name: str, wide: bool
-          ) -> TritonKernel | None:  # fmt: skip
-    """The kernel of such a group, None for others (H200: three of 359x25x1747 bfloat16 side by side
+def moved(facts: KernelFacts) -> KernelPlan | str:
+    """The kernel of such a group (H200: three of 359x25x1747 bfloat16 side by side
     52 us, 83 us by single elements; two of 8000x9001 147 us, 155 us; two of 8979x4097 one after the
     other 71 us, 78 us as two kernels; 10390x5001 float16 rolled 52 us, 55 us; the first third of
     3655x32768 bfloat16 and the rest of it 120 us, 127 us)."""
-    if shape.family != "poi" or shape.rank != 1 or shape.serial or shape.ragged or shape.scattered:
-        return None
-    (axis,), flat = shape.parallel, shape.flat()
-    if (axis.size or 0) * min(SLID) < FEWEST or any(scatters(m) for m in flat.members):
-        return None
+    program, group, shape, flat = facts.program, facts.group, facts.shape, facts.flat
+    if reason := facts.not_pointwise or facts.scatters:
+        return reason
+    if shape.rank != 1 or shape.scattered:
+        return "loops do not run over memory as one"
+    (axis,) = shape.parallel
+    if (axis.size or 0) * min(SLID) < FEWEST:
+        return f"fewer than {FEWEST} bytes are moved, or only the call knows how many"
     pieces = _Pieces(axis, [e for m in flat.members for e in m.exprs])
     stores = [s for m in flat.members for s in m.stores]
     if not pieces.may_move({*group.local, *(s.buffer for s in stores)}) or not all(
         pieces.slope(s.index) == 1 and pieces.is_even(s.index) for s in stores):  # fmt: skip
-        return None
-    made = _Moved(program, group, leaning(program, group, shape), target, wide)
+        return "it does not put long pieces of tensors at places that are shifted by constants"
+    made = _Moved(program, group, leaning(program, group, shape), facts.target, facts.wide)
     made.pieces = pieces
-    return made.generate(name) if made.w.index_type == "tl.int32" else None
+    if made.w.index_type != "tl.int32":
+        return "places need 64-bit indices"
+    return KernelPlan.of(made)
 
 
 class _Pieces:

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import below, power
 from tilewright.codegen.triton.lean import Lean
 from tilewright.codegen.triton.row_configs import folds_one
@@ -22,27 +23,29 @@ SHORTEST, LONGEST = 128, 4096  # elements of the first tile
 LITTLE = 4  # the part of it that may be left
 
 
-def resting(shape: Shape) -> Shape:
+def resting(facts: KernelFacts) -> Shape | str:
     """The shape with such rows, where they begin with sixteen bytes and are only folded."""
-    if not shape.persistent or shape.across or shape.serial or shape.shared or shape.ragged:
-        return shape
-    axes = shape.inner
-    if len(axes) != 1 or axes[0].lean is not None or axes[0].size is None or shape.odd:
-        return shape
-    (axis,) = axes
-    size = axis.size or 0
+    if reason := facts.not_rows:
+        return reason
+    shape, flat = facts.shape, facts.flat
+    axis, size = facts.row, facts.length
+    if not shape.persistent or shape.shared or not size:
+        return "no program has whole rows"
+    if axis.lean is not None or shape.odd:
+        return "rows are misaligned"
     first = below(size)
     if not SHORTEST <= first <= LONGEST or not 0 < LITTLE * (size - first) <= first:
-        return shape
-    flat = shape.flat()
+        return "rows are not a little longer than a power of two"
     rows = [n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)]
     even = all(ix.coefficient(n.src[0], axis.var) is ix.ONE and len(n.src) == 1 and ix.mod(
         ix.mul(ix.without(n.src[0], [axis.var]), n.dtype.itemsize), 16) is ix.ZERO
         for n in rows)  # fmt: skip
-    if not even or not folds_one(shape):
-        return shape
+    if not even:
+        return "rows do not begin with sixteen bytes"
+    if not folds_one(shape):
+        return "rows are not only reduced, once"
     new = replace(axis, lean=ix.ZERO, piece=first)
-    return replace(shape, segments=[(s, a and new) for s, a in shape.segments])
+    return replace(shape, segments=tuple((s, a and new) for s, a in shape.segments))
 
 
 class Rest(Lean):

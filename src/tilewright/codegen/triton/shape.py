@@ -99,7 +99,10 @@ class Axis:
         return 0 if self.lean is None or self.lean is ix.ZERO else self.piece - 1
 
 
-@dataclass
+Placed = tuple[Segment, Axis | None]  # a segment, and the axis of its own loops
+
+
+@dataclass(frozen=True)
 class Shape:
     """The axes, and the segments in order, each with the axis of its own loops.
 
@@ -107,7 +110,7 @@ class Shape:
     """
 
     parallel: tuple[Axis, ...]
-    segments: list[tuple[Segment, Axis | None]]
+    segments: tuple[Placed, ...]
     rank: int
     persistent: bool = True
     across: bool = False  # memory runs along the parallel axis, not along the rows
@@ -133,19 +136,23 @@ class Shape:
     each: int = 0  # elements of a row, or of a plane of it, that one of several programs holds
     planes: tuple[Expr, ...] = ()  # loops of which each of the programs of a row has some points
     several: int = 1  # neighbouring points of the last of these
-    ragged: dict[Expr, Expr] = field(default_factory=dict[Expr, Expr])
-    members: list[Nest] = field(default_factory=list[Nest])
+    ragged: Mapping[Expr, Expr] = field(default_factory=dict[Expr, Expr])
+    members: tuple[Nest, ...] = ()
 
     def flat(self) -> Shape:
         """The same over one loop per axis; an index that walks all loops of one is affine again."""
-        segments: list[tuple[Segment, Axis | None]] = []
+        return self._flat
+
+    @cached_property
+    def _flat(self) -> Shape:
+        segments: list[Placed] = []
         for segment, own in self.segments:
             axes = [*self.parallel, *([] if own is None else [own])]
             places = tuple(p for a in axes for p in a.places().items() if p[0] is not p[1])
             members = [_over_axes(m, places) for m in segment.members]
             segments.append((replace(segment, members=members), own))
-        return replace(self, segments=segments,
-                       members=[m for s, _ in segments for m in s.members])  # fmt: skip
+        return replace(self, segments=tuple(segments),
+                       members=tuple(m for s, _ in segments for m in s.members))  # fmt: skip
 
     def pieces(self, axis: Axis) -> int:
         """The length of the pieces of a row that have something in common, as a channel's scale:
@@ -170,7 +177,7 @@ class Shape:
         limit = ix.sub(axis.var, ends[0])
         return limit if free_vars(limit) else None
 
-    @property
+    @cached_property
     def inner(self) -> list[Axis]:
         return list(dict.fromkeys(axis for _, axis in self.segments if axis is not None))
 
@@ -179,7 +186,7 @@ class Shape:
         """Of a row that is held, or of a plane of it."""
         return -(-(self.inner[0].size or 0) // self.each) if self.each else 1
 
-    @property
+    @cached_property
     def axes(self) -> list[Axis]:
         return [*self.parallel, *self.inner]
 
@@ -229,33 +236,33 @@ def shape_of(program: Program, group: Group) -> Shape | str:
             looked_up = len(parallel) > 1
         scattered = read_in_pieces(members) is not None
         shape = Shape(parallel, placed, max(1, len(parallel)), scattered=scattered,
-                      looked_up=looked_up, ragged=ragged, members=members)  # fmt: skip
+                      looked_up=looked_up, ragged=ragged, members=tuple(members))  # fmt: skip
         return cannot_hand_over(group, shape) or shape
     total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
                       and any(v not in group.serial for v in m.reduce))  # fmt: skip
     shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
-                  back=back, ragged=ragged, members=members)  # fmt: skip
-    shape.across = _runs_across(program, shape)
-    shape.shared, shape.in_turn = group.shared, group.in_turn
-    shape.persistent = not group.shared and (_fits(shape) or sorts(members))
-    shape.ahead = _may_run_ahead(group, shape)
+                  back=back, ragged=ragged, members=tuple(members), shared=group.shared,
+                  in_turn=group.in_turn)  # fmt: skip
+    shape = replace(shape, across=_runs_across(program, shape))
+    shape = replace(shape, persistent=not group.shared and (_fits(shape) or sorts(members)))
+    shape = replace(shape, ahead=_may_run_ahead(group, shape))
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
     return cannot_hand_over(group, shape) or cannot_share(shape) or shape
 
 
-def otherwise(group: Group, shape: Shape) -> Shape | None:
+def otherwise(group: Group, shape: Shape) -> Shape | str:
     """The same kernel with its rows walked instead of held, or held instead of walked, where both
     are worth measuring."""
     if len(shape.inner) != 1 or shape.serial or shape.shared or shape.across or shape.ragged:
-        return None
+        return "only rows along memory that one program has can be either"
     size = shape.inner[0].size
     if size is None or not SHORTEST_WALK <= size <= MOST_KEPT // 2:
-        return None
+        return f"rows do not have between {SHORTEST_WALK} and {MOST_KEPT // 2} elements"
     if any(s.scans for s, _ in shape.segments):
-        return None
+        return "rows are scanned"
     other = replace(shape, persistent=not shape.persistent)
-    return None if cannot_hand_over(group, other) else other
+    return cannot_hand_over(group, other) or other
 
 
 def cannot_share(shape: Shape) -> str:
@@ -316,10 +323,10 @@ def _regular(group: Group) -> tuple[Group, dict[Expr, Expr] | None]:
 # ---- axes of segments
 
 
-def _inner_axes(segments: list[Segment]) -> list[tuple[Segment, Axis | None]]:
+def _inner_axes(segments: list[Segment]) -> tuple[Placed, ...]:
     """An axis per distinct set of loops; loops that only differ in name become the same."""
     axes: list[Axis] = []
-    placed: list[tuple[Segment, Axis | None]] = []
+    placed: list[Placed] = []
     for segment in segments:
         if not segment.inner:
             placed.append((segment, None))
@@ -341,7 +348,7 @@ def _inner_axes(segments: list[Segment]) -> list[tuple[Segment, Axis | None]]:
     if len(axes) == 1:
         only = Axis("r", axes[0].loops, 1)
         placed = [(s, None if a is None else only) for s, a in placed]
-    return placed
+    return tuple(placed)
 
 
 def _matched(axis: Axis, segment: Segment, earlier: Sequence[Nest]) -> dict[Expr, Expr] | None:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.triton.blocks import folds
-from tilewright.codegen.triton.emit import RANDOM
-from tilewright.codegen.triton.held import PLACES, is_dear, rows_read
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
+from tilewright.codegen.triton.held import is_dear, rows_read
 from tilewright.codegen.triton.leaning import leaning
 from tilewright.codegen.triton.row_configs import held_at_once
 from tilewright.codegen.triton.shape import (
@@ -23,14 +22,9 @@ from tilewright.codegen.triton.shape import (
     Shape,
     cannot_hand_over,
     cannot_share,
-    scatters,
-    uses,
 )
 from tilewright.ir import index as ix
-from tilewright.ir.program import Program
-from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint_product
-from tilewright.target import Target
 
 SHORTEST = 1 << 17  # elements of a row: shorter ones stay in cache
 SHORTEST_IN_PLANES = 1 << 14  # the same of rows in planes that begin anywhere
@@ -40,28 +34,28 @@ MOST = 1 << 14  # elements that a program of so many warps holds
 FEW = 10 << 10  # the same of half as many
 
 
-def together(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+def together(facts: KernelFacts) -> Shape | str:
     """The shape with rows that programs hold together, where they are too long to stay in cache
     until they are walked again, or would be moved one element at a time (H200: log softmax of 956
     rows of 183232 bfloat16 235 us, 249 us walked; batch norm of 256 rows of 64 planes of 56x56
     74.7 us, 77.1 us, of 320 rows of 56 planes of 69x69 129 us, 219 us, of 256 of 256 planes of
     31x31 113 us, 169 us; group norm of 512 rows of 16 channels of 63x63 52 us, 84 us. But of rows
     of 65536 that stay in cache 46 us, 44 us)."""
-    if shape.rank != 2 or shape.across or shape.serial or shape.ragged:
-        return shape
-    if len(shape.inner) != 1 or not shape.again or uses(shape.members, *RANDOM):
-        return shape
-    if any(s.scans for s, _ in shape.segments):
-        return shape
-    if any(scatters(m) for m in shape.members) or folds(shape, *PLACES) or is_dear(shape):
-        return shape
-    if not shape.parallel[0].size or not shape.inner[0].size:
-        return shape
-    for new in (shape, _planes(shape)):
-        found = None if new is None else _held(program, group, new, target)
-        if found is not None:
-            return found
-    return shape
+    shape = facts.shape
+    if reason := facts.not_rows or facts.not_plain or facts.finds_places or facts.draws:
+        return reason
+    if not shape.again:
+        return "rows are read once"
+    if is_dear(shape):
+        return "what is computed of rows is too expensive to repeat after each reduction"
+    if not shape.parallel[0].size or not facts.length:
+        return "sizes are known only at the call"
+    whole = _held(facts, shape)
+    if isinstance(whole, Shape):
+        return whole
+    planes = _planes(shape)
+    of_planes = whole if planes is None else _held(facts, planes)
+    return of_planes if isinstance(of_planes, Shape) else whole
 
 
 def _planes(shape: Shape) -> Shape | None:
@@ -71,32 +65,34 @@ def _planes(shape: Shape) -> Shape | None:
     new = Axis(axis.name, (last,), axis.dim)
     if not planes or (new.size or 0) < SHORTEST_PLANE or (new.size or 0) % 8 == 0:
         return None
-    segments = [(s, None if a is None else new) for s, a in shape.segments]
+    segments = tuple((s, None if a is None else new) for s, a in shape.segments)
     return replace(shape, segments=segments, planes=tuple(planes))
 
 
-def _held(program: Program, group: Group, shape: Shape, target: Target) -> Shape | None:
+def _held(facts: KernelFacts, shape: Shape) -> Shape | str:
+    group, target = facts.group, facts.target
     shape = replace(shape, persistent=True, ahead=False, shared=1, in_turn=True)
     rows = rows_read(group.local, shape.flat())
     count = sum(n.dtype.itemsize for n in rows) // 2  # of sixteen bits
     if not count:
-        return None
+        return "no row of floats is read along memory"
     planes = hint_product(v.src[0] for v in shape.planes)
     size = shape.inner[0].size or 0
-    if size * len(rows) * planes < (SHORTEST_IN_PLANES if planes > 1 else SHORTEST):
-        return None
+    shortest = SHORTEST_IN_PLANES if planes > 1 else SHORTEST
+    if size * len(rows) * planes < shortest:
+        return f"rows are shorter than {shortest} elements: they stay in cache"
     several = _several(shape, size * count)
     warps = WARPS if size * several * count > FEW else WARPS // 2
     block = 32 * held_at_once(shape) * warps
     each = _each(size, count, block, 8 if not shape.pieces(shape.inner[0]) else block)
     shape = replace(shape, held=block, each=each, several=several)
     shape = replace(shape, shared=planes // several * shape.parts)
-    if cannot_share(shape) or cannot_hand_over(group, replace(shape, persistent=False)):
-        return None
+    if reason := cannot_share(shape) or cannot_hand_over(group, replace(shape, persistent=False)):
+        return reason
     if shape.shared > target.sms:  # as many surely run at once
-        return None
-    form = leaning(program, group, shape)
-    return None if form.odd else form
+        return "a row takes more programs than surely run at once"
+    form = leaning(facts.program, group, shape)
+    return "rows are misaligned, and not all of them alike" if form.odd else form
 
 
 def _several(shape: Shape, plane: int) -> int:

@@ -12,38 +12,42 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.column_configs import STEP, pieces_of
 from tilewright.codegen.triton.doubles import is_even
-from tilewright.codegen.triton.emit import RANDOM, Writer
-from tilewright.codegen.triton.shape import Axis, Shape, uses
+from tilewright.codegen.triton.emit import Writer
+from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.program import Nest, Store
 from tilewright.schedule.dealt import may_slide
-from tilewright.target import Target
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.folds import Fold
     from tilewright.codegen.triton.kernel import Kernel
 
 
-def sliding(shape: Shape, target: Target) -> Shape:
+def sliding(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are loaded so, where they are only folded."""
-    walks = [segment for segment, axis in shape.flat().segments if axis is not None]
-    other = shape.serial or shape.shared or shape.ragged or shape.alone or shape.walked
-    if not shape.across or other or len(walks) != 1 or uses(shape.members, *RANDOM):
-        return shape
+    shape = facts.shape
+    if reason := facts.not_columns or facts.draws:
+        return reason
+    if shape.shared or shape.alone or shape.walked:
+        return "threads or programs have parts of columns"
+    walks = [segment for segment, axis in facts.flat.segments if axis is not None]
+    if len(walks) != 1:
+        return "columns are read again after a reduction"
     (x,), (r,) = shape.parallel, shape.inner
     nodes = _tiles(walks[0].members, x, r)
     if len({(n.src, n.dtype.itemsize) for n in nodes}) != 1:
-        return shape
+        return "not one matrix is only reduced"
     index, size = nodes[0].src[0], nodes[0].dtype.itemsize
     kinds = {n.arg.kind for m in walks[0].members for n in walk(*m.exprs) if n.op == "reduce"}
     length, rows = length_of(index, x), r.size or 0
     if not length or is_even(index, x, 4):
-        return shape
-    if not may_slide(kinds, x.likely, length, rows, size, target):
-        return shape
+        return "rows are aligned"
+    if not may_slide(kinds, x.likely, length, rows, size, facts.target):
+        return "rows are too short or too few, or the reduction needs places"
     return replace(shape, slid=length, persistent=False, ahead=False)
 
 

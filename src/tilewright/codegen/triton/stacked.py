@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import sizes
 from tilewright.codegen.triton.column_configs import at_once
 from tilewright.codegen.triton.matrices import is_matrix
@@ -24,8 +25,7 @@ from tilewright.codegen.triton.shape import Shape
 from tilewright.codegen.triton.sliding import length_of, walk_ahead
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
-from tilewright.ir.program import Program, Store
-from tilewright.target import Target
+from tilewright.ir.program import Store
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.folds import Fold
@@ -37,26 +37,26 @@ FEWEST = 64  # rows of a matrix: few of a part of it are beyond its end
 TOGETHER = 2  # matrices for each processor
 
 
-def stacking(program: Program, shape: Shape, target: Target) -> Shape:
+def stacking(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are scanned so, where all that is moved are such matrices."""
-    flat = shape.flat()
+    program, shape, flat = facts.program, facts.shape, facts.flat
     (x,), (r,) = flat.parallel, flat.inner
     nodes = list(dict.fromkeys(n for m in flat.members for n in loads(*m.exprs)))
     stores = [s for m in flat.members for s in m.stores]
     if len(nodes) != 1 or len(stores) != 1 or nodes[0].src != (stores[0].index,):
-        return shape
+        return "not one matrix is read and one like it written"
     index, rows, length = stores[0].index, r.size or 0, length_of(stores[0].index, x)
     if set(sizes(program, flat)) != {2} or nodes[0].arg == stores[0].buffer:
-        return shape
+        return "elements have not two bytes, or are written in place"
     if not SHORTEST <= length <= LONGEST or rows < FEWEST or rows * length % PIECE:
-        return shape
+        return f"matrices do not have {FEWEST} rows of {SHORTEST} to {LONGEST} elements"
     if not is_matrix(index, x, r, length) or at_once(program, shape) > 2:
-        return shape
-    if x.likely < TOGETHER * length * target.sms:
-        return shape
+        return "rows of a matrix do not lie one after the other, or are aligned"
+    if x.likely < TOGETHER * length * facts.target.sms:
+        return f"fewer than {TOGETHER} matrices for each SM"
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
-    segments = [(s, None if a is None else axes[a]) for s, a in shape.segments]
+    segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
     return replace(shape, slid=length, persistent=False, ahead=False, segments=segments,
                    parallel=(axes[shape.parallel[0]],))  # fmt: skip
 

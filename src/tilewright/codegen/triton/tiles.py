@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from tilewright.codegen.triton.blocks import below, folds, in_pairs, is_heavy, power
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
+from tilewright.codegen.triton.blocks import below, in_pairs, is_heavy, power
 from tilewright.codegen.triton.elements import along
-from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.folds import folded_type
-from tilewright.codegen.triton.held import PLACES
 from tilewright.codegen.triton.leaning import leaning, looks_up, rows_alike
 from tilewright.codegen.triton.pairs import PAIR
 from tilewright.codegen.triton.shape import (
@@ -24,11 +23,8 @@ from tilewright.codegen.triton.shape import (
     Shape,
     cannot_hand_over,
     is_looked_up,
-    scatters,
-    uses,
 )
 from tilewright.ir.expr import Expr, free_vars, loads, walk
-from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
 from tilewright.schedule.sizes import hint_product
 
@@ -42,15 +38,17 @@ FEW_PAIRS = 96  # elements of a row that few threads fold
 WARP = 256  # elements of a tile that a warp moves at once
 
 
-def in_tiles(program: Program, group: Group, shape: Shape) -> Shape:
+def in_tiles(facts: KernelFacts) -> Shape | str:
     """The shape with rows in tiles, where they are many and short."""
-    if not _may_be(group, shape):
-        return shape
-    size = shape.inner[0].size or 0
-    form = leaning(program, group, replace(shape, held=size))
+    if reason := _unsuited(facts):
+        return reason
+    shape, group, size = facts.shape, facts.group, facts.length
+    form = leaning(facts.program, group, replace(shape, held=size))
     piece = form.inner[0].piece
-    if form.packed or (form.odd and not piece and size > FEWEST):
-        return shape
+    if form.packed:
+        return "rows lie one after the other: several are moved as one piece"
+    if form.odd and not piece and size > FEWEST:
+        return "rows are misaligned, and not all of them alike"
     if size <= FEWEST:
         tile = _of_few(group, form, size)
     elif not piece:
@@ -59,7 +57,9 @@ def in_tiles(program: Program, group: Group, shape: Shape) -> Shape:
         tile = _of_pairs(shape, size)
     else:
         tile = _of_odd(shape, size)
-    return replace(form, tiled=True, held=tile) if tile else shape
+    if not tile:
+        return "rows are as fast in one block"
+    return replace(form, tiled=True, held=tile)
 
 
 def _of_even(shape: Shape, size: int) -> int:
@@ -144,19 +144,23 @@ def _stores(shape: Shape) -> bool:
     return any(own & free_vars(s.index) for m in shape.members for s in m.stores)
 
 
-def _may_be(group: Group, shape: Shape) -> bool:
-    if shape.rank != 2 or shape.across or shape.serial or shape.shared or shape.ragged:
-        return False
-    if len(shape.inner) != 1 or not shape.persistent or uses(shape.members, *RANDOM):
-        return False
-    size = shape.inner[0].size or 0
-    if not LEAST < size <= LONGEST or hint_product(a.extent for a in shape.axes) < MANY:
-        return False
-    if any(scatters(m) for m in shape.members) or any(s.scans for s, _ in shape.segments):
-        return False
-    if folds(shape, *PLACES) or is_heavy(shape) or looks_up(shape):
-        return False
+def _unsuited(facts: KernelFacts) -> str:
+    shape = facts.shape
+    if reason := facts.not_rows or facts.not_plain or facts.finds_places or facts.draws:
+        return reason
+    if shape.shared:
+        return "several programs share a row"
+    if not shape.persistent:
+        return "rows do not fit in registers"
+    if not LEAST < facts.length <= LONGEST:
+        return f"rows do not have between {LEAST} and {LONGEST} elements"
+    if hint_product(a.extent for a in shape.axes) < MANY:
+        return f"all rows have fewer than {MANY} elements"
+    if is_heavy(shape):
+        return "a special function makes for long code"
+    if looks_up(shape):
+        return "each element has a place of its own to compute in some operand"
     nodes = [n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"]
     if any(folded_type(n.src[0].dtype) != torch.float32 for n in nodes):
-        return False
-    return not cannot_hand_over(group, replace(shape, persistent=False))
+        return "a reduction is not computed in float32"
+    return cannot_hand_over(facts.group, replace(shape, persistent=False))

@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import Config, power
 from tilewright.codegen.triton.kernel import Kernel
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Program
 from tilewright.schedule.group import Group
-from tilewright.target import Target
 
 SHORTEST = 256  # elements of a row for which its ends do not matter
 FEWEST = 1 << 24  # bytes of a tensor that keep a card busy: smaller ones are in cache anyway
@@ -25,16 +25,23 @@ NARROWEST = 64  # elements of rows that are
 SECTOR = 32  # bytes that are fetched at least
 
 
-def turned(program: Program, group: Group, shape: Shape, target: Target, name: str, wide: bool
-           ) -> TritonKernel | None:  # fmt: skip
-    """The kernel of such a group, None for others (H200: 32 matrices of 4929x893 bfloat16 between
+def turned(facts: KernelFacts) -> KernelPlan | str:
+    """The kernel of such a group (H200: 32 matrices of 4929x893 bfloat16 between
     each other 159 us, 258 us as tiles of rows and columns, of floats 317 us, 385 us; 8191x8191
     bfloat16 75 us, 87 us; 18545x5392 106 us; 5143x8192 45 us; 506268x151 84 us, 96 us; 300001x192
     64 us, 78 us; 8x1751x40x80 to 8x40x80x1751 47 us; 40x1001x803 36 us, 44 us)."""
+    program, group, shape = facts.program, facts.group, facts.shape
+    if reason := facts.not_pointwise:
+        return reason
+    reason = ""
     for form in (shape, *matrices(shape)):
         places = moves(program, group, form)
         tile = None if places is None else _tile(program, form, *places)
-        if places is None or tile is None:
+        if places is None:
+            reason = reason or "it does not only transpose a large matrix of two or four bytes"
+            continue
+        if tile is None:
+            reason = "rows are aligned on one side at least, or too short for a tile"
             continue
         *z, y, x = form.parallel
         if tile.over:
@@ -43,9 +50,9 @@ def turned(program: Program, group: Group, shape: Shape, target: Target, name: s
         warps = max(4, min(16, tile.kept // tile.vector // 128))
         configs = Config(blocks, warps, registers=32), Config(blocks, warps)
         form = replace(form, parallel=(*z, y, x))
-        made = _Turned(program, group, form, target, wide, configs)
-        return made.of(tile, *places).generate(name)
-    return None
+        made = _Turned(program, group, form, facts.target, facts.wide, configs)
+        return KernelPlan.of(made.of(tile, *places))
+    return reason
 
 
 def matrices(shape: Shape) -> list[Shape]:

@@ -12,15 +12,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import sizes
 from tilewright.codegen.triton.leaning import begins_anywhere, looks_up, most_moved
-from tilewright.codegen.triton.shape import Shape, scatters
+from tilewright.codegen.triton.shape import Shape
 from tilewright.codegen.triton.walk import Walk, is_one_scan
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
-from tilewright.ir.program import Program
-from tilewright.schedule.group import Group
-from tilewright.target import Target
 
 SHORTEST = 6144  # bytes of a row that begins anywhere: shorter ones are held by more warps
 EVEN = 8192  # elements of other rows
@@ -29,30 +27,45 @@ WARPS = 2
 FEWEST = 16  # rows for each processor
 
 
-def under_way(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+def under_way(facts: KernelFacts) -> Shape | str:
     """The shape with rows that are scanned so, where they are many, long and all alike (H200:
     cumulative sums of 7259 rows of 4959 bfloat16 38 us, 58 us in one block; of 10603 of 3395 38 us,
     39 us; of 3000 of 12000 43 us, 61 us; of 2571 of 14001 46 us, 60 us walked; but of 17569 of 2049
     38 us, 37 us; of 4394 of 8192 39 us, 37 us. Of 3629 of 4959 floats 44 us, 80 us; of 5998 of 3001
     38 us, 41 us; of 11992 of 1501 37 us either way)."""
+    program, group, shape = facts.program, facts.group, facts.shape
+    if not facts.has_scans:
+        return "nothing is scanned"
+    if not is_one_scan(shape):
+        return "there is more or less than one scan along rows"
+    if shape.across:
+        return "memory runs across what is scanned: these are columns"
     wide = {*sizes(program, shape)}
-    if not is_one_scan(shape) or shape.across or wide not in ({2}, {4}):
-        return shape
-    ((segment, axis),), flat = shape.segments, shape.flat()
+    if wide not in ({2}, {4}):
+        return "not all that is moved has two bytes, or four"
+    ((segment, axis),), flat = shape.segments, facts.flat
     assert axis is not None
     read = {n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)}
-    if not axis.size or looks_up(shape) or any(scatters(m) for m in shape.members):
-        return shape
+    if not axis.size:
+        return "the length of rows is known only at the call"
+    if looks_up(shape):
+        return "each element has a place of its own to compute in some operand"
+    if facts.scatters:
+        return facts.scatters
     start, piece = most_moved(program, group, flat, axis)
     start = start if begins_anywhere(start, piece, axis) else ix.ZERO
     new = replace(axis, lean=start, piece=piece)
     warps = next((w for w in range(1, WARPS + 1)
                   if (axis.size + new.slack) * len(read) <= MOST * 32 * w * piece), 0)  # fmt: skip
     shortest = SHORTEST // max(wide) if new.slack else EVEN
-    if not warps or axis.size <= shortest or shape.parallel[0].likely < FEWEST * target.sms:
-        return shape
+    if not warps:
+        return f"rows do not fit in the registers of {WARPS} warps"
+    if axis.size <= shortest:
+        return f"rows have at most {shortest} elements: more warps hold them"
+    if facts.rows < FEWEST * facts.target.sms:
+        return f"fewer than {FEWEST} rows for each SM"
     return replace(shape, walked=True, under_way=32 * warps * piece, persistent=False,
-                   segments=[(segment, new)])  # fmt: skip
+                   segments=((segment, new),))  # fmt: skip
 
 
 class UnderWay(Walk):

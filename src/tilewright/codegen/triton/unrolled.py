@@ -9,34 +9,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tilewright.codegen.triton.blocks import Config, folds, vector_of
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
+from tilewright.codegen.triton.blocks import Config, vector_of
 from tilewright.codegen.triton.column_configs import LONGEST_OF_THREAD, at_once
 from tilewright.codegen.triton.shape import Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads
 from tilewright.ir.program import Program
-from tilewright.target import Target
 
 WARPS = 2
 FEWEST = 4  # programs for each processor
 
 
-def unrolled(program: Program, shape: Shape, target: Target) -> Shape:
+def unrolled(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are walked so, where there are many and sixteen bytes of a row
     are loaded at once (H200: argmax over 1 of 64x21x256x256 bfloat16 53 us, 61 us as one block; of
     100x61x16384 58 us, 57 us), or rows are enlarged: neighbours read the same."""
-    if shape.rank != 2 or not shape.across or not shape.persistent or shape.serial or shape.ragged:
-        return shape
-    if len(shape.segments) > 2 or len(shape.inner) != 1 or not folds(shape, "argmin", "argmax"):
-        return shape
-    segment, axis = shape.segments[0]
-    if axis is None or not 0 < (axis.size or 0) <= LONGEST_OF_THREAD or not all(
-        m.reduce for m in segment.members):  # fmt: skip
-        return shape
+    program, shape = facts.program, facts.shape
+    if reason := facts.not_columns:
+        return reason
+    if not shape.persistent:
+        return "columns do not fit in registers"
+    (segment, axis), *others = shape.segments
+    if not facts.finds_places or len(others) > 1:
+        return "not only the place of an extreme is looked for"
+    if axis is None or not all(m.reduce for m in segment.members):
+        return "it does not begin with the reduction"
+    if not 0 < facts.length <= LONGEST_OF_THREAD:
+        return f"columns have more than {LONGEST_OF_THREAD} elements"
     vector = vector_of(program, shape)
-    many = shape.parallel[0].likely >= FEWEST * 32 * WARPS * vector * target.sms
-    if not many or (at_once(program, shape) < vector and not _are_enlarged(shape)):
-        return shape
+    if facts.rows < FEWEST * 32 * WARPS * vector * facts.target.sms:
+        return "there are too few columns for threads to have whole ones"
+    if at_once(program, shape) < vector and not _are_enlarged(shape):
+        return "rows are misaligned"
     return replace(shape, persistent=False, ahead=False, unrolled=True)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import Config, power
 from tilewright.codegen.triton.doubles import Doubles, Place, step
 from tilewright.codegen.triton.kernel import Kernel
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.shape import Shape, scatters
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads
@@ -26,17 +27,20 @@ FEWEST, MOST = 3, 16  # components
 WARPS = (4, 8, 2)
 
 
-def vectors(program: Program, group: Group, shape: Shape, target: Target, name: str, wide: bool
-            ) -> TritonKernel | None:  # fmt: skip
-    """The kernel of such a group, None for others (H200: rotations of 2097152 vectors to nine
+def vectors(facts: KernelFacts) -> KernelPlan | str:
+    """The kernel of such a group (H200: rotations of 2097152 vectors to nine
     floats 33 us, 181 us with a store for each of these, 126 us in pieces of sixteen bytes)."""
-    if shape.family != "poi" or shape.rank != 1 or shape.serial or shape.ragged or group.shared:
-        return None
+    group, shape = facts.group, facts.shape
+    if reason := facts.not_pointwise:
+        return reason
+    if shape.rank != 1 or group.shared:
+        return "loops do not run over memory as one"
     if not _vectors(shape, group.local):
-        return None
+        return "no point stores several results beside each other"
     x = shape.parallel[0]
     among = tuple(Config(((x.block, 32 * warps),), warps) for warps in WARPS)
-    return _Vectors(program, group, shape, target, wide, among).generate(name)
+    made = _Vectors(facts.program, group, shape, facts.target, facts.wide, among)
+    return KernelPlan.of(made)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import sizes
 from tilewright.codegen.triton.column_configs import at_once, carried, rows_of_thread
 from tilewright.codegen.triton.emit import RANDOM
@@ -22,7 +23,6 @@ from tilewright.codegen.triton.stacked import stacking
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program
-from tilewright.schedule.group import Group
 from tilewright.target import Target
 
 if TYPE_CHECKING:
@@ -35,25 +35,28 @@ FEW_COLUMNS = 1024  # on a processor: the warps that have them do not keep memor
 # (H200: cumulative sums over 1 of 317x351x391 bfloat16 89 us, 102 us if each waits for its loads)
 
 
-def walking(program: Program, group: Group, shape: Shape, target: Target) -> Shape:
+def walking(facts: KernelFacts) -> Shape | str:
     """The shape with rows or columns that are walked so, where they are scanned and not held."""
+    program, group, shape, target = facts.program, facts.group, facts.shape, facts.target
+    if not facts.has_scans:
+        return "nothing is scanned"
     if not is_one_scan(shape):
-        return shape
+        return "there is more than one scan along rows or columns"
     ((segment, axis),) = shape.segments
     assert axis is not None
-    if shape.back:
-        return _columns(program, shape, target) if shape.across else shape
     if shape.across:
-        stacked = stacking(program, shape, target)
-        return stacked if stacked.slid else _columns(program, shape, target)
+        stacked = "it scans from the last row to the first" if shape.back else stacking(facts)
+        return stacked if isinstance(stacked, Shape) else _columns(program, shape, target)
+    if shape.back:
+        return "rows are scanned from their last element to the first"
     if 2 * axis.likely <= MOST_KEPT and (axis.lean is None or axis.likely <= LONGEST_PASS):
-        return shape
+        return "rows fit in registers"
     start, piece = most_moved(program, group, shape.flat(), axis)
     if not begins_anywhere(start, piece, axis):
         start = ix.ZERO
     axis = replace(axis, lean=start, piece=piece)
     count = _programs(shape, axis, target)
-    return replace(shape, walked=True, persistent=False, segments=[(segment, axis)],
+    return replace(shape, walked=True, persistent=False, segments=((segment, axis),),
                    shared=count, in_turn=count > 0)  # fmt: skip
 
 
@@ -65,22 +68,22 @@ def is_one_scan(shape: Shape) -> bool:
     return axis is not None and segment.scans and not sorts(shape.members)
 
 
-def _columns(program: Program, shape: Shape, target: Target) -> Shape:
+def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
     """Each column by one thread, if these are many. Not floats in rows that begin anywhere (H200:
     cumulative sums of 128 rows of 4425x127 floats 249 us, 204 us if threads share columns)."""
     ((segment, axis),) = shape.segments
     assert axis is not None
     columns, neighbours = shape.parallel[0].likely, at_once(program, shape)
     if neighbours > 8 or (neighbours == 1 and carried(shape) > 4):
-        return shape
+        return "one thread of a column would load too little at once"
     moved = columns * rows_of_thread(shape, neighbours) * max(sizes(program, shape))
     if moved < UNDER_WAY * target.sms:
-        return shape
+        return "one thread for each column would not keep memory busy"
     walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms and not shape.back
     if walked:
         axis = replace(axis, lean=ix.ZERO, piece=1)
     return replace(shape, alone=True, walked=walked, persistent=False, ahead=False,
-                   segments=[(segment, axis)])  # fmt: skip
+                   segments=((segment, axis),))  # fmt: skip
 
 
 def _programs(shape: Shape, axis: Axis, target: Target) -> int:

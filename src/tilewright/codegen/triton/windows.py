@@ -14,19 +14,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
 from tilewright.codegen.triton.blocks import Config
 from tilewright.codegen.triton.doubles import Doubles, is_even, pairs
-from tilewright.codegen.triton.emit import RANDOM
 from tilewright.codegen.triton.facts import span
 from tilewright.codegen.triton.kernel import Kernel
-from tilewright.codegen.triton.made import TritonKernel
-from tilewright.codegen.triton.shape import Axis, Shape, scatters, uses
+from tilewright.codegen.triton.plan.plan import KernelPlan
+from tilewright.codegen.triton.shape import Axis, Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.group import Group
 from tilewright.schedule.loops import plainly, substitute_nest, unused
-from tilewright.schedule.segments import Segment
 from tilewright.target import Target
 
 WIDEST = 16  # bytes of an access
@@ -39,22 +38,22 @@ WARPS = (4, 8, 2)
 JOINED = {2: "two", 4: "four", 8: "eight"}  # in `tri_rows.py`
 
 
-def windows(program: Program, group: Group, shape: Shape, target: Target, name: str, wide: bool
-             ) -> TritonKernel | None:  # fmt: skip
-    """The kernel of such a group, None for others (H200: largest of three by two of 186880 planes
+def windows(facts: KernelFacts) -> KernelPlan | str:
+    """The kernel of such a group (H200: largest of three by two of 186880 planes
     of 16x16 floats 56 us, 74 us by elements; of bfloat16 4096 planes of 112x112 31 us, 41 us, 16384
     of 56x56 32 us, 44 us, 149504 of 16x16 23 us, 33 us; four steps of 32768 rows of 2048 67 us,
     91 us; 2048 planes of 64x64 to twice as many rows and columns 25 us, 33 us)."""
-    if shape.family != "poi" or shape.serial or shape.ragged or group.local or group.shared:
-        return None
+    program, group, shape = facts.program, facts.group, facts.shape
+    if reason := facts.not_pointwise or facts.scatters or facts.draws:
+        return reason
+    if group.local or group.shared:
+        return "some results stay inside the kernel"
     loops = tuple(v for a in shape.parallel for v in a.loops)
     if any(set(m.loops) != set(loops) for m in shape.members) or not loops:
-        return None
-    if any(map(scatters, shape.members)) or uses(shape.members, *RANDOM):
-        return None
+        return "not all is computed over the same loops"
     *_, last = loops
     if not _has_windows(shape.members, last):
-        return None
+        return "no tensor is read at several places along the last loop"
     before = _accesses(program, shape, last)
     counts = [c for c in (8, 4, 2) if _fits(program, shape.members, last, c)]
     for count in counts:
@@ -66,11 +65,13 @@ def windows(program: Program, group: Group, shape: Shape, target: Target, name: 
         if rows and more <= SAVED * ROWS * after:
             form, count = both, ROWS * count
         x = form.parallel[0]
-        if (x.size or 0) * count < FEWEST or len(list(walk(*form.members[0].exprs))) > MOST_NODES:
-            return None
+        if (x.size or 0) * count < FEWEST:
+            return f"fewer than {FEWEST} points, or only the call knows how many"
+        if len(list(walk(*form.members[0].exprs))) > MOST_NODES:
+            return f"several points as one make more than {MOST_NODES} operations"
         among = tuple(Config(((x.block, 32 * warps),), warps) for warps in WARPS)
-        return _Windows(program, group, form, target, wide, among).generate(name)
-    return None
+        return KernelPlan.of(_Windows(program, group, form, facts.target, facts.wide, among))
+    return "several points as one would not save a third of the loads"
 
 
 def _has_windows(members: Sequence[Nest], last: Expr) -> bool:
@@ -141,8 +142,8 @@ def _written_out(program: Program, shape: Shape, counts: Mapping[Expr, int]) -> 
         members.append(replace(each[0], stores=tuple(stores)))
     axis = Axis("x", tuple(pieces.get(v, v) for v in loops), 0)
     (segment, _), *_ = shape.segments
-    segments: list[tuple[Segment, Axis | None]] = [(replace(segment, members=members), None)]
-    form = replace(shape, parallel=(axis,), segments=segments, rank=1, members=members,
+    segments = ((replace(segment, members=members), None),)
+    form = replace(shape, parallel=(axis,), segments=segments, rank=1, members=tuple(members),
                    looked_up=False)  # fmt: skip
     places = _places(_along(form, axis.loops[-1]))
     return form, len(set(_pieces(places, program.buffers).values()))

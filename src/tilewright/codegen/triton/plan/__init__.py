@@ -1,0 +1,1 @@
+"""How a kernel will look: the plan that strategies offer, before anything of it is text."""
