@@ -17,6 +17,7 @@ import difflib
 import gzip
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from bench.programs import PROGRAMS as CPU_PROGRAMS  # noqa: E402
 from tilewright import backend, config, pipeline  # noqa: E402
 from tilewright.codegen.cpp import kernel as cpp  # noqa: E402
 from tilewright.codegen.triton.generate import generate  # noqa: E402
-from tilewright.codegen.triton.made import TritonKernel  # noqa: E402
+from tilewright.codegen.triton.launch import TritonKernel  # noqa: E402
 from tilewright.graph.boundary import Boundary  # noqa: E402
 from tilewright.schedule.memory import Step  # noqa: E402
 from tilewright.schedule.plan import Schedule  # noqa: E402
@@ -82,7 +83,8 @@ def facts_of(kernel: TritonKernel) -> Facts:
 def kept_of(plan: Schedule, step: Step, k: int) -> Iterator[tuple[str, Facts]]:
     group = step.group
     if group.call is not None:
-        yield f"{k}", {"text": str(group.call.target)[:200], "reads": sorted(group.reads)}
+        said = re.sub(r" at 0x[0-9a-f]+", "", str(group.call.target))
+        yield f"{k}", {"text": said[:200], "reads": sorted(group.reads)}
         return
     device = plan.program.buffers[min(group.writes)].device
     if device.type == "cpu":

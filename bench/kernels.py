@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from tilewright.codegen.triton.blocks import Config
 from tilewright.codegen.triton.generate import generate, limits
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
+from tilewright.codegen.triton.plan.config import Config
 from tilewright.graph import decompositions
 from tilewright.graph.simplify import simplify
 from tilewright.ir import index as ix

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tilewright import pipeline
 from tilewright.backend import count_schedules
-from tilewright.codegen.triton.made import Summary
+from tilewright.codegen.triton.launch import Summary
 from tilewright.report import LIBRARY, Graph, Part, Refusal, graph
 from tilewright.schedule.plan import Schedule
 

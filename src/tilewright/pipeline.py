@@ -17,9 +17,9 @@ from tilewright import config, dump, metrics, report
 from tilewright.attention import choose as attention
 from tilewright.codegen.cpp import kernel as cpp
 from tilewright.codegen.triton import generate as triton
-from tilewright.codegen.triton.alike import Kernels, told_once
-from tilewright.codegen.triton.epilogue import with_epilogues
-from tilewright.codegen.triton.made import Summary
+from tilewright.codegen.triton.dedup import Kernels, told_once
+from tilewright.codegen.triton.launch import Summary
+from tilewright.codegen.triton.user_epilogue import with_epilogues
 from tilewright.errors import CodegenError, ScheduleError, TilewrightError, VerifyError, stage
 from tilewright.gemm import choose as choices
 from tilewright.gemm import provider
@@ -44,8 +44,8 @@ from tilewright.ir.program import Program
 from tilewright.ir.verify import verify
 from tilewright.lower.graph import lower
 from tilewright.runtime.user_kernel import UserSource
-from tilewright.schedule.carve import Limits
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.fusion.take_apart import Limits
 from tilewright.schedule.plan import Grouping, Schedule, arranged, planned
 from tilewright.schedule.traffic import traffic
 from tilewright.target import Target

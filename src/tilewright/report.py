@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tilewright.codegen.triton.made import Summary
+from tilewright.codegen.triton.launch import Summary
 from tilewright.gemm.choose import Implementation
 from tilewright.ir.program import Buffer, Node
 from tilewright.ir.show import brief
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.plan import Schedule
 
 LIBRARY = "a library call takes its operands from memory, and leaves its results there"

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewright.codegen.triton.generate import generate, limits
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
 from tilewright.graph import decompositions
 from tilewright.graph.simplify import simplify
 from tilewright.lower.graph import lower

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright.codegen.triton.generate import generate, limits
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
 from tilewright.graph import decompositions
 from tilewright.graph.simplify import simplify
 from tilewright.host.program import KernelCall, assemble

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton import again, configs
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
+from tilewright.codegen.triton.plan import configs, grid_order
 
 
 def mixed(x: Tensor, order: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def test_rows_of_neighbours_by_pieces_that_fit() -> None:
 
 
 def test_values_where_rows_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (again, configs):
+    for module in (grid_order, configs):
         monkeypatch.setattr(module, "columns_at_once", lambda *_: 32)
     (kernel,) = check(mixed, torch.randn(10, 150), torch.randint(-10, 10, (10,)))
     assert runs_rows_first(kernel)

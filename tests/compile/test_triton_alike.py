@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilewright.codegen.triton import generate as triton
-from tilewright.codegen.triton.alike import Kernels, told_once
+from tilewright.codegen.triton.dedup import Kernels, told_once
 from tilewright.graph import decompositions
 from tilewright.lower.graph import lower
 from tilewright.schedule.plan import Schedule, schedule

@@ -14,7 +14,7 @@ from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tilewright import config, metrics
 from tilewright.runtime.triton_build import TritonConfig, TritonSource
-from tilewright.schedule import group
+from tilewright.schedule.fusion import group
 from tilewright.testing import run_and_get_code
 from tilewright.tune import kernels
 

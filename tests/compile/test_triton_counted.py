@@ -10,7 +10,7 @@ from tests.compile.card import results
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
 
 
 def binned(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton import fetch, held
+from tilewright.codegen.triton.strategies import chunked, prefetched_rows
 
 BF16 = torch.bfloat16
 
@@ -46,8 +46,8 @@ def test_next_block_is_under_way(fn: Callable[..., Any], args: tuple[Tensor, ...
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """The first one before anything else is waited for."""
     for name, value in (("SHORTEST", 1 << 12), ("LONG", 0), ("MANY", 0)):
-        monkeypatch.setattr(fetch, name, value)
-    monkeypatch.setattr(held, "FEWEST", 9)
+        monkeypatch.setattr(prefetched_rows, name, value)
+    monkeypatch.setattr(chunked, "FEWEST", 9)
     kernel, *_ = check(fn, *args, rtol=2e-2, atol=2e-2)
     assert kernel.text.count("next0 = tl.load(") == (4 if fn is _logs else 2)
     assert "p1" not in kernel.text.split(":\n", 1)[1].split("next0")[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
-from tilewright.schedule import split
+from tilewright.schedule.split import apply
 from tilewright.testing import run_and_get_code
 
 IN_TURN = "// (1024)"  # which round it is, of 32 programs
@@ -20,8 +20,8 @@ IN_TURN = "// (1024)"  # which round it is, of 32 programs
 
 @pytest.fixture(autouse=True)
 def much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "MUCH", 1)
-    monkeypatch.setattr(split, "BLOCKS", (1024,))
+    monkeypatch.setattr(apply, "MUCH", 1)
+    monkeypatch.setattr(apply, "BLOCKS", (1024,))
 
 
 def normal(*size: int) -> Tensor:

@@ -17,10 +17,10 @@ from tests.compile import cubin
 from tests.compile.as_cuda import CARD, _lower, as_cuda, as_fake_cuda
 from tests.compile.cubin import build
 from tilewright import config
-from tilewright.codegen.triton import parts
-from tilewright.codegen.triton import shape as shapes
-from tilewright.codegen.triton.made import TritonKernel
-from tilewright.schedule import mixed
+from tilewright.codegen.triton.launch import TritonKernel
+from tilewright.codegen.triton.plan import tiling
+from tilewright.codegen.triton.strategies import split_reduction
+from tilewright.schedule.fusion import row_column
 from tilewright.target import Target
 from tilewright.testing import run_and_get_code
 
@@ -54,7 +54,7 @@ WALKED: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 def test_programs_of_a_row_walk_it_together(name: str) -> None:
     """If they are called twice, it is with the same counters: the first call leaves them zero."""
     fn, x = WALKED[name]
-    with mock.patch.object(mixed, "LONGEST_CACHED", 1 << 12), as_cuda(SMALL):
+    with mock.patch.object(row_column, "LONGEST_CACHED", 1 << 12), as_cuda(SMALL):
         compiled = torch.compile(fn, backend="tilewright")
         found, code = run_and_get_code(compiled, x)
         again = compiled(x) if name == "odd rows" else found
@@ -77,7 +77,7 @@ def test_programs_of_a_row_read_what_was_there_before_one_of_them_changes_it() -
     wanted = copy.deepcopy(module).double()
     x = torch.randn(3, rows, length, requires_grad=True)
     exact = x.detach().double().requires_grad_()
-    small = mock.patch.multiple(mixed, LARGE=1 << 12, SHARE=1 << 12)
+    small = mock.patch.multiple(row_column, LARGE=1 << 12, SHARE=1 << 12)
     with small, as_cuda(SMALL), config.patch({"triton.cooperative_reductions": True}):
         result, code = run_and_get_code(torch.compile(module, backend="tilewright"), x)
         texts = [*code, *run_and_get_code(lambda: result.backward(x.detach()))[1]]
@@ -193,8 +193,8 @@ FOLDED: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 def test_the_last_program_of_a_row_goes_on_alone(name: str) -> None:
     """None waits for another, so that they take no turns; counters are zero after a call."""
     fn, x = FOLDED[name]
-    long = mock.patch.multiple(shapes, MOST_KEPT=2048, LONGEST_PASS=512)
-    with long, mock.patch.object(parts, "SHORTEST", 512), as_cuda():
+    long = mock.patch.multiple(tiling, MOST_KEPT=2048, LONGEST_PASS=512)
+    with long, mock.patch.object(split_reduction, "SHORTEST", 512), as_cuda():
         compiled = torch.compile(fn, backend="tilewright")
         found, code = run_and_get_code(compiled, x)
         again = compiled(x)

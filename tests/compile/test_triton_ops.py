@@ -7,7 +7,7 @@ import pytest
 
 from tests.compile import interp
 from tests.cpu import test_ir_ops as rows
-from tilewright.codegen.triton.text import COMBINE, OPS, RUNNING
+from tilewright.codegen.triton.tile.ops import COMBINE, OPS, RUNNING
 from tilewright.ir.ops import REDUCTIONS, SCANS, TABLE
 
 

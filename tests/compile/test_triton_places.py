@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compile.card import CARD, Function, results
 from tests.pretend import pretended
-from tilewright.codegen.triton.shape import is_looked_up
+from tilewright.codegen.triton.plan.tiling import is_looked_up
 from tilewright.lower.graph import lower
 from tilewright.schedule.plan import schedule
 

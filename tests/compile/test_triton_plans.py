@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewright
 from tests.pretend import pretended, run
-from tilewright.codegen.triton.made import Summary
+from tilewright.codegen.triton.launch import Summary
 
 BF16 = torch.bfloat16
 Program = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], torch.dtype]

@@ -18,7 +18,7 @@ from tests.compile.as_cuda import _lower
 from tests.compile.cubin import build
 from tests.compile.interp import check
 from tilewright import config
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
 
 
 def for_card(fn: Callable[..., Any], *args: Tensor, arch: str = "sm_90") -> list[TritonKernel]:

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
-from tilewright.codegen.triton import stacked, under_way, walk
+from tilewright.codegen.triton.strategies import misaligned_scans, preloaded_scan, scan
 from tilewright.ir.expr import walk as nodes_of
 from tilewright.ir.program import Nest
 from tilewright.lower.graph import lower
@@ -50,7 +50,7 @@ WALKED: dict[str, Case] = {
 @pytest.mark.parametrize("name", WALKED)
 def test_long_rows_are_walked_with_the_next_block_under_way(name: str, together: bool) -> None:
     fn, size, dtype = WALKED[name]
-    with mock.patch.object(walk, "TOGETHER", 2 * together):
+    with mock.patch.object(scan, "TOGETHER", 2 * together):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
     assert kernel.text.count("for roffset in") == 1 + together
     assert kernel.in_turn == together
@@ -130,7 +130,7 @@ UNDER_WAY: dict[str, Case] = {
 def test_all_of_a_row_is_under_way_before_it_is_scanned(name: str) -> None:
     fn, size, dtype = UNDER_WAY[name]
     most = 2 if "two" in name else 4
-    with mock.patch.multiple(under_way, SHORTEST=0, EVEN=0, FEWEST=0, MOST=most):
+    with mock.patch.multiple(preloaded_scan, SHORTEST=0, EVEN=0, FEWEST=0, MOST=most):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=2e-2, atol=2e-1)
     before, within = kernel.text.split("scan(", 1)
     assert before.count("tl.load(") == -(-(size[1] + 7) // kernel.config.kwargs["RBLOCK"])
@@ -158,7 +158,7 @@ COLUMNS: dict[str, Case] = {
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_thread_walks_a_column(name: str) -> None:
     fn, size, dtype = COLUMNS[name]
-    with mock.patch.object(walk, "UNDER_WAY", 0):
+    with mock.patch.object(scan, "UNDER_WAY", 0):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
     assert kernel.config.num_warps in (1, 4)
     odd = size[-1] % 2
@@ -183,7 +183,7 @@ STACKED: dict[str, Case] = {
 @pytest.mark.parametrize("name", STACKED)
 def test_odd_rows_are_moved_as_one_and_scanned_in_between(name: str) -> None:
     fn, size, dtype = STACKED[name]
-    with mock.patch.object(stacked, "TOGETHER", 0):
+    with mock.patch.object(misaligned_scans, "TOGETHER", 0):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=2e-2, atol=1e-1)
     assert "tri_rows.in_a_row(" in kernel.text
 

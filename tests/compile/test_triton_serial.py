@@ -19,10 +19,10 @@ from tilewright.codegen.triton.generate import generate
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.program import Store
-from tilewright.schedule import dealt
-from tilewright.schedule.group import Group
-from tilewright.schedule.legality import Fit
-from tilewright.schedule.mixed import chunks
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.fusion.legality import Fit
+from tilewright.schedule.fusion.row_column import chunks
+from tilewright.schedule.split import cyclic
 from tilewright.target import Target
 from tilewright.testing import run_and_get_code
 
@@ -130,8 +130,8 @@ def centred(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_tile_of_short_rows_is_of_neighbouring_chunks(
     fn: Callable[[Tensor, Tensor], Any], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealt, "TILES", 1)
-    monkeypatch.setattr(dealt, "SHORTEST", 3)
+    monkeypatch.setattr(cyclic, "TILES", 1)
+    monkeypatch.setattr(cyclic, "SHORTEST", 3)
     gen = torch.Generator().manual_seed(0)
     x, row = torch.randn(3 * 1056, columns, generator=gen), torch.randn(columns, generator=gen)
     x[::7, 3] = float("nan") if fn is filled else 0.0

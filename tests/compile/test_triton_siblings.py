@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.test_triton_held import normal, residual, softmax
-from tilewright.codegen.triton import shape as shapes
-from tilewright.codegen.triton import siblings
+from tilewright.codegen.triton.plan import tiling
+from tilewright.codegen.triton.strategies import cooperative_rows
 from tilewright.testing import run_and_get_code
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -53,11 +53,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows are long."""
     for name in ("SHORTEST", "SHORTEST_IN_PLANES", "MOST"):
-        monkeypatch.setattr(siblings, name, 900)
-    monkeypatch.setattr(siblings, "FEW", 1700)
-    monkeypatch.setattr(siblings, "WARPS", 2)
-    monkeypatch.setattr(shapes, "MOST_KEPT", 1024)
-    monkeypatch.setattr(shapes, "LONGEST_PASS", 256)
+        monkeypatch.setattr(cooperative_rows, name, 900)
+    monkeypatch.setattr(cooperative_rows, "FEW", 1700)
+    monkeypatch.setattr(cooperative_rows, "WARPS", 2)
+    monkeypatch.setattr(tiling, "MOST_KEPT", 1024)
+    monkeypatch.setattr(tiling, "LONGEST_PASS", 256)
 
 
 @pytest.mark.usefixtures("short")

@@ -17,7 +17,7 @@ from tests.compile.card import CARD, results, with_gradients
 from tests.compile.interp import check
 from tests.pretend import pretended
 from tilewright.codegen.triton.generate import generate, limits
-from tilewright.codegen.triton.made import TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
 from tilewright.graph.simplify import simplify
 from tilewright.lower.graph import lower
 from tilewright.schedule.plan import schedule

@@ -14,7 +14,7 @@ from tests.compile.card import results
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
-from tilewright.codegen.triton import windows
+from tilewright.codegen.triton.strategies import stencil
 
 Fn = Callable[..., Any]
 
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "FEWEST", 0)
+    monkeypatch.setattr(stencil, "FEWEST", 0)
 
 
 @pytest.mark.usefixtures("small")
@@ -64,14 +64,14 @@ def test_values(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_are_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what `test_values` is about."""
-    monkeypatch.setattr(windows, "FEWEST", 0)
+    monkeypatch.setattr(stencil, "FEWEST", 0)
     fn, args = CASES[name]
     assert any("tri_rows.apart" in k.text for k in kernels_of(fn, *args))
 
 
 @pretended
 def test_values_of_images() -> None:
-    windows.FEWEST = 0
+    stencil.FEWEST = 0
     x = _bfloat16(2, 3, 8, 16)
     x[1, :, 4, 0] = float("nan")
     x[0, 0, 1, 1] = float("inf")

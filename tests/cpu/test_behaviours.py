@@ -19,13 +19,13 @@ from tests.fuzz.stages import capture, first_wrong
 from tests.programs import compiled
 from tests.traffic import Case, count
 from tilewright import config, metrics
-from tilewright.codegen.triton.shape import Shape, run_along, shape_of
+from tilewright.codegen.triton.plan.tiling import Shape, run_along, shape_of
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, var
 from tilewright.ir.program import Nest, Store
-from tilewright.schedule.legality import Fit, align
-from tilewright.schedule.loops import merge, split_divisions
+from tilewright.schedule.fusion.legality import Fit, align
+from tilewright.schedule.nests.transform import merge, split_divisions
 from tilewright.schedule.plan import Schedule
 
 FP8 = torch.float8_e4m3fn

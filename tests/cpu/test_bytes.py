@@ -13,7 +13,7 @@ import tilewright
 from tests.fuzz.build import Build
 from tests.traffic import Case, count
 from tilewright.ir.program import Store
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.traffic import moved
 
 MILLION = 1_000_000

@@ -21,7 +21,7 @@ from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute
 from tilewright.ir.program import Buffer, Store, View
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.plan import arranged
 from tilewright.target import Target
 

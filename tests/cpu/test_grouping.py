@@ -22,12 +22,12 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, var
 from tilewright.ir.program import Nest, Program, Store
 from tilewright.lower.graph import lower
-from tilewright.schedule import improve
-from tilewright.schedule.access import disjoint, within
-from tilewright.schedule.group import Search
-from tilewright.schedule.legality import conflict, is_alone
-from tilewright.schedule.order import Order
+from tilewright.schedule.fusion.group import Search
+from tilewright.schedule.fusion.legality import conflict, is_alone
+from tilewright.schedule.nests.access import disjoint, within
+from tilewright.schedule.order.topological import Order
 from tilewright.schedule.plan import schedule
+from tilewright.schedule.rewrite import improve
 
 cat = torch.cat
 

@@ -21,7 +21,7 @@ from tilewright.host import verify
 from tilewright.host.program import KernelCall
 from tilewright.ir import index as ix
 from tilewright.ir.program import Opaque, Origin
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.memory import Pool, Slot, Step
 from tilewright.schedule.plan import Schedule
 from tilewright.testing import fresh_cache

@@ -21,11 +21,11 @@ from tilewright import config
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.program import Nest, Store
-from tilewright.schedule import delay
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.memory import peak, profile
+from tilewright.schedule.order import defer
+from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
-from tilewright.schedule.reorder import ORDERS, Facts, orders
 from tilewright.testing import run_and_get_code
 
 __all__ = ["fresh_compiler"]
@@ -418,13 +418,13 @@ def test_a_concatenation_is_not_alive_before_most_of_it_is_there(
 ) -> None:
     """A skip connection is kept by itself, where that needs less memory than to keep all of what it
     is put beside."""
-    monkeypatch.setattr(delay, "LEAST_GAIN", 64)
+    monkeypatch.setattr(defer, "LEAST_GAIN", 64)
     model = UNet(8, 2).eval()
     image = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         check(model, image, tolerance={"rtol": 1e-4, "atol": 1e-4})
         late = plan_of(model, image)
-        monkeypatch.setattr(delay, "MOST_DELAYS", 0)
+        monkeypatch.setattr(defer, "MOST_DELAYS", 0)
         early = plan_of(model, image)
     assert peak(late.program, late.steps) < 0.9 * peak(early.program, early.steps)
     assert sum(b.accessed for b in late.bytes) < 1.1 * sum(b.accessed for b in early.bytes)

@@ -17,8 +17,9 @@ from tests.cpu.against_eager import check
 from tests.fuzz.stages import capture, first_wrong
 from tests.programs import compiled
 from tilewright import metrics
-from tilewright.schedule import group, mixed, split
+from tilewright.schedule.fusion import group, row_column
 from tilewright.schedule.plan import Schedule
+from tilewright.schedule.split import apply
 from tilewright.target import Target
 from tilewright.testing import run_and_get_code
 
@@ -26,8 +27,8 @@ from tilewright.testing import run_and_get_code
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are cut too, so that there is little to compute here."""
-    monkeypatch.setattr(mixed, "CHUNK_WORK", 64)
-    monkeypatch.setattr(mixed, "LARGE", 256)
+    monkeypatch.setattr(row_column, "CHUNK_WORK", 64)
+    monkeypatch.setattr(row_column, "LARGE", 256)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def for_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules are made as for an H100; what they compute can be run here all the same."""
     card = type("Card", (), {"of": staticmethod(lambda device: Target("sm_90"))})
     monkeypatch.setattr(group, "Target", card)
-    monkeypatch.setattr(split, "Target", card)
+    monkeypatch.setattr(apply, "Target", card)
 
 
 def plans(function: Callable[..., Any], *args: Any, **options: Any) -> list[Schedule]:

@@ -20,9 +20,9 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, load
 from tilewright.ir.program import Handle, Opaque, Program, Store, View
 from tilewright.ir.verify import verify_nest
-from tilewright.schedule import pairs
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.plan import Schedule, schedule
+from tilewright.schedule.split import online_softmax
 
 F32 = torch.float32
 
@@ -172,9 +172,9 @@ def test_what_is_written_twice_is_not_computed_again() -> None:
     (i,) = loops = b.loops(8)
     nests = (b.nest(loops, Store(t, i, b.at(x, i))), b.nest(loops, Store(t, i, const(2.0, F32))),
              b.nest(loops, Store(y, i, b.at(t, i))))  # fmt: skip
-    assert pairs.computed_again(b.program, nests, {t}) == nests
+    assert online_softmax.computed_again(b.program, nests, {t}) == nests
     groups = [Group((n,), n.loops) for n in nests]
-    assert pairs._dropped(b.program, groups, nests[0]) == groups
+    assert online_softmax._dropped(b.program, groups, nests[0]) == groups
 
 
 def test_a_masked_read_of_a_local_value_is_zero_elsewhere() -> None:

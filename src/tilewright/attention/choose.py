@@ -23,7 +23,7 @@ from tilewright.ir.attention import Attention
 from tilewright.ir.program import Opaque, Program, View
 from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import TritonSource
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 
 log = logging.getLogger("tilewright.choose")
 providers.load()

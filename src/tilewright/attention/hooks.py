@@ -13,10 +13,10 @@ import torch
 
 from tilewright.attention.problem import AttentionProblem, at
 from tilewright.attention.ranges import M0, M1, N0, N1, TRUE
-from tilewright.codegen.triton.emit import Writer
-from tilewright.codegen.triton.kernel import BAD_INDEX
-from tilewright.codegen.triton.shape import Axis
-from tilewright.codegen.triton.text import SIGNATURE
+from tilewright.codegen.triton.plan.tiling import Axis
+from tilewright.codegen.triton.tile.kernel import BAD_INDEX
+from tilewright.codegen.triton.tile.lower import Writer
+from tilewright.codegen.triton.tile.ops import SIGNATURE
 from tilewright.gemm.hooks import Tile
 from tilewright.gemm.provider import Argument
 from tilewright.ir import index as ix

@@ -53,7 +53,7 @@ from tilewright.ir.program import Opaque, Origin, Program, View
 from tilewright.runtime import store
 from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import TritonSource
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.tune import select
 from tilewright.tune.choices import effort, is_filtered
 from tilewright.tune.results import ADVANTAGE

@@ -21,9 +21,9 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.ops import INDEX_OPS
 from tilewright.ir.program import Buffer, Opaque, Program, Store, View
-from tilewright.schedule.group import Group
-from tilewright.schedule.legality import is_alone
-from tilewright.schedule.sizes import hint_product
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.fusion.legality import is_alone
+from tilewright.schedule.nests.hints import hint_product
 from tilewright.target import Target
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tilewright import config
-from tilewright.codegen.triton.blocks import clamp, power
+from tilewright.codegen.triton.plan.config import clamp, power
 from tilewright.gemm.hooks import UNITS
 from tilewright.gemm.problem import SCALED, GemmProblem, Operand, sm_carveout, takes_tf32
 from tilewright.gemm.roofline import buffer_bytes

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tilewright.codegen.triton.emit import Writer
-from tilewright.codegen.triton.facts import coarse, narrow, valued
-from tilewright.codegen.triton.kernel import BAD_INDEX
-from tilewright.codegen.triton.shape import Axis
-from tilewright.codegen.triton.text import FP8_LARGEST, SIGNATURE, TYPE, cast
+from tilewright.codegen.triton.analysis.precision import coarse, narrow, valued
+from tilewright.codegen.triton.plan.tiling import Axis
+from tilewright.codegen.triton.tile.kernel import BAD_INDEX
+from tilewright.codegen.triton.tile.lower import Writer
+from tilewright.codegen.triton.tile.ops import FP8_LARGEST, SIGNATURE, TYPE, cast
 from tilewright.gemm import descriptors, parts
 from tilewright.gemm.descriptors import Matrix, Words
 from tilewright.gemm.exact import unrounded

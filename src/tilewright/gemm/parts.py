@@ -12,7 +12,7 @@ from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, substitute, var, walk
 from tilewright.ir.program import Store, View
-from tilewright.schedule.access import terms
+from tilewright.schedule.nests.access import terms
 
 Place = tuple[Expr, ...]
 PARTS = (8, 4, 2)  # that an element of memory may be unpacked to

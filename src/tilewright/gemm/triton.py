@@ -185,4 +185,4 @@ def _all(problem: GemmProblem) -> Iterator[tuple[TritonTemplate, GemmConfig, flo
 def _version() -> str:
     """Of what writes the kernels: measurements of another version's are not theirs."""
     folders = (Path(__file__).parent, Path(codegen.__file__).parent)
-    return store.key(*(f.read_bytes() for d in folders for f in sorted(d.glob("*.py"))))
+    return store.key(*(f.read_bytes() for d in folders for f in sorted(d.rglob("*.py"))))

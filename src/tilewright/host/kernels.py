@@ -9,7 +9,7 @@ import torch
 
 from tilewright.attention import choose as attention
 from tilewright.codegen.cpp.kernel import CppKernel
-from tilewright.codegen.triton.made import Param, TritonKernel
+from tilewright.codegen.triton.launch import Param, TritonKernel
 from tilewright.gemm.choose import Implementation
 from tilewright.gemm.provider import Source
 from tilewright.host.program import KernelCall
@@ -20,7 +20,7 @@ from tilewright.ir.expr import syms
 from tilewright.ir.program import Buffer, Program
 from tilewright.runtime.cxx import ArgKind, CxxSource
 from tilewright.runtime.triton_build import FLOATS, FUSED, Sample, TritonConfig, TritonSource
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
 
 

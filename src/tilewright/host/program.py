@@ -16,7 +16,7 @@ from tilewright.host.text import argument, number, numbers, target_path, view
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.memory import Step, alike
 
 Kernel = Callable[..., None]

@@ -15,7 +15,7 @@ from tilewright.gemm.problem import GemmProblem, definition
 from tilewright.ir import interp
 from tilewright.ir.program import Buffer, Node, Program
 from tilewright.ir.show import show_node
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,19 @@
 """Scheduling: a `Program` becomes ordered fusion groups and a memory plan.
 
-- `loops.py`    transformations of one nest: rename, split and merge loops, drop dead nests
-- `access.py`   how nodes touch buffers: strides, what is touched, what can never meet
-- `depend.py`   which nodes wait for which
-- `order.py`    an order of groups that stays right while groups are joined
-- `cost.py`     the bytes a group moves, and what joining two saves
-- `legality.py` pure: may these two groups be one kernel? yes with the joint group, or a reason
-- `limits.py`   what a processor asks of a group beyond being right
-- `improve.py`  changes of the program that save bytes: cuts, accumulating products, placed results
-- `group.py`    the fusion group, and the search for the grouping that moves the fewest bytes
-- `recompute.py` values computed again where they are used, in place of being stored
-- `segments.py` inside a group: which members share a loop
-- `pairs.py`    softmax of rows in parts: a largest value and a sum relative to it in one pass
-- `launches.py` kernels that fold and share launches, once what is to be cut is cut
-- `carve.py`    groups that one kernel cannot express, in pieces
-- `delay.py`    parts of a buffer written when the rest is
-- `memory.py`   lifetimes: what is allocated, reused, written in place, freed
+- `nests/`   single loop nests: `transform.py` renames, splits and merges loops, `access.py` how
+  nodes touch buffers, `dependences.py` which wait for which, `segments.py` which share a loop
+- `fusion/`  `legality.py` may two groups be one kernel? yes with the joint group, or a reason;
+  `cost.py` the bytes that saves; `suitability.py` what a card asks beyond that; `group.py` the
+  fusion group and the search for the grouping that moves the fewest bytes; `row_column.py` rows and
+  columns in one kernel; `take_apart.py` groups that one kernel cannot express, in pieces
+- `split/`   long reductions in chunks: `cyclic.py` how many, `apply.py` the nests that come of it,
+  `online_softmax.py` a largest value and a sum relative to it in one pass
+- `rewrite/` changes of the program that save bytes: `improve.py` cuts, accumulating products,
+  placed results; `rematerialise.py` values computed again; sums, scans and scatters
+- `launch/`  groups that share a launch, and the direction a kernel runs in
+- `order/`   `topological.py` an order that stays right while groups are joined, `peak_memory.py`
+  the one that keeps least alive, `defer.py` parts of a buffer written when the rest is
+- `memory.py`   lifetimes: what is allocated, reused, written in place, freed; `pool.py` pools
 - `traffic.py`  bytes moved, under the compatible counting contract and honestly
 - `plan.py`     `schedule(program)`: all of it in order
 """

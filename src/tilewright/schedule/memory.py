@@ -19,12 +19,12 @@ import torch
 from tilewright import config
 from tilewright.ir.expr import Expr, load, rewrite
 from tilewright.ir.program import Buffer, Nest, Program
-from tilewright.schedule.access import Signature, accesses, signature
-from tilewright.schedule.carve import Limits
-from tilewright.schedule.group import Group
-from tilewright.schedule.legality import first_conflict
-from tilewright.schedule.loops import is_fold, replace_exprs
-from tilewright.schedule.sizes import hint, hint_bytes
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.fusion.legality import first_conflict
+from tilewright.schedule.fusion.take_apart import Limits
+from tilewright.schedule.nests.access import Signature, accesses, signature
+from tilewright.schedule.nests.hints import hint, hint_bytes
+from tilewright.schedule.nests.transform import is_fold, replace_exprs
 
 MOST_DONORS = 8  # dying values that a buffer is tried in the place of
 FARTHEST = 64  # steps for which dead memory may be kept for a later buffer

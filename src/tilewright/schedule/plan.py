@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 
 from tilewright import config, metrics
 from tilewright.ir.program import Nest, Node, Program
-from tilewright.schedule.after import stored_by_scans
-from tilewright.schedule.back import alternate
-from tilewright.schedule.carve import Limits, carved
-from tilewright.schedule.delay import delayed
-from tilewright.schedule.differences import summed_apart
-from tilewright.schedule.group import Group, searched
-from tilewright.schedule.improve import improved
-from tilewright.schedule.loops import split_divisions
+from tilewright.schedule.fusion.group import Group, searched
+from tilewright.schedule.fusion.take_apart import Limits, carved
+from tilewright.schedule.launch.direction import alternate
 from tilewright.schedule.memory import Step, peak, plan
-from tilewright.schedule.places import put_together
+from tilewright.schedule.nests.transform import split_divisions
+from tilewright.schedule.order.defer import delayed
+from tilewright.schedule.order.peak_memory import orders
 from tilewright.schedule.pool import pooled
-from tilewright.schedule.recompute import recomputed, written_out
-from tilewright.schedule.reorder import orders
-from tilewright.schedule.split import cut_groups
+from tilewright.schedule.rewrite.improve import improved
+from tilewright.schedule.rewrite.merge_scatters import put_together
+from tilewright.schedule.rewrite.rematerialise import recomputed, written_out
+from tilewright.schedule.rewrite.scan_epilogue import stored_by_scans
+from tilewright.schedule.rewrite.sums import summed_apart
+from tilewright.schedule.split.apply import cut_groups
 from tilewright.schedule.traffic import Traffic, traffic
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program, Store
-from tilewright.schedule.access import Signature, signature, touched, users_of
-from tilewright.schedule.group import Group
-from tilewright.schedule.sizes import hint_product, work
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.nests.access import Signature, signature, touched, users_of
+from tilewright.schedule.nests.hints import hint_product, work
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, substitute, var, walk
 from tilewright.ir.program import Nest
-from tilewright.schedule.loops import cuts
+from tilewright.schedule.nests.transform import cuts
 
 if TYPE_CHECKING:
     from tilewright.codegen.cpp.kernel import Kernel

@@ -16,7 +16,7 @@ from tilewright.codegen.cpp.text import CTYPE, combine, neutral
 from tilewright.ir.build import part
 from tilewright.ir.expr import Expr, walk
 from tilewright.ir.program import Nest
-from tilewright.schedule.segments import Segment
+from tilewright.schedule.nests.segments import Segment
 
 _CLAUSE = {"sum": "+", "prod": "*", "any": "|", "all": "&", "xor": "^", "max": "tw_max",
            "min": "tw_min"}  # fmt: skip

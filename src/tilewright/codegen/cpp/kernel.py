@@ -34,10 +34,10 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, loads, substitute, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program, Store, rewritten
-from tilewright.schedule.group import Group
-from tilewright.schedule.legality import all_loops, terms
-from tilewright.schedule.segments import Segment
-from tilewright.schedule.sizes import hint, hint_product
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.fusion.legality import all_loops, terms
+from tilewright.schedule.nests.hints import hint, hint_product
+from tilewright.schedule.nests.segments import Segment
 
 LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled together, at best
 COLUMNS = (64, 32, 16, 1)  # the same of a loop of a segment's own

@@ -22,8 +22,8 @@ from tilewright.ir.build import FALSE, TRUE
 from tilewright.ir.expr import INDEX, Expr, free_vars, substitute, var, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Store
-from tilewright.schedule.loops import cuts, drop_masks, replace_exprs, substitute_nest
-from tilewright.schedule.sizes import hint, hint_product
+from tilewright.schedule.nests.hints import hint, hint_product
+from tilewright.schedule.nests.transform import cuts, drop_masks, replace_exprs, substitute_nest
 
 if TYPE_CHECKING:
     from tilewright.codegen.cpp.kernel import Kernel

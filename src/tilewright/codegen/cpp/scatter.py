@@ -13,7 +13,7 @@ from tilewright.codegen.cpp.text import CTYPE, memory_type
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, walk
 from tilewright.ir.program import Nest, Store
-from tilewright.schedule.sizes import hint
+from tilewright.schedule.nests.hints import hint
 
 if TYPE_CHECKING:
     from tilewright.codegen.cpp.kernel import Kernel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.codegen.cpp.folds import accumulators
 from tilewright.ir import index as ix
-from tilewright.schedule.sizes import hint
+from tilewright.schedule.nests.hints import hint
 
 if TYPE_CHECKING:
     from tilewright.codegen.cpp.kernel import Kernel

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
-from tilewright.schedule.group import Group
-from tilewright.schedule.legality import all_loops
-from tilewright.schedule.loops import is_fold, unroll
-from tilewright.schedule.segments import Segment, merge_loops, segments_of, without_scan
-from tilewright.schedule.sizes import hint, hint_product
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.fusion.legality import all_loops
+from tilewright.schedule.nests.hints import hint, hint_product
+from tilewright.schedule.nests.segments import Segment, merge_loops, segments_of, without_scan
+from tilewright.schedule.nests.transform import is_fold, unroll
 
 
 @dataclass

@@ -1,16 +1,17 @@
 """Triton kernels for everything that is not a matrix product.
 
-- `text.py`    Triton for each operation, literal, cast and fold
-- `shape.py`   the axes of a kernel's tile, or why a group cannot be one kernel; `loop_order.py` the
-  order its loops are walked in
-- `configs.py` block sizes, warps and stages: the model's choice, and a few to measure; those of
-  folds in `row_configs.py` and `column_configs.py`, what they share in `blocks.py`
-- `emit.py`    expressions as statements, each common subexpression once
-- `folds.py`   reductions and scans; `online.py` softmax in one pass
-- `leaning.py` which rows are moved sixteen bytes at once though they begin anywhere; `lean.py` how
-- `parts.py`   rows that several programs have parts of
-- `scatter.py` stores that combine with what is there
-- `kernel.py`  the whole kernel; `made.py` what is handed on of it; `combo.py` several kernels that
-  share a launch; `docs/architecture.md` lists the forms that have files of their own
-- `generate.py` `generate(program, group, target)`; `limits`: why there is no kernel
+A group is planned, then written. `generate.py` asks the strategies in their order; each gives a
+frozen plan of the kernel or the reason why it does not suit; the first plan is written.
+
+- `analysis/`   what is known of a group: `facts.py` is what strategies ask, `work.py` what its
+  operations cost, `precision.py`, `rounding.py`, `quantise.py` and `shared_functions.py` how exactly
+  they have to be computed
+- `rewrite/`    changes of loops and expressions before a group is planned
+- `plan/`       `tiling.py` the axes of a tile and its modes, `configs.py` (with those of rows and of
+  columns) the sizes of its blocks, `grid_order.py` the order of programs, `plan.py` all of it
+- `strategies/` ways to write a kernel, or to refine the general one
+- `tile/`       its text: `kernel.py` the whole, `lower.py` expressions, `ops.py` Triton for each
+  operation, `reduce.py` reductions and scans, the others ways to move what is in memory
+- `combo.py` several kernels that share a launch, `dedup.py` kernels of groups that are alike,
+  `user_epilogue.py` what comes after a user's own kernel, `launch.py` what a launcher has to know
 """

@@ -14,15 +14,15 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.codegen.triton.blocks import Config
-from tilewright.codegen.triton.emit import Writer
-from tilewright.codegen.triton.facts import imports
-from tilewright.codegen.triton.kernel import Kernel
-from tilewright.codegen.triton.made import Param, TritonKernel
-from tilewright.codegen.triton.shape import Shape
+from tilewright.codegen.triton.analysis.precision import imports
+from tilewright.codegen.triton.launch import Param, TritonKernel
+from tilewright.codegen.triton.plan.config import Config
+from tilewright.codegen.triton.plan.tiling import Shape
+from tilewright.codegen.triton.tile.kernel import Kernel
+from tilewright.codegen.triton.tile.lower import Writer
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Program
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 
 Grid = tuple[tuple[Expr, str], ...]
 MOST_CONFIGS = 12

@@ -12,39 +12,42 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tilewright import config
-from tilewright.codegen.triton.analysis.kernel_facts import KernelFacts
-from tilewright.codegen.triton.blocks import Config
-from tilewright.codegen.triton.columns import configs_of_columns, holding_columns
+from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.combo import combined
-from tilewright.codegen.triton.configs import configs
-from tilewright.codegen.triton.counted import counted
-from tilewright.codegen.triton.fetch import fetching
-from tilewright.codegen.triton.held import holding
-from tilewright.codegen.triton.kernel import Kernel
-from tilewright.codegen.triton.laid import laid
-from tilewright.codegen.triton.leaning import is_better_walked, leaning
-from tilewright.codegen.triton.made import TritonKernel
-from tilewright.codegen.triton.matrices import matrices
-from tilewright.codegen.triton.moved import moved
-from tilewright.codegen.triton.online import passes
-from tilewright.codegen.triton.packed import with_rest
-from tilewright.codegen.triton.parts import in_parts
+from tilewright.codegen.triton.launch import TritonKernel
+from tilewright.codegen.triton.plan.config import Config
+from tilewright.codegen.triton.plan.configs import configs
 from tilewright.codegen.triton.plan.plan import Declined, KernelPlan
-from tilewright.codegen.triton.rest import resting
-from tilewright.codegen.triton.shape import Shape, otherwise, shape_of
-from tilewright.codegen.triton.siblings import together
-from tilewright.codegen.triton.sliding import sliding
-from tilewright.codegen.triton.tiles import in_tiles
-from tilewright.codegen.triton.turned import turned
-from tilewright.codegen.triton.under_way import under_way
-from tilewright.codegen.triton.unmasked import unmasked
-from tilewright.codegen.triton.unrolled import unrolled
-from tilewright.codegen.triton.vectors import vectors
-from tilewright.codegen.triton.walk import walking
-from tilewright.codegen.triton.windows import windows
+from tilewright.codegen.triton.plan.tiling import Shape, otherwise, shape_of
+from tilewright.codegen.triton.rewrite.unmask_loads import unmasked
+from tilewright.codegen.triton.strategies.aos_store import vectors
+from tilewright.codegen.triton.strategies.chunked import holding
+from tilewright.codegen.triton.strategies.cooperative_rows import together
+from tilewright.codegen.triton.strategies.histogram import counted
+from tilewright.codegen.triton.strategies.misaligned_columns import sliding
+from tilewright.codegen.triton.strategies.misaligned_rows import is_better_walked, leaning
+from tilewright.codegen.triton.strategies.packed_rows import with_rest
+from tilewright.codegen.triton.strategies.prefetched_rows import fetching
+from tilewright.codegen.triton.strategies.preloaded_scan import under_way
+from tilewright.codegen.triton.strategies.remainder import resting
+from tilewright.codegen.triton.strategies.resident_columns import (
+    configs_of_columns,
+    holding_columns,
+)
+from tilewright.codegen.triton.strategies.scan import walking
+from tilewright.codegen.triton.strategies.shifted_copy import moved
+from tilewright.codegen.triton.strategies.short_rows import in_tiles
+from tilewright.codegen.triton.strategies.small_matrices import matrices
+from tilewright.codegen.triton.strategies.split_reduction import in_parts
+from tilewright.codegen.triton.strategies.stencil import windows
+from tilewright.codegen.triton.strategies.transpose import turned
+from tilewright.codegen.triton.strategies.transpose_few_rows import laid
+from tilewright.codegen.triton.strategies.unrolled_columns import unrolled
+from tilewright.codegen.triton.tile.kernel import Kernel
+from tilewright.codegen.triton.tile.online_softmax import passes
 from tilewright.errors import CodegenError
 from tilewright.ir.program import Program
-from tilewright.schedule.group import Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from tilewright.codegen.triton.blocks import Config
-from tilewright.codegen.triton.made import Summary, TritonKernel
-from tilewright.codegen.triton.shape import Axis, Shape
+from tilewright.codegen.triton.launch import Summary, TritonKernel
+from tilewright.codegen.triton.plan.config import Config
+from tilewright.codegen.triton.plan.tiling import Axis, Shape
 
 if TYPE_CHECKING:
-    from tilewright.codegen.triton.kernel import Kernel
+    from tilewright.codegen.triton.tile.kernel import Kernel
 
 
 class Declined(NamedTuple):

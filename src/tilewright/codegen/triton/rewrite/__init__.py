@@ -1,0 +1,1 @@
+"""Changes of a group's loops and expressions before its kernel is planned."""

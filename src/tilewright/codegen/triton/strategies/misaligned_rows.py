@@ -1,0 +1,257 @@
+"""Which rows are walked from sixteen bytes to sixteen bytes though they begin anywhere in memory
+(`tile/peeled.py` says how)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright.codegen.triton.plan.config import folds, is_heavy, power, reads_rows
+from tilewright.codegen.triton.plan.tiling import (
+    LONGEST_PASS,
+    MANY,
+    SHORTEST_LEAN,
+    Axis,
+    Shape,
+    is_looked_up,
+    scatters,
+    sorts,
+    uses,
+)
+from tilewright.codegen.triton.strategies.packed_rows import is_packed
+from tilewright.codegen.triton.tile.lower import RANDOM
+from tilewright.codegen.triton.tile.paired import PAIR
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads, syms
+from tilewright.ir.program import Program
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.nests.hints import hint, hint_product
+
+PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
+SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
+SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
+SHORTEST_FOUND = 512  # the same of rows that are looked up, which are slid to where they begin
+SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
+SHORTEST_TILED = 64  # the same of rows in tiles (H200: softmax of 85 106 us, 116 us packed)
+SHORTEST_WEIGHED = 192  # the same of rows with weights
+LONGEST_PAIRS = 4096  # elements of a row that is not walked in pieces for its weights
+WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
+
+
+def leaning(program: Program, group: Group, shape: Shape) -> Shape:
+    """The shape with an axis that leans, where that lets most of what it moves move at once."""
+    flat = shape.flat()
+    axis = _last(shape)
+    if axis is not None:
+        guide = _guide(program, group, flat, axis)
+    else:
+        axis, guide = shape.parallel[0], _end(group, shape)
+    if guide is None:
+        odd = _is_odd(program, group, shape, flat)
+        tiled = shape.held and (shape.inner[0].size or 0) >= SHORTEST_TILED
+        if odd and not tiled and is_packed(program, group, shape, flat):
+            return _turned(shape)
+        guide = _pairs(program, group, shape, flat) if odd else None
+        if guide is None:
+            return replace(shape, odd=odd)
+        shape, axis = replace(shape, odd=True), shape.inner[0]
+    new = replace(axis, lean=guide[0], piece=guide[1])
+    return replace(
+        shape, parallel=tuple(new if a is axis else a for a in shape.parallel),
+        segments=tuple((s, new if a is axis else a) for s, a in shape.segments))  # fmt: skip
+
+
+def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
+    """Whether long rows that could be held should not be: those that are read once either way, for
+    exponentials and their largest at once (H200: losses of 12048 rows of 13328 bfloat16 84 us,
+    129 us held, of 13329 94 us, 159 us); odd ones beside weights, which lean only if they are
+    walked (RMS norm of 11003 bfloat16 67 us, 85 us held), and of one buffer those that leave much
+    of a block empty (softmax of 10001 63 us, 82 us) or are folded for their mean and deviations
+    (layer norm of 16384 67 us, 74 us)."""
+    size = held.inner[0].size or 0
+    if not held.persistent or size <= LONGEST_PASS:
+        return False
+    if not held.again:
+        return True
+    flat, leans = held.flat(), any(a.lean is not None for a in walked.inner)
+    axes = {a.var for a in flat.axes}
+    nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    rows = {n.arg: n.dtype.itemsize for n in nodes if axes <= free_vars(n.src[0])}
+    if leans and rows_alike(flat):
+        return True
+    if len(rows) != 1 or max(rows.values()) > WIDEST:
+        return False
+    return folds(held, "welford") or (leans and 4 * size <= 3 * power(size))
+
+
+def _last(shape: Shape) -> Axis | None:
+    """The axis that memory runs along, where it is one that is worth leaning. Weights are loaded by
+    single elements from every eighth place then: worse than all that way if rows are held (H200:
+    layer norm of 3001 bfloat16 139 us, 235 us leaning; softmax of 1501 97 us, 89 us leaning)."""
+    if not _may_lean(shape) or (_scans(shape) and (shape.back or not shape.persistent)):
+        return None
+    if not shape.inner:
+        axis = shape.parallel[1] if shape.looked_up else None
+        shortest = SHORTEST_FOUND if reads_rows(shape) else SHORTEST_LEAN
+        return axis if axis is not None and axis.likely >= shortest else None
+    if len(shape.inner) > 1 or looks_up(shape):
+        return None
+    if shape.persistent and not shape.held and rows_alike(shape.flat()):
+        return None
+    shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
+    return shape.inner[0] if shape.inner[0].likely >= shortest else None
+
+
+def _turned(shape: Shape) -> Shape:
+    """With rows one below the other."""
+    (x,), (r,) = shape.parallel, shape.inner
+    axis = replace(r, dim=0)
+    return replace(
+        shape, parallel=(replace(x, dim=1),), packed=True,
+        segments=tuple((s, None if a is None else axis) for s, a in shape.segments))  # fmt: skip
+
+
+def _may_lean(shape: Shape) -> bool:
+    if shape.rank != 2 or shape.across or shape.serial or shape.ragged or sorts(shape.members):
+        return False
+    apart = shape.shared and not shape.held
+    if apart and (shape.again or not shape.in_turn or folds(shape, "welford")):
+        return False
+    return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
+
+
+def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[Expr, int] | None:
+    """Where rows begin that are moved two elements at once: held ones of an odd length, too short
+    for pieces. Weights are loaded twice then, which many rows have to make up for (H200: layer norm
+    of 131 bfloat16 112 us by single elements, 130 us so; of 249 179 us, 148 us so; of 5001 such
+    rows 4.0 us, 4.6 us so; of 1501 108 us, 101 us so)."""
+    if not shape.persistent or _scans(shape) or not _may_lean(shape) or looks_up(shape):
+        return None
+    (axis,) = shape.inner
+    size, shortest = axis.size or 0, SHORTEST_TILED if shape.held else SHORTEST_PAIRS
+    if rows_alike(flat):
+        shortest = SHORTEST_WEIGHED
+        if hint_product(a.extent for a in shape.axes) < MANY:
+            return None
+    if size % PAIR == 0 or not shortest <= size <= LONGEST_PAIRS:
+        return None
+    rest, piece = most_moved(program, group, flat, axis)
+    if piece * WIDEST < 16 or _reads_what_others_store(flat, axis):
+        return None
+    return rest, PAIR
+
+
+def _scans(shape: Shape) -> bool:
+    return any(segment.scans for segment, _ in shape.segments)
+
+
+def looks_up(shape: Shape) -> bool:
+    """Whether each element of a row has a place to compute for something else, as its channel's
+    scale: that of eight neighbours a thread would load eight times (H200: group norm of rows of
+    2890 bfloat16, channels of 289, 126 us by single elements, 257 us so)."""
+    flat = shape.flat()
+    rows = {a.var for a in flat.inner}
+    return any(ix.coefficient(n.src[0], v) is None
+               for m in flat.members for n in loads(*m.exprs) for v in rows)  # fmt: skip
+
+
+def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
+    """Of a tensor that is walked as one row, its place and pieces: the last may not be whole (H200:
+    bias and silu of 2313x54179 bfloat16 121 us, 418 us one element at a time)."""
+    if shape.rank != 1 or shape.serial or shape.ragged or shape.inner or is_heavy(shape):
+        return None
+    (axis,) = shape.parallel
+    if axis.likely < SHORTEST_WHOLE or begin_evenly(axis.extent, PIECE):
+        return None
+    flat = shape.flat()
+    if any(scatters(m) for m in flat.members):
+        return None
+    moved = [n.src[0] for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    moved += [s.index for m in flat.members for s in m.stores if s.buffer not in group.local]
+    along = any(ix.mod(ix.sub(i, axis.var), PIECE) is ix.ZERO
+                and axis.var not in free_vars(ix.sub(i, axis.var)) for i in moved)  # fmt: skip
+    return (ix.ZERO, PIECE) if along else None
+
+
+def _guide(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int] | None:
+    """Where a row begins and the elements of a piece, if that is worth it."""
+    rest, piece = most_moved(program, group, flat, axis)
+    widest = 2 * WIDEST if _scans(flat) else WIDEST  # threads hand on one of several neighbours
+    if piece * widest < 16 or _reads_what_others_store(flat, axis):
+        return None
+    return (rest, piece) if begins_anywhere(rest, piece, axis) else None
+
+
+def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
+    """Whether most of what is moved are rows that begin anywhere, not even where half of a piece
+    does."""
+    if shape.across or len(shape.inner) != 1:
+        return False
+    rest, piece = most_moved(program, group, flat, shape.inner[0])
+    return begins_anywhere(rest, max(piece // 2, 1), shape.inner[0])
+
+
+def moved_singly(shape: Shape) -> set[str]:
+    """What is taken to begin anywhere beside odd rows, though it does not: their weights. A tile
+    lies over threads as suits the widest load of it, and with weights eight at once the rows would
+    be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145 us,
+    187 us so; its backward pass 245 us, 270 us). Where places are looked up, all (group norm of
+    channels of 289 126 us, 164 us with pairs of neighbours)."""
+    if looks_up(shape):
+        return {b for m in shape.members for b in m.reads | m.writes}
+    return rows_alike(shape)
+
+
+def rows_alike(shape: Shape) -> set[str]:
+    """Rows that are the same for all programs, as a layer's weights."""
+    rows = frozenset(a.var for a in shape.inner)
+    return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) == rows}
+
+
+def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int]:
+    """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
+    moved: dict[tuple[Expr, int], int] = {}
+    nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    if not flat.inner:  # rows that are looked up are slid to where others begin
+        nodes = [n for n in nodes if not is_looked_up(n.src[0])]
+    stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
+    accesses = [*((n.arg, n.src[0]) for n in nodes), *((s.buffer, s.index) for s in stores)]
+    for buffer, index in dict.fromkeys(accesses):
+        if ix.coefficient(index, axis.var) is not ix.ONE:
+            continue
+        rest = ix.sub(index, axis.var)
+        size = program.buffers[buffer].dtype.itemsize
+        key = rest, 16 // min(size, 16)
+        total = hint_product(v.src[0] for v in free_vars(index)) * size
+        moved[key] = moved.get(key, 0) + total
+    return max(moved, key=lambda k: moved[k], default=(ix.ZERO, 1))
+
+
+def begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
+    """Whether rows begin anywhere."""
+    if axis.var in free_vars(rest) or not ix.known_nonneg(rest):
+        return False
+    return not begin_evenly(rest, piece)
+
+
+def _reads_what_others_store(flat: Shape, axis: Axis) -> bool:
+    """Whether what a thread stores at once others still have to read: all but what is read where it
+    was stored before, which a thread has stored itself, and of the ends of rows knows."""
+    stored = {s.buffer for m in flat.members for s in m.stores if axis.var in free_vars(s.index)}
+    made: set[tuple[str, tuple[Expr, ...]]] = set()
+    for m in flat.members:
+        for n in loads(*m.exprs):
+            if n.arg in stored and axis.var in free_vars(n.src[0]) and (n.arg, n.src) not in made:
+                return True
+        made |= {(s.buffer, (s.index,)) for s in m.stores}
+    return False
+
+
+def begin_evenly(rest: Expr, piece: int) -> bool:
+    """Whether all rows begin with a piece; of sizes that are not known, likely."""
+    if ix.mod(rest, piece) is ix.ZERO:
+        return True
+    if not syms(rest):
+        return False
+    steps = {v: ix.coefficient(rest, v) for v in free_vars(rest)}
+    first = ix.sub(rest, ix.add(*(ix.mul(v, step) for v, step in steps.items() if step)))
+    return all(step is not None and hint(step) % piece == 0 for step in (*steps.values(), first))

@@ -1,0 +1,209 @@
+"""Long rows that are scanned, and columns of which there are few, block by block: what the next
+block needs is loaded before the one at hand is computed (H200: cumulative sums of 377 rows of 87913
+floats 76 us, 245 us without; of 1024 rows of 34132 bfloat16 in rows of 1219 60 us, 71 us).
+
+Rows that begin anywhere in memory are moved sixteen bytes at once: their blocks begin where pieces
+of so many bytes do, the first one before its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tilewright.codegen.triton.analysis.facts import KernelFacts
+from tilewright.codegen.triton.plan.column_configs import at_once, carried, rows_of_thread
+from tilewright.codegen.triton.plan.config import sizes
+from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MOST_KEPT, Axis, Shape, sorts, uses
+from tilewright.codegen.triton.strategies.misaligned_rows import begins_anywhere, most_moved
+from tilewright.codegen.triton.strategies.misaligned_scans import stacking
+from tilewright.codegen.triton.tile.lower import RANDOM
+from tilewright.codegen.triton.tile.peeled import Lean
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.program import Nest, Program
+from tilewright.target import Target
+
+if TYPE_CHECKING:
+    from tilewright.codegen.triton.tile.reduce import Scanning
+
+TOGETHER = 2  # programs that a processor surely runs at once
+SHORTEST_PART = 1 << 13  # elements of a row worth a program
+UNDER_WAY = 1 << 15  # bytes of loads that keep a processor's part of memory busy
+FEW_COLUMNS = 1024  # on a processor: the warps that have them do not keep memory busy by themselves
+# (H200: cumulative sums over 1 of 317x351x391 bfloat16 89 us, 102 us if each waits for its loads)
+
+
+def walking(facts: KernelFacts) -> Shape | str:
+    """The shape with rows or columns that are walked so, where they are scanned and not held."""
+    program, group, shape, target = facts.program, facts.group, facts.shape, facts.target
+    if not facts.has_scans:
+        return "nothing is scanned"
+    if not is_one_scan(shape):
+        return "there is more than one scan along rows or columns"
+    ((segment, axis),) = shape.segments
+    assert axis is not None
+    if shape.across:
+        stacked = "it scans from the last row to the first" if shape.back else stacking(facts)
+        return stacked if isinstance(stacked, Shape) else _columns(program, shape, target)
+    if shape.back:
+        return "rows are scanned from their last element to the first"
+    if 2 * axis.likely <= MOST_KEPT and (axis.lean is None or axis.likely <= LONGEST_PASS):
+        return "rows fit in registers"
+    start, piece = most_moved(program, group, shape.flat(), axis)
+    if not begins_anywhere(start, piece, axis):
+        start = ix.ZERO
+    axis = replace(axis, lean=start, piece=piece)
+    count = _programs(shape, axis, target)
+    return replace(shape, walked=True, persistent=False, segments=((segment, axis),),
+                   shared=count, in_turn=count > 0)  # fmt: skip
+
+
+def is_one_scan(shape: Shape) -> bool:
+    """Whether there is nothing but rows or columns that are scanned, other than put in order."""
+    if len(shape.segments) != 1 or shape.ragged or shape.serial or uses(shape.members, *RANDOM):
+        return False
+    ((segment, axis),) = shape.segments
+    return axis is not None and segment.scans and not sorts(shape.members)
+
+
+def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
+    """Each column by one thread, if these are many. Not floats in rows that begin anywhere (H200:
+    cumulative sums of 128 rows of 4425x127 floats 249 us, 204 us if threads share columns)."""
+    ((segment, axis),) = shape.segments
+    assert axis is not None
+    columns, neighbours = shape.parallel[0].likely, at_once(program, shape)
+    if neighbours > 8 or (neighbours == 1 and carried(shape) > 4):
+        return "one thread of a column would load too little at once"
+    moved = columns * rows_of_thread(shape, neighbours) * max(sizes(program, shape))
+    if moved < UNDER_WAY * target.sms:
+        return "one thread for each column would not keep memory busy"
+    walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms and not shape.back
+    if walked:
+        axis = replace(axis, lean=ix.ZERO, piece=1)
+    return replace(shape, alone=True, walked=walked, persistent=False, ahead=False,
+                   segments=((segment, axis),))  # fmt: skip
+
+
+def _programs(shape: Shape, axis: Axis, target: Target) -> int:
+    """How many walk a row together where rows are too few, all of them at once: each folds its part
+    and then walks it again, from what those before it have folded. None: a row has one."""
+    rows = shape.parallel[0].size
+    if not rows:
+        return 0
+    count = min(TOGETHER * target.sms // rows, axis.likely // SHORTEST_PART)
+    return count if count > 1 else 0
+
+
+class Walk(Lean):
+    """The text of one kernel's rows that are walked."""
+
+    def place_row(self) -> None:
+        w, a, n = self.w, self.axis.name, self.axis.piece
+        if not self.whole:
+            w.line(
+                f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}"
+            )
+            w.line(f"{a}start = {a}place // {n} * {n}")
+            w.line(f"{a}slide = {a}place - {a}start")
+        if not self.kernel.shape.across:
+            w.masked.discard(self.kernel.shape.parallel[0])  # a program has one row
+
+    def begin(self) -> None:
+        """Where rows begin."""
+        self.place_row()
+        w, a = self.w, self.axis.name
+        lanes = f"{a}numel + {self.axis.slack}" if self.axis.slack else f"{a}numel"
+        count, block = self.kernel.shape.shared, self.axis.block
+        if not count:
+            w.line(f"{a}first, {a}last = 0, {lanes}")
+            return
+        w.line(f"{a}each = ({lanes} + {count} * {block} - 1) // ({count} * {block}) * {block}")
+        w.line(f"{a}first = part * {a}each")
+        w.line(f"{a}last = tl.minimum({a}first + {a}each, {lanes})")
+
+    def walk(self, back: bool, round_: Callable[[], None]) -> None:
+        w, a, block = self.w, self.axis.name, self.axis.block
+        ahead = {n: w.fresh("next") for n in self._loads()}
+        self._fetch_block(f"{a}first", ahead)
+        with w.block(f"for {a}offset in range({a}first, {a}last, {block})"):
+            for node, name in ahead.items():
+                w.know(node, made := w.let(name))
+                w.blank.add(made)
+            self._fetch_block(f"{a}offset + {block}", ahead)
+            self._enter_block(f"{a}offset")
+            round_()
+
+    def meet(self, scan: Scanning) -> None:
+        """What the programs with a row's parts before this one fold to is what it begins with."""
+        w, k, count = self.w, self.kernel, self.kernel.shape.shared
+        totals = scan.folded(lambda round_: self.walk(False, round_))
+        cells: list[str] = []
+        for name in totals:
+            cells.append(w.let(f"({k.cells} * xnumel + spot) * {count}"))
+            k.cells += 1
+            w.line(f"tri.leave(workspace, {cells[-1]} + part, {name})")
+        k.meetings += 1
+        w.line(f"tri.meet(counters + spot, {count * k.meetings})")
+        lanes = 1 << (count - 1).bit_length()
+        tiles = [w.let(f"tri.gather(workspace, {cell}, {kind}, {none}, part, {lanes})")
+                 for cell, (kind, none) in zip(cells, scan.kinds, strict=True)]  # fmt: skip
+        scan.after(tiles)
+
+    def _loads(self) -> list[Expr]:
+        """What changes along a row, and needs nothing else to be loaded."""
+        members = self.kernel.shape.members
+        made = frozenset[str]().union(*(m.writes for m in members))
+        found = dict.fromkeys(n for m in members for n in loads(*m.exprs))
+        return [n for n in found if self.axis.var in free_vars(n.src[0]) and n.arg not in made
+                and not n.src[1:] and not loads(n.src[0])]  # fmt: skip
+
+    def _fetch_block(self, first: str, ahead: dict[Expr, str]) -> None:
+        with self.w.elsewhere(frozenset({self.axis}), {}):
+            self._enter_block(first)
+            for node, name in ahead.items():
+                self.w.line(f"{name} = {self.kernel.load(node)}")
+
+    def _enter_block(self, first: str) -> None:
+        """The points of a block, and whether all of them are inside the row."""
+        w, a, block = self.w, self.axis.name, self.axis.block
+        if self.kernel.shape.across:
+            longest = max(c.kwargs[block] for c in self.kernel.configs)
+            w.rounds[self.axis] = f"({first})", longest
+        w.line(f"{a}lane = {first} + {a}base")
+        if self.whole:
+            w.know(self.axis.var, f"{a}lane")
+            w.line(f"{a}mask = {a}lane < {a}numel")
+            w.line(f"{a}whole = {first} + {block} <= {a}numel")
+            return
+        index = w.let(f"{a}lane - {a}slide")
+        w.know(self.axis.var, index)
+        w.line(f"{a}mask = ({index} >= 0) & ({index} < {a}numel)")
+        w.line(f"{a}whole = {first} > 0 and {first} + {block} <= {a}numel")
+
+    def slides(self, node: Expr) -> bool:
+        return False  # what a block needs is loaded before it is entered
+
+    def store_ends(self, members: Sequence[Nest]) -> None:
+        """Blocks at the ends of rows store what is inside."""
+
+    # ---- memory: without a mask where a block is whole, for then threads move sixteen bytes
+
+    def may_be_whole(self, mask: str) -> bool:
+        return mask == f"{self.axis.name}mask"
+
+    def load(self, place: str) -> str:
+        w, a, name = self.w, self.axis.name, self.w.fresh()
+        with w.block(f"if {a}whole"):
+            w.line(f"{name} = tl.load({place})")
+        with w.block("else"):
+            w.line(f"{name} = tl.load({place}, {a}mask, other=0)")
+        return name
+
+    def store(self, place: str, value: str) -> None:
+        w, a = self.w, self.axis.name
+        with w.block(f"if {a}whole"):
+            w.line(f"tl.store({place}, {value})")
+        with w.block("else"):
+            w.line(f"tl.store({place}, {value}, {a}mask)")

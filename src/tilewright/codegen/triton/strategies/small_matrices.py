@@ -1,0 +1,151 @@
+"""Columns of small matrices with odd rows: each matrix as one piece of memory.
+
+Of rows of an odd length neighbouring threads have neighbouring elements, one at a time, and what a
+program stores of a row begins and ends within what memory is written by. A matrix that a program
+has all of is moved sixteen bytes at once, and turned in shared memory such that threads have its
+columns, and back. Where matrices begin anywhere, what is left at both ends is stored beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tilewright.codegen.triton.analysis.facts import KernelFacts
+from tilewright.codegen.triton.plan.config import power
+from tilewright.codegen.triton.plan.tiling import Axis, Shape
+from tilewright.codegen.triton.strategies.misaligned_columns import length_of
+from tilewright.codegen.triton.tile.interleaved import is_even
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.program import Store
+
+if TYPE_CHECKING:
+    from tilewright.codegen.triton.tile.kernel import Kernel
+    from tilewright.codegen.triton.tile.reduce import Fold
+
+PIECE = 8  # elements of sixteen bytes
+LEAST, MOST = 2048, 8192  # elements of a matrix
+SHORTEST = 32  # rows of one that is folded: a thread has fewer of a column
+FEWEST = 16  # matrices for each processor
+
+
+def matrices(facts: KernelFacts) -> Shape | str:
+    """The shape with matrices that are moved so, where one is read and one is made of it (H200:
+    softmax over 1 of 20000x64x121 bfloat16 183 us, 247 us by single elements; of 40000x60x61 173
+    us, 201 us; cumulative sums 154 us, 166 us, and 159 us, 231 us; but softmax of 8000x28x237 78
+    us, 74 us where threads have columns)."""
+    shape, flat = facts.shape, facts.flat
+    if reason := facts.not_columns or facts.sorts or facts.scatters or facts.draws:
+        return reason
+    if shape.shared:
+        return "several programs share a column"
+    if not shape.persistent:
+        return "columns do not fit in registers"
+    if not facts.has_scans and facts.length <= SHORTEST:
+        return f"columns have at most {SHORTEST} elements: a thread has them"
+    (x,), (r,) = flat.parallel, flat.inner
+    tiles, stores = _moved(facts.group.local, flat, x, r)
+    if len(tiles) != 1 or len(stores) != 1 or tiles[0].src != (stores[0].index,):
+        return "not one matrix is read and one like it written"
+    index, rows, length = stores[0].index, r.size or 0, length_of(stores[0].index, x)
+    buffers = facts.program.buffers
+    if {buffers[b].dtype.itemsize for b in (tiles[0].arg, stores[0].buffer)} != {2}:
+        return "elements have not two bytes"
+    lanes = power(rows) * power(length)
+    if tiles[0].arg == stores[0].buffer:
+        return "it is written in place"
+    if is_even(index, x, 4) or not length:
+        return "rows are aligned"
+    if rows * length < LEAST or lanes > MOST or 3 * lanes > 4 * rows * length:
+        return f"a matrix does not fill a tile of {LEAST} to {MOST} elements"
+    if not is_matrix(index, x, r, length):
+        return "rows of a matrix do not lie one after the other"
+    if x.likely < FEWEST * length * facts.target.sms:
+        return f"fewer than {FEWEST} matrices for each SM"
+    # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
+    axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
+    segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
+    return replace(shape, slid=length, ahead=False, segments=segments,
+                   parallel=(axes[shape.parallel[0]],))  # fmt: skip
+
+
+def is_matrix(index: Expr, x: Axis, r: Axis, length: int) -> bool:
+    """Whether rows of so many columns lie one after the other, and so do the matrices of them."""
+    step, rows = ix.coefficient(index, r.var), r.size or 0
+    matrix = ix.mul(ix.floordiv(x.var, length), rows * length)
+    whole = ix.add(matrix, ix.mod(x.var, length))
+    return ix.value_of(step or ix.ZERO) == length and ix.without(index, [r.var]) is whole
+
+
+def _moved(local: frozenset[str], flat: Shape, x: Axis, r: Axis) -> tuple[list[Expr], list[Store]]:
+    """What is loaded and stored at all points of a tile."""
+    both = {x.var, r.var}
+    nodes = dict.fromkeys(n for m in flat.members for n in loads(*m.exprs))
+    found = [n for n in nodes if both <= free_vars(n) and n.arg not in local]
+    stores = [s for m in flat.members for s in m.stores if s.buffer not in local]
+    return found, [s for s in stores if both <= free_vars(s.index)]
+
+
+class Matrices:
+    """The text of one kernel's matrices."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.slid
+        (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
+        self.size = self.length * (self.r.size or 0)
+        self.apart = self.size % PIECE != 0  # matrices begin anywhere
+
+    @property
+    def grid(self) -> list[tuple[Expr, str]]:
+        return [(ix.floordiv(self.x.extent, ix.as_index(self.length)), "1")]
+
+    def columns(self) -> None:
+        w, n = self.w, self.length
+        w.line(f"xlane = {self.kernel.lanes(self.x)}")
+        w.line(f"xbase = pid * {n} + xlane")
+        w.line(f"xmask = xlane < {n}")
+        w.masked.add(self.x)
+        if any(s.scans for s, _ in self.kernel.shape.segments) and not self.kernel.shape.back:
+            w.masked.discard(self.r)  # what comes after the last row is not stored
+        w.know(self.x.var, "xbase")
+
+    def begin(self) -> None:
+        w, k = self.w, self.kernel
+        w.line(f"fplace = pid * {self.size}")
+        w.line(f"fstart = fplace // {PIECE} * {PIECE}" if self.apart else "fstart = fplace")
+        w.line("fslide = fplace - fstart")
+        w.line(f"flat = tl.arange(0, {power(self.size + PIECE * self.apart)})")
+        w.line(f"fpiece = flat // {PIECE} * {PIECE}")
+        (node,), _ = _moved(k.local, k.shape, self.x, self.r)
+        mask = f"fpiece < fslide + {self.size}"
+        piece = w.let(f"tl.load({k.pointer(node.arg)} + (fstart + flat), {mask}, other=0)")
+        w.know(node, w.let(f"tri_rows.matrix({piece}, fslide, {self.length}, {self.r.size}, "
+                           f"{self.x.block}, {self.r.block})"))  # fmt: skip
+
+    def stores(self, store: Store, value: str) -> bool:
+        """Whether a store is of a matrix: then it is done."""
+        if not {self.x.var, self.r.var} <= free_vars(store.index):
+            return False
+        w, n, out = self.w, PIECE, self.kernel.pointer(store.buffer)
+        inside = f"fpiece < {self.size}"
+        if self.apart:
+            w.line(f"fhead = (fslide + {n - 1}) // {n} * {n}")
+            w.line(f"ftail = (fslide + {self.size}) // {n} * {n}")
+            inside = "(fpiece >= fhead) & (fpiece < ftail)"
+        found = w.let(f"tri_rows.in_a_row({value}, flat - fslide, {self.length})")
+        w.line(f"tl.store({out} + (fstart + flat), {found}, {inside})")
+        if self.apart:
+            w.line(f"ftwo = tl.arange(0, {2 * n})")
+            w.line(f"fat = tl.where(ftwo < {n}, ftwo, ftail - fslide + ftwo - {n})")
+            w.line(f"fedge = ((ftwo < {n}) == (fat < fhead - fslide)) & (fat < {self.size})")
+            ends = w.let(f"tri_rows.in_a_row({value}, fat, {self.length})")
+            w.line(f"tl.store({out} + (fplace + fat), {ends}, fedge)")
+        return True
+
+    def walk(self, round_: Callable[[], None]) -> None:
+        """Nothing is walked."""
+
+    def end(self, folds: Sequence[Fold]) -> None:
+        """Nor left to be moved."""

@@ -1,0 +1,1 @@
+"""The text of a kernel's tile: loads, operations, reductions, stores."""

@@ -1,0 +1,70 @@
+"""The text of a row's programs that exchange their partial results.
+
+Each leaves what its part reduces to. Where rows are read again, all wait for each other and take all
+parts. Where a row is reduced once, none waits: the last to leave its part goes on alone, with what
+is computed of the row as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from tilewright.codegen.triton.plan.config import power
+from tilewright.codegen.triton.tile.reduce import Fold
+
+if TYPE_CHECKING:
+    from tilewright.codegen.triton.tile.kernel import Kernel
+
+WORKSPACE, COUNTERS = "workspace", "counters"
+
+
+def meet(kernel: Kernel, found: Sequence[Fold]) -> None:
+    """Each program leaves what became of its part of a row; those that go on take all parts."""
+    w, count = kernel.w, kernel.shape.shared
+    cells: list[tuple[Fold, list[tuple[str, str]]]] = []
+    for fold in found:
+        made: list[tuple[str, str]] = []
+        for name, (kind, none) in zip(fold.left_of_row(), fold.cells, strict=True):
+            cell = w.let(f"({kernel.cells} * xnumel + spot) * {count}")
+            kernel.cells += 1
+            w.line(f"tri.leave({WORKSPACE}, {cell} + part, {name})")
+            made.append((cell, f"{kind}, {none}"))
+        cells.append((fold, made))
+    kernel.meetings += 1
+    if kernel.alone:
+        w.line("tl.debug_barrier()")
+        with w.block(f"if tri.part({COUNTERS} + spot, {count}) == 0"):
+            w.line("return")
+    else:
+        w.line(f"tri.meet({COUNTERS} + spot, {count * kernel.meetings})")
+    for fold, made in cells:
+        tiles = [w.let(f"tri.gather({WORKSPACE}, {cell}, {kind}, {count}, {power(count)})")
+                 for cell, kind in made]  # fmt: skip
+        fold.taken(names := fold.gathered(tiles))
+        if fold.pieces is not None and fold is found[-1]:
+            fold.pieces.renew(names[0])
+
+
+def leave(kernel: Kernel) -> None:
+    """Once a program has read what it needs. The last one of a row does what none may do while
+    others read what was there."""
+    if kernel.left or kernel.alone:
+        return
+    w, until = kernel.w, kernel.shape.shared * (kernel.meetings + 1)
+    kernel.left = True
+    made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
+    if made & kernel.rewritten:
+        w.line("tl.debug_barrier()")
+        w.line(f"last = tri.part({COUNTERS} + spot, {until})")
+    else:
+        w.line(f"tri.gone({COUNTERS} + spot, {until})")
+
+
+def end(kernel: Kernel) -> None:
+    """What was left for the last program of a row."""
+    leave(kernel)
+    with nullcontext() if kernel.alone or not kernel.waiting else kernel.w.block("if last"):
+        for line in kernel.waiting:
+            kernel.w.line(line)

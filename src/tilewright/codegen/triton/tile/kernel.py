@@ -1,0 +1,805 @@
+"""The Triton kernel of one fusion group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+
+import torch
+
+from tilewright import config
+from tilewright.codegen.triton.analysis import precision, shared_functions
+from tilewright.codegen.triton.analysis.rounding import kept_narrow, skips_a_rounding
+from tilewright.codegen.triton.launch import Param, TritonKernel
+from tilewright.codegen.triton.plan.config import Config
+from tilewright.codegen.triton.plan.configs import configs
+from tilewright.codegen.triton.plan.grid_order import rows_first
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, accumulates, scatters
+from tilewright.codegen.triton.strategies.chunked import Held
+from tilewright.codegen.triton.strategies.misaligned_columns import Sliding
+from tilewright.codegen.triton.strategies.misaligned_rows import begin_evenly, moved_singly
+from tilewright.codegen.triton.strategies.misaligned_scans import Stacked
+from tilewright.codegen.triton.strategies.packed_rows import Packed
+from tilewright.codegen.triton.strategies.prefetched_rows import Fetch
+from tilewright.codegen.triton.strategies.preloaded_scan import UnderWay
+from tilewright.codegen.triton.strategies.scan import Walk
+from tilewright.codegen.triton.strategies.small_matrices import Matrices
+from tilewright.codegen.triton.tile.address import address, may_repeat
+from tilewright.codegen.triton.tile.atomics import write_scatter
+from tilewright.codegen.triton.tile.broadcast import common, load_pieces
+from tilewright.codegen.triton.tile.grid_sync import COUNTERS, WORKSPACE, end, meet
+from tilewright.codegen.triton.tile.interleaved import Doubles
+from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Support, Writer
+from tilewright.codegen.triton.tile.online_softmax import (
+    ROWS,
+    SIDE,
+    OnlineFold,
+    Pair,
+    joined,
+    passes,
+)
+from tilewright.codegen.triton.tile.ops import FP8_LARGEST, SIGNATURE, TYPE, cast
+from tilewright.codegen.triton.tile.paired import lean_of
+from tilewright.codegen.triton.tile.predication import choices, some_rows
+from tilewright.codegen.triton.tile.reduce import (
+    Fold,
+    Scanning,
+    Together,
+    WelfordFold,
+    fold_whole,
+    folds_of,
+    scans_of,
+)
+from tilewright.codegen.triton.tile.weighted_sums import Weighted
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, syms, walk
+from tilewright.ir.program import Nest, Program, Store, rewritten
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.nests.segments import Segment
+from tilewright.target import Target
+
+BAD_INDEX = 1
+IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
+PIECE = 64  # elements of a row that no two programs share
+LANES = 16  # rows of a block across which each has its own mean and deviations
+
+
+class Kernel:
+    def __init__(self, program: Program, group: Group, shape: Shape, target: Target,
+                 wide: bool, among: tuple[Config, ...] = ()) -> None:  # fmt: skip
+        """`among` are the configurations it may run in, if there are others than its own."""
+        self.buffers = program.buffers
+        self.local = group.local
+        self.configs = among or configs(program, shape, target)
+        self.shape = shape = shape.flat()
+        self.target = target
+        early = config.triton.enable_pdl and target.capability >= (9, 0)
+        # whether of the programs of a row the last one goes on alone, and none waits for another
+        self.alone = shape.in_turn and not shape.again and not shape.walked
+        self.early = early and (self.alone or not shape.shared)
+        self.pointers: dict[str, str] = {}
+        self.numbers: dict[Expr, str] = {}
+        self.checked = False
+        self.assume: list[Expr] | None = None
+        index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
+        self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
+        self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
+        walk_by = UnderWay if shape.under_way else Walk
+        self.walk = walk_by(self, shape.inner[0]) if shape.walked else None
+        self.lean = self.walk or lean_of(self)
+        self.packed = Packed.of(self)
+        self.held = Held(self, shape.inner[0]) if shape.held else None
+        scans = any(segment.scans for segment, _ in shape.segments)
+        slid = Matrices if shape.persistent else Stacked if scans else Sliding
+        self.sliding = slid(self) if shape.slid else None
+        self.fetch = Fetch(self, shape.inner[0]) if shape.fetched else None
+        self.doubles = Doubles(self)
+        self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
+        self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
+        exprs = [e for m in shape.members for e in m.exprs]
+        results = [s.value for m in shape.members for s in m.stores if s.buffer not in self.local]
+        if target.capability >= (8, 0):
+            self.w.pairs = {a for a in shape.axes
+                            if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
+        made = {s.buffer: s.value for m in shape.members for s in m.stores}
+        self.w.made = made
+        quotients = shared_functions.divisions(exprs, results, made)
+        self.w.coarse = quotients | precision.coarse(exprs, results, made)
+        self.w.shares = shared_functions.shares(exprs, made)
+        self.w.joint = shared_functions.functions(exprs, results, made, self.w.coarse)
+        if target.capability >= (9, 0):
+            self.w.narrow = kept_narrow(exprs, made)
+        self.joins = not skips_a_rounding(exprs, made) and precision.joins(
+            exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
+        if target.capability >= (8, 9) and precision.may_convert(shape):
+            self.w.fp8 = FP8_LARGEST
+        self.w.valued = precision.valued(exprs, [s for m in shape.members for s in m.stores])
+        self.w.seldom = choices(shape, self.w)
+        if not shape.persistent:
+            self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
+                             for a in shape.inner if a.lean is None}  # fmt: skip
+        self.rewritten = rewritten(shape.members)
+        self.online: dict[Expr, OnlineFold] = {}
+        self._joined = {} if shape.persistent else joined(shape, self.local)
+        self._passes = passes(shape, self.local)
+        self._at: Segment | None = None  # the loop at hand
+        self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
+        self.cells = 0  # of each program of a shared row
+        self.meetings = 0  # of the programs that share a row
+        self.left = False  # whether it has told those it shares a row with
+        self.waiting: list[str] = []  # stores that are the last one's of these
+        self.repeated: Axis | None = None  # the last row of which stands for those beyond it
+        self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
+        self.back = group.back
+        self.first = self._way("tl.program_id(0)", "tl.num_programs(0)")  # which program this is
+
+    # ---- facts
+
+    def _is_narrow(self) -> bool:
+        """Whether 32-bit indices do; what depends on unbounded sizes is assumed and reported."""
+        touched = {b for m in self.shape.members for b in m.reads | m.writes}
+        self.assume = precision.narrow(
+            [e for m in self.shape.members for e in m.exprs],
+            [a.extent for a in self.shape.axes],
+            [self.buffers[b] for b in sorted(touched)],
+            2 * max(b for c in self.configs for _, b in c.blocks),
+        )
+        return self.assume is not None
+
+    def _is_full(self, axis: Axis) -> bool:
+        """Whether every block of every configuration is inside the axis."""
+        size = axis.size if axis.lean is None else None
+        if size and self.shape.in_turn and axis in self.shape.inner:
+            size = size // self.shape.shared if size % (PIECE * self.shape.shared) == 0 else None
+        return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
+
+    @property
+    def _along(self) -> set[torch.dtype]:
+        """The types of results that are no folds: the order of sums shows in a fold anyway."""
+        found: set[torch.dtype] = set()
+        for segment, axis in self.shape.segments:
+            folded = bool(self.shape.inner) and axis is None
+            found |= {self.buffers[b].dtype for m in segment.members
+                      if not (folded or m.reduce or accumulates(m, self.shape.serial))
+                      for b in m.writes if b not in self.local}  # fmt: skip
+        return found
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self.shape.in_turn and not self.alone
+
+    @property
+    def work(self) -> int:
+        """Likely points of all its axes."""
+        return math.prod(a.likely for a in self.shape.axes)
+
+    @cached_property
+    def _draws(self) -> bool:
+        return any(e.op in RANDOM for m in self.shape.members for e in walk(*m.exprs))
+
+    def _is_narrowest(self, axis: Axis) -> bool:
+        """Whether some configuration has blocks too short for a counter of random numbers."""
+        return any(c.kwargs[axis.block] < 4 for c in self.configs)
+
+    def _piece(self, axis: Axis) -> int:
+        """The largest block of a parallel axis, if it is a part of what some place is divided by:
+        the quotient is one number for a program then, and what it finds there is one load."""
+        if axis.lean is not None or self.packed is not None or self.shape.slid:
+            return 0
+        largest = max(c.kwargs[axis.block] for c in self.configs)
+        cut = (n for m in self.shape.members for n in walk(*m.exprs)
+               if n.op == "ifloordiv" and n.src[0] is axis.var)  # fmt: skip
+        return largest if any((ix.value_of(n.src[1]) or 1) % largest == 0 for n in cut) else 0
+
+    # ---- naming
+
+    def _name(self, e: Expr) -> str:
+        if e.op == "var":
+            return str(e.arg)
+        return self.numbers.setdefault(e, f"n{len(self.numbers)}")
+
+    def pointer(self, buffer: str) -> str:
+        return self.pointers.setdefault(buffer, f"p{len(self.pointers)}")
+
+    def _check(self, bad: str, node: Expr) -> None:
+        """Report a bad position, wherever the tile is inside its axes."""
+        self.checked = True
+        mask = self.w.mask(self.w.covered(self.w.support(node)), bad)
+        self.w.line(f"tri.report(err, {mask}, {BAD_INDEX})")
+
+    def outside(self) -> Writer:
+        """For lines around this kernel, where nothing it computes is known."""
+        return Writer([], 1, self.w.index_type, self._name, self.load, self._check)
+
+    # ---- the whole kernel
+
+    def generate(self, name: str) -> TritonKernel:
+        self.body()
+        return self.whole(name, self.w.lines)
+
+    def either(self, walked: Kernel, name: str) -> TritonKernel:
+        """This kernel, which holds rows, and one that walks them, as one text: a configuration says
+        which it is."""
+        walked.pointers, walked.numbers = self.pointers, self.numbers
+        self.body()
+        walked.body()
+        self.checked = self.checked or walked.checked
+        lines = ["    if HELD:", *("    " + line for line in self.w.lines),
+                 "    else:", *("    " + line for line in walked.w.lines)]  # fmt: skip
+        return self.whole(name, lines)
+
+    def body(self) -> None:
+        self._programs()
+        if self.shape.serial:
+            self._serial()
+        else:
+            self._segments()
+        if self.meetings:
+            end(self)
+
+    def whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
+        full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
+        params = self.params()
+        names = [p.argument for p in params]
+        head = [*names, *(["err"] if self.checked else []),
+                *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
+        text = "\n".join([*precision.imports(lines), "", "", "@triton.jit",
+                          f"def {full}({', '.join(head)}):", *lines]) + "\n"  # fmt: skip
+        grid = [(ix.add(a.extent, a.slack), a.block) for a in self.shape.parallel]
+        if self.sliding is not None:
+            grid = self.sliding.grid
+        if self.shape.shared:
+            grid.append((ix.as_index(self.shape.shared), "1"))
+        rows = self.shape.parallel[0].size or 0
+        return TritonKernel(text, full, params, tuple(grid), self.configs[0], self.configs,
+                            self.checked, tuple(self.assume or ()), self.early, self.joins,
+                            2 * self.cells * rows * self.shape.shared,
+                            rows + self._takes_turns if self.meetings else 0,
+                            self.shape.in_turn)  # fmt: skip
+
+    def params(self) -> tuple[Param, ...]:
+        found: list[Param] = []
+        members = self.shape.members
+        high, meets = precision.positions(members), precision.meeting(members, self.buffers)
+        single = moved_singly(self.shape) if self.shape.odd and self.lean is None else ()
+        for buffer, name in self.pointers.items():
+            dtype = self.buffers[buffer].dtype
+            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 1 if buffer in single else 16,
+                               high=high.get(buffer, 0), meets=meets.get(buffer, "")))  # fmt: skip
+        for e, name in self.numbers.items():
+            if e.dtype == torch.float64:
+                found.append(Param("float", e.arg.name, "fp64", name))
+                continue
+            narrow = self.w.index_type == "tl.int32" and e not in self.w.valued
+            kind = "i32" if narrow else "i64"
+            found.append(Param("int", e.arg.name, kind, name, hint=e.arg.hint))
+        if self.meetings:
+            found += [Param("ptr", WORKSPACE, "*fp32", WORKSPACE, 16),
+                      Param("ptr", COUNTERS, "*i32", COUNTERS, 16)]  # fmt: skip
+        return tuple(found)
+
+    def _programs(self) -> None:
+        """Which block of each axis is this program's: the last parallel axis runs fastest, or the
+        first."""
+        w = self.w
+        first = self.first
+        if self._takes_turns:
+            rows = self.shape.parallel[0].size or 0
+            total = rows * self.shape.shared
+            first = self._way(f"tri.ticket({COUNTERS} + {rows}, {total})", str(total))
+        w.begin(first, self.early)
+        if self.shape.shared:
+            w.line(f"part = pid % {self.shape.shared}")
+            w.line(f"pid = pid // {self.shape.shared}")
+            w.line("spot = pid")
+            if self.held is not None:
+                self.held.place()
+        if self.sliding is not None:
+            self.sliding.columns()
+        axes = () if self.sliding is not None else self.shape.parallel
+        order = -1 if rows_first(self.buffers, self.shape, self.target) else 1
+        for k, axis in reversed(list(enumerate(axes[::order]))):
+            rows = "" if self.packed is None else self.packed.rounded
+            w.line(f"{axis.name}numel = {w.index(axis.extent)}{rows}")
+            at = "pid"
+            if k:
+                lanes = f"{axis.name}numel + {axis.slack}" if axis.slack else f"{axis.name}numel"
+                w.line(f"{axis.name}blocks = ({lanes} + {axis.block} - 1) // {axis.block}")
+                at = f"(pid % {axis.name}blocks)"
+            first = f"{at} * {axis.block}"
+            draws, piece = self._draws and not self._is_narrowest(axis), self._piece(axis)
+            if draws or piece:
+                w.line(f"{axis.name}first = {first}")
+                first = f"{axis.name}first"
+            if draws:
+                w.starts[axis] = first
+            if piece:
+                w.programs[axis] = first, piece
+            w.line(f"{axis.name}base = {first} + {self.lanes(axis)}")
+            self.doubles.begin(axis, at)
+            if axis.lean is not None:
+                w.line(f"{axis.name}block = {at}")
+            if k:
+                w.line(f"pid = pid // {axis.name}blocks")
+            if axis.lean is None:
+                self._enter(axis, f"{axis.name}base")
+        for axis in self.shape.inner:
+            w.line(f"{axis.name}numel = {w.index(axis.extent)}")
+            w.line(f"{axis.name}base = {self.lanes(axis)}")
+            if self._draws and not self._is_narrowest(axis):
+                w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
+            if self.shape.persistent and axis.lean is None and self.held is None:
+                self._enter(axis, f"{axis.name}base")
+            elif not self.shape.persistent and self.walk is None:
+                self._span(axis)
+        for form in (self.lean, self.packed, self.held, self.sliding):
+            if form is not None:
+                form.begin()
+
+    def _way(self, number: str, count: str) -> str:
+        return f"({count} - 1 - {number})" if self.back else number
+
+    def _span(self, axis: Axis) -> None:
+        """From where to where this program walks a row: all of it, or whole blocks; in turn, as
+        much as the others."""
+        w, a, count = self.w, axis.name, self.shape.shared
+        if not count:
+            w.line(f"{a}first, {a}last = 0, {a}numel")
+            if (limit := self.shape.limit(axis)) is not None:
+                w.line(f"{a}limit = tl.minimum({a}numel, {w.index(limit)})")
+                w.line(f"{a}last = tl.reduce({a}limit, None, tri.maximum)")
+            return
+        step = str(PIECE) if self.shape.in_turn else axis.block
+        each = f"({a}numel + {count} * {step} - 1) // ({count} * {step}) * {step}"
+        w.line(f"{a}first = part * ({each})")
+        w.line(f"{a}last = tl.minimum({a}first + {each}, {a}numel)")
+
+    def lanes(self, axis: Axis) -> str:
+        where = ", ".join(":" if d == axis.dim else "None" for d in range(self.shape.rank))
+        return f"tl.arange(0, {axis.block})" + (f"[{where}]" if self.shape.rank > 1 else "")
+
+    def _enter(self, axis: Axis, place: str) -> None:
+        """The points of a block of an axis."""
+        if axis.loops:
+            self.w.know(axis.var, place)
+        if axis in self.w.masked:
+            sooner = [f"(({self.w.index(e)}) < 0)" for e in self._ends.get(axis, ())]
+            partly = self.shape.in_turn and axis in self.shape.inner
+            end = f"{axis.name}last" if partly else f"{axis.name}numel"
+            inside = " & ".join([f"({place} < {end})", *sooner])
+            self.w.line(f"{axis.name}mask = {inside}")
+
+    # ---- segments
+
+    def _segments(self) -> None:
+        online = self._joined
+        if self.fetch is not None:
+            self.fetch.begin()
+        for node in self.w.seldom:  # none of them waits for another
+            self.w.operand(node.src[0])
+        for node in () if self.alone else precision.early_loads(self.shape, self.local):
+            self.w.operand(node)
+        lean = self.lean if self.lean and self.lean.axis in self.shape.parallel else None
+        if lean and not lean.slid_rows:
+            lean.tile()
+        for k, (segment, axis) in enumerate(self.shape.segments):
+            if axis is not None and self.held is not None:
+                self.held.segment(k, segment)
+            elif axis is None or self.shape.persistent:
+                self._straight(segment, axis)
+            elif k in online:
+                for pair in online[k].pairs:
+                    self.online[pair.total].finish(pair.total)
+                self.stores([m for m in segment.members if m.reduce])
+            else:
+                pairs = [p for j in online.values() if j.first == k for p in j.pairs]
+                self._looped(segment, axis, pairs)
+        if lean and lean.slid_rows:  # after what is found where it was read: that takes longest
+            lean.tile()
+
+    def _serial(self) -> None:
+        """The segments again and again, with accumulators around them."""
+        w = self.w
+        waiting = [m for m in self.shape.members if accumulates(m, self.shape.serial)]
+        axes = {m.name: axis for s, axis in self.shape.segments for m in s.members}
+        for m in waiting:
+            axis = axes[m.name] if m.name in self.shape.total else None
+            self.accumulated[m.name] = list(folds_of([m], axis, w).values())
+            for fold in self.accumulated[m.name]:
+                fold.begin()
+        self._before()
+        with ExitStack() as loops:
+            for k, v in enumerate(self.shape.serial):
+                last = k == len(self.shape.serial) - 1
+                rounds = self.loop(f"0, {self._rounds(v)}") if last else (
+                    f"range(0, {self._rounds(v)})")  # fmt: skip
+                loops.enter_context(w.block(f"for s{k}offset in {rounds}"))
+                w.know(v, w.let(f"tl.full([1, 1], 0, {w.index_type}) + s{k}offset", "s_"))
+            self._begin_round()
+            self._segments()
+        for m in waiting:
+            w.folds_keep_rows(m.name not in self.shape.total)
+            for fold in self.accumulated[m.name]:
+                fold.end()
+            self.stores([m])
+
+    def _before(self) -> None:
+        """Rows that are the same in all rounds of the serial loops, as a layer's weights, are
+        loaded before them."""
+        for node in self._first_loads():
+            if not any(n in self.shape.serial for n in walk(node)):
+                self.w.operand(node)
+
+    def _begin_round(self) -> None:
+        """All of a row is under way before its first fold, what it has one number of first."""
+        for node in sorted(self._first_loads(), key=lambda e: len(self.w.support(e.src[0]))):
+            self.w.operand(node)
+
+    def _first_loads(self) -> list[Expr]:
+        return precision.first(self.shape, loads(*(e for m in self.shape.members for e in m.exprs)))
+
+    def _rounds(self, v: Expr) -> str:
+        """How often a serial loop runs: a scalar, also where it depends on the program."""
+        w = self.w
+        x = self.shape.parallel[0]
+        size = substitute(v.src[0], x.places())
+        if not w.support(size):
+            return w.index(size)
+        return f"tl.reduce({w.value(size)}, None, tri.maximum)"  # of the one row of a block
+
+    def _straight(self, segment: Segment, axis: Axis | None) -> None:
+        """A segment at once: no loops, or loops that fit in one block."""
+        w = self.w
+        reducing = [m for m in segment.members if m.reduce]
+        folds = {} if axis is None else folds_of(reducing, axis, w)
+        self._have_ends(axis, folds)
+        whole = self.lean is None or self.lean.axis is not axis
+        scans = [] if axis is None else scans_of(segment.members, axis, w, self.shape.back, whole)
+        for m in segment.members:
+            if m.name in self.accumulated:
+                for fold in self.accumulated[m.name]:
+                    fold.step()
+                continue
+            for node in walk(*m.exprs):
+                if node in folds:
+                    fold_whole(node, folds)
+            for scan in scans:
+                if scan.node not in set(walk(*m.exprs)):
+                    continue
+                if self.lean is not None and self.lean.axis is axis:
+                    scan.with_ends(self.lean.ends)
+                else:
+                    scan.step(carried=False)
+            if some := some_rows(m, self.shape, w):
+                with w.block(f"if {some}"):
+                    self.stores([m])
+                continue
+            if self.packed is None or not self.packed.stores(m):
+                self.stores([m])
+            if self.lean is not None and self.lean.axis is axis and not m.reduce:
+                self.lean.store_ends([m])
+
+    def _have_ends(self, axis: Axis | None, folds: Mapping[Expr, Fold]) -> None:
+        if self.lean is None or self.lean.axis is not axis:
+            return
+        for fold in folds.values():
+            fold.ends = self.lean.ends
+
+    def _looped(self, segment: Segment, axis: Axis, pairs: Sequence[Pair | Weighted]) -> None:
+        w = self.w
+        self._at = segment
+        folds = folds_of(segment.members, axis, w)
+        for node, fold in folds.items():
+            if isinstance(fold, WelfordFold) and fold.counted:
+                fold.together = self._together(node, axis)
+        for pair in pairs:
+            if isinstance(fold := folds[pair.largest], OnlineFold):
+                self.online[pair.total] = fold
+                fold.join(pair)
+            else:
+                folds[pair.largest] = self.pair(pair, fold, axis)
+        for node, fold in folds.items():
+            if pairs and type(fold) is Fold and not self.shape.across:
+                fold.beside = self._together(node, axis)
+        self._have_ends(axis, folds)
+        scans = scans_of(segment.members, axis, w, self.shape.back)
+        for item in (*folds.values(), *scans):
+            item.begin()
+        self._hoist(segment, axis)
+        self.w.barriers.before_loop(segment.members)
+        if self.walk is not None and self.shape.shared:
+            self.walk.meet(*scans)
+        if self.sliding is not None:
+            self.sliding.walk(lambda: self._steps(segment, folds, scans))
+            self.sliding.end(list(folds.values()))
+        elif self.lean is not None and self.lean.axis is axis:
+            self.lean.walk(self._is_back(segment, axis), lambda: self._steps(
+                segment, folds, scans))  # fmt: skip
+            self.lean.store_ends(segment.members)
+        else:
+            back = self._is_back(segment, axis)
+            place = self._round(axis, back)
+            w.rounds[axis] = place, w.rounds[axis][1]
+            if axis in w.starts:
+                w.starts[axis] = place
+            everywhere, index = w.masked, f"{place} + {axis.name}base"
+            if axis in everywhere and not pairs and may_repeat(self.shape, segment, axis):
+                self.repeated = axis
+                index = f"tl.minimum({index}, {axis.name}last - 1)"
+            moments = any(isinstance(fold, WelfordFold) for fold in folds.values())
+            for loop, masked in self._bounds(axis, back, self.shape.across and not moments):
+                w.masked = everywhere if masked else everywhere - {axis}
+                with w.block(f"for {axis.name}offset in {loop}"):
+                    if self.fetch is not None and not masked:
+                        self.fetch.enter()
+                    w.line(f"{axis.name}index = {index}")
+                    self._enter(axis, f"{axis.name}index")
+                    self._steps(segment, folds, scans)
+            w.masked, self.repeated = everywhere, None
+        self._at = None
+        if self.shape.shared and folds:
+            meet(self, list(folds.values()))
+        else:
+            for fold in folds.values():
+                fold.end()
+        self.stores([m for m in segment.members if m.reduce])
+
+    def _steps(self, segment: Segment, folds: Mapping[Expr, Fold], scans: Sequence[Scanning]
+               ) -> None:  # fmt: skip
+        """One round of a loop."""
+        waiting = dict(folds)
+        for m in segment.members:
+            for node in walk(*m.exprs):
+                if node in waiting:
+                    waiting.pop(node).step()
+            for scan in scans:
+                if scan.node in set(walk(*m.exprs)):
+                    scan.step(carried=True)
+            if not m.reduce:
+                self.stores([m])
+
+    def pair(self, pair: Pair | Weighted, largest: Fold, axis: Axis) -> OnlineFold:
+        """What folds a pair in place of its largest value: of as many neighbours as a thread loads
+        at once, for others it would have to be told."""
+        wide = all(n.dtype.itemsize == 4 and n.arg not in self.local for n in loads(pair.largest)
+                   if axis.var in free_vars(n.src[0]))  # fmt: skip
+        apart = self._apart(pair.largest, axis)
+        side = apart or (SIDE // 2 if wide else SIDE)
+        self.online[pair.total] = fold = OnlineFold(pair, largest, self.w, side, bool(apart))
+        return fold
+
+    def _together(self, node: Expr, axis: Axis) -> Together:
+        """Where memory runs across, a block has sixteen rows of pairs."""
+        if self.shape.across:
+            rows = min(LANES, *(c.kwargs[axis.block] for c in self.configs))
+            return Together((f"{axis.block} // {rows}", str(rows)), 0)
+        wide = max((n.dtype.itemsize for n in loads(node)), default=4)
+        side = SIDE if self._apart(node, axis) else max(1, 16 // wide)
+        rest, own = f"{axis.block} // {side}", str(side)
+        return Together((own, rest), 0) if self._apart(node, axis) else Together((rest, own), 1)
+
+    def _apart(self, fold: Expr, axis: Axis) -> int:
+        """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
+        of a row that begins anywhere it has every so many-th element. Lengths that are not known
+        are taken to be as even as they were (H200: losses of 10000 rows of 16384 bfloat16 of any
+        length 1413 us otherwise)."""
+        if self.shape.across:
+            return ROWS
+        for n in loads(fold):
+            if axis.var not in free_vars(n.src[0]) or (
+                self.lean is not None and (self.lean.steps(n.src[0]) or self.lean.slides(n))
+            ):  # fmt: skip
+                continue
+            first = substitute(n.src[0], {axis.var: ix.ZERO})
+            known = ix.mod(ix.mul(first, n.dtype.itemsize), 16) is ix.ZERO
+            if not known and not (syms(first) and begin_evenly(first, 16)):
+                return SIDE
+        return 0
+
+    def _round(self, axis: Axis, back: bool) -> str:
+        """Where a block of a loop begins. Every other loop over a row runs back, where the order
+        does not matter: what the one before it read last is still in cache."""
+        a = axis.name
+        if not back:
+            return f"{a}offset"
+        blocks = f"({a}last - {a}first + {axis.block} - 1) // {axis.block}"
+        self.w.line(f"{a}end = {a}first + ({blocks} - 1) * {axis.block}")
+        return f"({a}first + {a}end - {a}offset)"
+
+    def _bounds(self, axis: Axis, back: bool, whole: bool) -> list[tuple[str, bool]]:
+        """The loops over a row, and whether their blocks may go beyond its end. Of rows in memory
+        all blocks but the last have a loop without masks (H200: training's cross entropy of 32000
+        bfloat16 131 us, 148 us with them everywhere; var of columns of 30849 bfloat16, 6144 of
+        them, 92 us, 118 us), if there is not to be one for the `whole`."""
+        a, block = axis.name, axis.block
+        masked = axis in self.w.masked and axis is not self.repeated
+        apart = self.shape.shared and not self.shape.in_turn
+        sooner = axis in self._ends and (back or self.shape.limit(axis) is None)
+        if not masked or sooner or apart or whole:
+            return [(self.loop(f"{a}first, {a}last, {block}"), masked)]
+        length = f"({a}last - {a}first)"
+        if axis in self._ends:
+            length = f"tl.maximum(tl.reduce({a}limit, None, tri.minimum), 0)"
+        if not back:
+            self.w.line(f"{a}full = {a}first + {length} // {block} * {block}")
+            rest = f"{a}full, {a}last, {block}"
+            return [(self.loop(f"{a}first, {a}full, {block}"), False),
+                    (f"range({rest})" if self.shape.across else self.loop(rest), True)]  # fmt: skip
+        rest = f"({length} % {block} + {block} - 1) // {block} * {block}"
+        self.w.line(f"{a}rest = {a}first + {rest}")
+        return [(self.loop(f"{a}first, {a}rest, {block}"), True),
+                (self.loop(f"{a}rest, {a}last, {block}"), False)]  # fmt: skip
+
+    def _is_back(self, segment: Segment, axis: Axis) -> bool:
+        """Whether the next loop over an axis runs back. Of columns that programs walk side by side
+        the first one does too, where what the kernel before it read last is still in cache."""
+        if self.shape.back:
+            return True
+        forwards = self._forwards.get(axis, self.back and self.shape.across)
+        ordered = any(n.op == "scan" or (n.op == "reduce" and n.arg.kind in IN_ORDER)
+                      for m in segment.members for n in walk(*m.exprs))  # fmt: skip
+        self._forwards[axis] = not forwards or ordered
+        return not self._forwards[axis]
+
+    def loop(self, bounds: str) -> str:
+        if self.shape.unrolled:
+            return f"tl.static_range(0, {self.shape.inner[0].size})"
+        return f"tl.range({bounds}, num_stages=STAGES)" if self.shape.ahead else f"range({bounds})"
+
+    def _hoist(self, segment: Segment, axis: Axis) -> None:
+        """Load before a loop what is the same in all its rounds."""
+        for node in loads(*(e for m in segment.members for e in m.exprs)):
+            fixed = axis.var not in free_vars(node)
+            if fixed and node.arg not in self.local and node.arg not in self.rewritten:
+                self.w.operand(node)
+
+    # ---- memory
+
+    def load(self, node: Expr) -> str:
+        w = self.w
+        if node.arg in self.local:  # a row made in an earlier loop is computed again
+            if len(node.src) > 1:
+                text = w.operand(load(node.arg, node.dtype, node.src[0]))
+                return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
+            maker = self.maker(node)
+            return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
+        if both := self.doubles.load(node):
+            return both
+        if self.packed is not None and (rows := self.packed.load(node)):
+            return rows
+        if self.lean is not None and (rows := self.lean.alike(node)):
+            return rows
+        support = w.covered(w.support(*node.src))
+        axis = common(self, node, support)
+        one = len(node.src) == 1 and node.src[0].is_const
+        covered = all(c.covers(a.block for a in support) for c in self.configs)
+        spread = w.covered(w.support(node.src[0])) != support  # by its mask, over what has one
+        # not as tiles are stored
+        alone = one or axis is not None or self._one_per_row(support) or not covered or spread
+        self.w.barriers.before_load(node.arg, None if alone else node.src[0])
+        if axis is not None:
+            return load_pieces(self, node, axis)
+        if one:  # loaded once, not once for each element
+            text = f"tl.load({self.pointer(node.arg)} + {w.index(node.src[0])})"
+            return f"tl.full({w.shape(NOWHERE)}, {text}, {TYPE[node.dtype]})"
+        place = w.spread(w.index(node.src[0]), w.support(node.src[0]), support)
+        conditions = [w.operand(s) for s in node.src[1:]]
+        mask = w.mask(support, *conditions) if conditions or not w.wraps(node.src[0]) else ""
+        policy = self._policy(node, support)
+        if self._one_per_row(support):
+            block = next((a.block for a in support), "1")
+            if conditions and support and not support & w.masked:  # perhaps the same of all rows
+                mask = f"tl.broadcast_to({mask}, {w.shape(support)})"
+            masked = f", tl.reshape({mask}, [{block}]), other=0" if mask else ""
+            place = f"tl.reshape({place}, [{block}])"
+            return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
+        if self.lean is not None:
+            if slid := self.lean.slid(node, self.pointer(node.arg), mask):
+                return slid
+            place = self.lean.place(node.src[0]) or place
+        if self.walk is not None and self.walk.may_be_whole(mask):
+            return self.walk.load(f"{self.pointer(node.arg)} + ({place})")
+        masked = f", {mask}, other=0" if mask else ""
+        return f"tl.load({address(self, node.arg, node.src[0], place)}{masked}{policy})"
+
+    def _one_per_row(self, support: Support) -> bool:
+        """Whether a load has one value for each row of a tile. As a column beside wide rows every
+        thread would load it for each of its elements (Triton 3.6); a load of its own does not. In
+        loops that run ahead a column is fetched ahead."""
+        return self.shape.rank == 2 and not self.shape.ahead and all(a.dim == 0 for a in support)
+
+    def _policy(self, node: Expr, support: Support) -> str:
+        """Rows read again by a later loop are asked to stay in cache until the last one has read
+        them (H200: log softmax of 50257 bfloat16 542 us, 588 us if they stay for longer)."""
+        if self.shape.persistent or self._at is None or not self._walks(support):
+            return ""
+        readers = [s for s in self._passes if node.arg in self._behind(s)]
+        if len(readers) < 2:
+            return ""
+        done = self._at is readers[-1] and self.shape.parallel[0] in support
+        return f', eviction_policy="evict_{"first" if done else "last"}"'
+
+    def _walks(self, support: Support) -> bool:
+        return any(a in support for a in self.shape.inner)
+
+    def _behind(self, segment: Segment) -> set[str]:
+        """The buffers a loop reads, also for rows it computes again."""
+        found: set[str] = set()
+        waiting = [m.reads for m in segment.members]
+        while waiting:
+            new = waiting.pop() - found
+            found |= new
+            waiting += [m.reads for m in self.shape.members if m.writes & new & self.local]
+        return found
+
+    def maker(self, node: Expr) -> Store:
+        return next(s for m in self.shape.members for s in m.stores
+                    if s.buffer == node.arg and s.index is node.src[0])  # fmt: skip
+
+    def stores(self, members: Sequence[Nest]) -> None:
+        for m in members:
+            for store in m.stores:
+                if scatters(m):
+                    write_scatter(self, store, self._walked(m))
+                else:
+                    self._store(store)
+
+    def value(self, store: Store) -> str:
+        """What is stored, in the buffer's type."""
+        dtype = self.buffers[store.buffer].dtype
+        return cast(self.w.operand(store.value), store.value.dtype, dtype)
+
+    def _walked(self, nest: Nest) -> Support:
+        """The part of the tile that the points of a nest are."""
+        return frozenset(a for a in self.shape.axes if any(v in a.loops for v in nest.loops))
+
+    def place(self, store: Store, points: Support = NOWHERE) -> tuple[str, Support]:
+        """The addresses a store goes to, and the part of the tile they are over: all that changes
+        where it goes or what it is, and the points given."""
+        w = self.w
+        have = w.support(store.index)
+        want = w.covered(points | w.support(*store.exprs))
+        text = w.spread(w.index(store.index), have, want)
+        text = (self.lean.place(store.index) if self.lean is not None else "") or text
+        return address(self, store.buffer, store.index, text), have | want
+
+    def _store(self, store: Store) -> None:
+        w = self.w
+        value = self.value(store)
+        if value != w.known(store.value):
+            value = w.let(value)
+        if store.buffer in self.rewritten:
+            w.forget(store.buffer)
+        known = self._loads_of(store)
+        have, want = w.support(store.value), w.support(store.index)
+        read = value
+        if known and not want <= have:  # what folds it counts its elements
+            read = w.let(f"tl.broadcast_to({value}, {w.shape(want | have)})")
+        for node in known:
+            w.know(node, read)
+        if store.buffer in self.local or self.doubles.store(store, value):
+            return
+        if self.sliding is not None and self.sliding.stores(store, value):
+            return
+        self.w.barriers.before_store(store.buffer, store.index)
+        place, support = self.place(store)
+        mask = w.mask(support)
+        # rows that are to be read again shall stay in cache, not those that are written
+        policy = ', eviction_policy="evict_first"' if (
+            self._at is not None and self.shape.again and self._walks(support)) else ""  # fmt: skip
+        text = f"tl.store({place}, {value}{', ' + mask if mask else ''}{policy})"
+        if self.walk is not None and self.walk.may_be_whole(mask):
+            self.walk.store(place, value)
+            return
+        if self.shape.shared and store.buffer in self.rewritten and not self._walks(support):
+            self.waiting.append(text)
+        else:
+            w.line(text)
+
+    def _loads_of(self, store: Store) -> list[Expr]:
+        """Whole ones: from them come those of a local buffer that have a mask."""
+        return [load(n.arg, n.dtype, n.src[0]) for m in self.shape.members for n in loads(*m.exprs)
+                if n.arg == store.buffer and n.src[0] is store.index
+                and (len(n.src) == 1 or n.arg in self.local)]  # fmt: skip

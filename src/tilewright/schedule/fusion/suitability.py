@@ -1,0 +1,116 @@
+"""What a processor asks of a group beyond being right: parallel work, rows that stay near."""
+
+from __future__ import annotations
+
+from tilewright import config
+from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.program import Nest
+from tilewright.schedule.fusion.legality import Fit
+from tilewright.schedule.fusion.row_column import LONGEST_KEPT, shared
+from tilewright.schedule.nests.access import all_loops
+from tilewright.schedule.nests.hints import hint_product, work
+from tilewright.target import Target
+
+LONGEST_ROW = 4096  # elements; what pointwise members may have to themselves inside a group
+FEWEST_LANES = 16  # shared iterations, with fewer of which long members would run on one thread
+SHORT = 64  # iterations a GPU thread may run one after the other beside its row
+MOST_ROWS = 4  # of which one program of a card does one after the other
+
+
+def unsuited(group: Fit, target: Target) -> str:
+    """Why the target should not run these nests as one kernel, or an empty string."""
+    lanes = hint_product(v.src[0] for v in group.outer)
+    long = lanes < FEWEST_LANES and any(_is_long(m) for m in group.members)
+    if long and shared(group, target) < 2:
+        return "too few shared iterations to run in parallel"
+    if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
+        return "the loops left to the members are too long to keep their values near"
+    if not target.is_gpu:
+        return ""
+    return _more_than_rows(group) or _turns_long_rows(group) or _has_many_rows(group)
+
+
+def _has_many_rows(group: Fit) -> str:
+    """One program does with one row after the other what others would do beside it (H200: norms of
+    21 rows of 768 to 3072 bfloat16, and these scaled by the norm of all 45, 30 us)."""
+    if group.outer or len(rows_of(group)) <= MOST_ROWS:
+        return ""
+    return "one program would have too many rows"
+
+
+def rows_of(group: Fit) -> set[frozenset[Expr]]:
+    """The loops of members that have some."""
+    return {frozenset(loops) for m in group.members if (loops := all_loops(m))}
+
+
+def combo_kind(group: Fit) -> tuple[bool, int] | None:
+    """What groups have in common that may share a launch: whether they fold, and how many loops
+    their memory is contiguous along, but for small operands. None: this one never does."""
+    folds = any(m.reduce for m in group.members)
+    if folds and config.combo_kernels_pointwise_only:
+        return None
+    walks = {v for m in group.members for indices in m.indices.values() for i in indices
+             for v in all_loops(m) if ix.coefficient(i, v) is ix.ONE
+             and FEWEST_LANES * _walked(i, m) >= hint_product(v.src[0] for v in all_loops(m))
+             }  # fmt: skip
+    return folds, max(len(walks), 1)
+
+
+def _walked(index: Expr, nest: Nest) -> int:
+    """Elements of a buffer that a nest touches by an index."""
+    return hint_product(v.src[0] for v in all_loops(nest) if v in free_vars(index))
+
+
+def _is_long(nest: Nest) -> bool:
+    """Whether running the nest's own loops on one thread would hurt. A fold does not mind."""
+    return not nest.reduce and work(nest) > 4096
+
+
+def _longest_inside(group: Fit) -> int:
+    """Iterations of the longest member inside one point of the shared loops."""
+    return max(_inside(m, group) for m in group.members)
+
+
+def _inside(nest: Nest, group: Fit) -> int:
+    return hint_product(v.src[0] for v in nest.loops if v not in group.outer)
+
+
+def _more_than_rows(group: Fit) -> str:
+    """A Triton kernel holds one row per point of the grid: loops inside it are one row, folded or
+    not, and what is both looped and folded inside is short."""
+    for m in group.members:
+        if m.reduce and _inside(m, group) > SHORT:
+            return f"{m.name} folds inside loops of its own"
+    rows = {_row(m, group) for m in group.members} - {1}
+    if len(rows) > 1 and min(rows) > SHORT:
+        return "the members' rows differ"
+    return ""
+
+
+def _turns_long_rows(group: Fit) -> str:
+    """A row too long to be held is walked: what is written along another loop than it is read along
+    goes to memory element by element, where a kernel of its own turns tiles."""
+    if not any(m.reduce for m in group.members):
+        return ""
+    for m in group.members:
+        if m.reduce or _inside(m, group) <= LONGEST_KEPT:
+            continue
+        read = {v for n in loads(*m.exprs) if (v := _contiguous(n.src[0], m)) is not None}
+        for s in m.stores:
+            along = _contiguous(s.index, m)
+            if along is not None and read and along not in read:
+                return f"{m.name} turns what it reads"
+    return ""
+
+
+def _contiguous(index: Expr, nest: Nest) -> Expr | None:
+    """The loop that walks memory, of an index that walks most of the nest."""
+    used = [v for v in nest.loops if v in free_vars(index)]
+    if 8 * hint_product(v.src[0] for v in used) < work(nest):
+        return None
+    return next((v for v in used if ix.coefficient(index, v) is ix.ONE), None)
+
+
+def _row(nest: Nest, group: Fit) -> int:
+    return _inside(nest, group) * hint_product(v.src[0] for v in nest.reduce)

@@ -1,0 +1,1 @@
+"""Groups that share a launch, and the direction a kernel runs in."""

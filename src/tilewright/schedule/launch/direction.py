@@ -1,0 +1,39 @@
+"""Kernels of a card that run back, from their last block to the first.
+
+A kernel leaves in cache what it touched last. The next one that reads the same finds it there, if
+that is where it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilewright.ir.program import Program
+from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.traffic import moved
+
+LARGE = 8 << 20  # bytes of a buffer that are touched: fewer stay in cache whichever way that is
+
+
+def alternate(program: Program, groups: Sequence[Group], after: bool) -> None:
+    """Mark groups that run back: those that read what the one before them touched on its way
+    forward. `after` says that arguments were just touched so, as by a forward pass. What
+    touches little, as the rows that were left over by one, changes nothing of what is in cache."""
+    before = {b for b in program.inputs if b in program.buffers} if after else set[str]()
+    back = False
+    filled = {b.name for b in program.buffers.values() if b.kind != "temporary"}
+    for group in groups:
+        bytes_ = moved(program, group, filled)
+        filled |= group.writes
+        large = {b for b, size in bytes_.items() if size >= LARGE and _is_on_card(program, b)}
+        if not large:
+            continue
+        back = not back and group.call is None and bool(before & large & group.reads)
+        for part in group.kernels:
+            part.back = back
+        before = large
+
+
+def _is_on_card(program: Program, name: str) -> bool:
+    buffer = program.buffers.get(name)
+    return buffer is not None and buffer.device.type == "cuda"

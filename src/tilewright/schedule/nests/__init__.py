@@ -1,0 +1,1 @@
+"""Single loop nests: what they touch, what waits for what, transformations."""

@@ -1,0 +1,1 @@
+"""In which order groups run."""

@@ -1,0 +1,1 @@
+"""Changes of the program, weighed by the bytes they save, before groups are final."""
