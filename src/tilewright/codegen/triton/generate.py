@@ -23,7 +23,7 @@ from tilewright.codegen.triton.rewrite.unmask_loads import unmasked
 from tilewright.codegen.triton.strategies.aos_store import vectors
 from tilewright.codegen.triton.strategies.chunked import holding
 from tilewright.codegen.triton.strategies.cooperative_rows import together
-from tilewright.codegen.triton.strategies.histogram import counted
+from tilewright.codegen.triton.strategies.histogram import histogram
 from tilewright.codegen.triton.strategies.misaligned_columns import sliding
 from tilewright.codegen.triton.strategies.misaligned_rows import is_better_walked, leaning
 from tilewright.codegen.triton.strategies.packed_rows import with_rest
@@ -204,7 +204,7 @@ def _named(shape: Shape) -> str:
 
 SPLIT = Refinement("split rows, the last program finishes", in_parts)
 STRATEGIES = (
-    Strategy("histogram in shared memory", counted),
+    Strategy("histogram in shared memory", histogram),
     Strategy("transpose of misaligned rows", turned),
     Strategy("transpose of few rows", laid),
     Strategy("shifted copy", moved),

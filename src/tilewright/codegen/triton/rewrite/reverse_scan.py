@@ -1,7 +1,7 @@
 """Scans that run from the last point of a loop to the first, where memory then runs forwards.
 
-A scan of what is turned around and turned around again (`schedule/rewrite/scan_epilogue.py`) reads and writes rows
-from their ends. With its loop the other way around neighbours are neighbours again, and may be
+A scan of what is flipped and flipped again (`schedule/rewrite/scan_epilogue.py`) reads and writes
+rows from their ends. With its loop the other way around neighbours are neighbours again, and may be
 moved at once.
 """
 

@@ -1,5 +1,6 @@
 """Loops over two points whose places lie beside each other on one side alone, in what is read or in
-what is stored, as two stores: what is beside each other is then moved as one (`tile/interleaved.py`)."""
+what is stored, as two stores: what is beside each other is then moved as one
+(`tile/interleaved.py`)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A block of a power of two leaves up to half of its lanes empty, and all threads of a warp have to
 meet for each row that it folds. In as many narrow tiles as a row is long no lane is empty but in
 the last of them; tiles meet in the threads that have them, and a row has few of these. They are
-held as the pieces of long rows are (`strategies/chunked.py`), but nothing is made again: it is little.
+held as the chunks of long rows are (`strategies/chunked.py`), but nothing is computed again: it is
+little.
 """
 
 from __future__ import annotations

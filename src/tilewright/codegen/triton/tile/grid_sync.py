@@ -1,8 +1,8 @@
 """The text of a row's programs that exchange their partial results.
 
-Each leaves what its part reduces to. Where rows are read again, all wait for each other and take all
-parts. Where a row is reduced once, none waits: the last to leave its part goes on alone, with what
-is computed of the row as a whole.
+Each leaves what its part reduces to. Where rows are read again, all wait for each other and take
+all parts. Where a row is reduced once, none waits: the last to leave its part goes on alone, with
+what is computed of the row as a whole.
 """
 
 from __future__ import annotations
