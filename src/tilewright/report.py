@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tilewright.gemm.choose import Implementation
+from tilewright.gemm.place import Implementation
 from tilewright.ir.program import Buffer, Node
 from tilewright.ir.show import brief
 from tilewright.schedule.group import Group
