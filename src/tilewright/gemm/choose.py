@@ -246,7 +246,7 @@ class _Chooser:
 
     @property
     def library(self) -> Candidate | None:
-        found = (c for _, c in self._candidates() if isinstance(c, aten.AtenCandidate))
+        found = (c for f, c in self._candidates() if c.provider == "ATEN" and f is self.site.bare)
         return next(found, None)
 
     def found(self) -> tuple[Fusion, Candidate, str]:

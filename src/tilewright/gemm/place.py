@@ -193,7 +193,7 @@ def put_ranges(program: Program, groups: Sequence[Group], site: Site, size: Expr
             found.append(group)
         else:
             found += [m for m, p in zip(made, parts, strict=True) if p.fusion.after == k]
-            found += [replace(group, when=When(size, _merged(others)))] if others else []
+            found += [replace(group, when=_when(size, others))] if others else []
     return found
 
 
@@ -204,8 +204,8 @@ def _whose(parts: Sequence[dynamic.Part]) -> tuple[bool, str]:
     return ours, others[0].provider
 
 
-def _merged(ranges: Sequence[tuple[int, int | None]]) -> tuple[tuple[int, int | None], ...]:
-    """In order, those that meet as one."""
+def _when(size: Expr, ranges: Sequence[tuple[int, int | None]]) -> When | None:
+    """These ranges, those that meet as one; None if they are all there is."""
     found: list[tuple[int, int | None]] = []
     for low, high in sorted(ranges, key=lambda r: r[0]):
         last = found[-1][1] if found else None
@@ -213,12 +213,12 @@ def _merged(ranges: Sequence[tuple[int, int | None]]) -> tuple[tuple[int, int | 
             found[-1] = found[-1][0], high
         else:
             found.append((low, high))
-    return tuple(found)
+    return None if found == [(0, None)] else When(size, tuple(found))
 
 
 def _of_range(program: Program, groups: Sequence[Group], site: Site, size: Expr,
               part: dynamic.Part) -> Group:  # fmt: skip
-    when = When(size, part.ranges)
+    when = _when(size, part.ranges)
     if isinstance(part.candidate.inner, aten.AtenCandidate):
         group = groups[site.position]
         return replace(group, call=_into_memory(program, site.call), when=when)
