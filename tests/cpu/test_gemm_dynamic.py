@@ -73,7 +73,7 @@ class SizedProvider:
 
     def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[SizedCandidate]:
         made = self.alone if problem.is_bare else self.fused
-        return [SizedCandidate(problem, 0.0, name=name, estimate=1.0, speed=speed)
+        return [SizedCandidate(problem, 0.0, name=name, estimate=3.0, speed=speed)
                 for name, speed in made.items()]  # fmt: skip
 
 
