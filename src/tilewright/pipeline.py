@@ -23,7 +23,8 @@ from tilewright.codegen.triton.user_epilogue import with_epilogues
 from tilewright.errors import CodegenError, ScheduleError, TilewrightError, VerifyError, stage
 from tilewright.gemm import choose as choices
 from tilewright.gemm import provider
-from tilewright.gemm.choose import Implementation, choose
+from tilewright.gemm.choose import choose
+from tilewright.gemm.place import Implementation
 from tilewright.gemm.provider import Argument
 from tilewright.graph.attention import prune
 from tilewright.graph.batch import batch

@@ -11,20 +11,19 @@ import contextlib
 import functools
 import itertools
 import logging
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from tilewright import caches, config, metrics
 from tilewright.errors import BuildError, NoValidChoicesError
-from tilewright.gemm import activated, analysis, aten, fuse, padded
+from tilewright.gemm import activated, analysis, aten, dynamic, fuse, padded
 from tilewright.gemm.analysis import Times
 from tilewright.gemm.fuse import Fusion, Site
 from tilewright.gemm.heuristics import available_sms
+from tilewright.gemm.place import Winner, joined, put, put_ranges
 from tilewright.gemm.plan import (
     Assembly,
     Bench,
@@ -35,13 +34,12 @@ from tilewright.gemm.plan import (
     extent,
     tolerance,
 )
-from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
+from tilewright.gemm.problem import Operand, takes_tf32
 from tilewright.gemm.provider import (
     FUSION_COUNTERS,
     PROVIDERS,
     Argument,
     Candidate,
-    Kernel,
     Source,
     unknown,
 )
@@ -49,10 +47,9 @@ from tilewright.gemm.providers import enabled
 from tilewright.gemm.roofline import loop_time, roofline
 from tilewright.ir import index as ix
 from tilewright.ir.expr import syms
-from tilewright.ir.program import Opaque, Origin, Program, View
+from tilewright.ir.program import Program, View
+from tilewright.ir.show import number
 from tilewright.runtime import store
-from tilewright.runtime.cxx import CxxSource
-from tilewright.runtime.triton_build import TritonSource
 from tilewright.schedule.fusion.group import Group
 from tilewright.tune import select
 from tilewright.tune.choices import effort, is_filtered
@@ -61,34 +58,8 @@ from tilewright.tune.results import ADVANTAGE
 log = logging.getLogger("tilewright.choose")
 
 LoopKernel = Callable[[Program, Group], tuple[Sequence[Argument], Source]]
-MOST_NAMED = 60  # letters of the name of a kernel that say what is fused
 MOST_BESIDE = 8  # calls that share a launch
 MOST_UNFUSED = 8  # candidates for the product alone, beside fused ones, that are not the library's
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """What an opaque call has for a target once its kernel is chosen."""
-
-    problem: GemmProblem
-    kernel: Kernel
-    names: tuple[tuple[str, str], ...]  # the kernel's buffers -> the program's
-    chosen: str  # who, and why, for a reader
-    candidate: Any = None
-
-    @property
-    def __name__(self) -> str:
-        return self.kernel.name
-
-    @property
-    def result(self) -> str:
-        """One of the program's buffers it writes."""
-        return dict(self.names)[self.problem.writes[0]]
-
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        names = dict(self.names)
-        return tuple((kind, names.get(name, name)) for kind, name in self.kernel.arguments)
 
 
 def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -> Chosen:
@@ -123,7 +94,7 @@ def _side_by_side(groups: list[Group]) -> list[Group]:
             else:
                 mine.append(other)
         left = [g for g in left if all(g is not m for m in mine)]
-        found.append(group if len(mine) == 1 else _joined(mine))
+        found.append(group if len(mine) == 1 else joined(mine))
     return found
 
 
@@ -138,12 +109,12 @@ def modelled(program: Program, groups: list[Group]) -> list[Group]:
             winner, why = found
             metrics.counters["gemm"][f"{winner.candidate.name} by the model"] += 1
             decided(Decision(str(winner.fusion.problem), str(winner), why))
-            groups = _put(program, groups, position, winner, why)
+            groups = put(program, groups, position, winner, why)
     return groups
 
 
 def _by_model(program: Program, groups: Sequence[Group], position: int
-              ) -> tuple[_Winner, str] | None:  # fmt: skip
+              ) -> tuple[Winner, str] | None:  # fmt: skip
     call = groups[position].call
     assert call is not None
     alone = fuse.alone(program, call)
@@ -153,7 +124,7 @@ def _by_model(program: Program, groups: Sequence[Group], position: int
                 if program.buffers[name].kind == "constant"}  # fmt: skip
     copied = padded.preferred(alone.problem, frozenset(constant))
     if copied is not None:
-        return _Winner(alone, copied), (
+        return Winner(alone, copied), (
             f"by the model: {copied.estimate:.3g} us of padded copies, "
             f"{padded.unaligned(alone.problem):.3g} us as it is"
         )
@@ -161,13 +132,15 @@ def _by_model(program: Program, groups: Sequence[Group], position: int
     made = None if fusion is None else activated.preferred(fusion.problem)
     if fusion is None or made is None:
         return None
-    return _Winner(fusion, made), f"by the model: {made.saved:.3g} us saved"
+    return Winner(fusion, made), f"by the model: {made.saved:.3g} us saved"
 
 
 def _apart(mine: Sequence[Group], other: Group, between: Sequence[Group]) -> str:
     """Why a call does not join those before it, or an empty string."""
     calls = [g.call.target if g.call is not None else None for g in (mine[0], other)]
     first, second = (getattr(t, "candidate", None) for t in calls)
+    if mine[0].when is not None or other.when is not None:
+        return "one of them runs for some sizes alone"
     if first is None or not hasattr(first, "together") or type(first) is not type(second):
         return "they are not calls of one kind"
     reason = first.apart(second)
@@ -177,27 +150,6 @@ def _apart(mine: Sequence[Group], other: Group, between: Sequence[Group]) -> str
         if other.reads & g.writes or other.writes & (g.reads | g.writes):
             return "one needs what the other, or a group between them, makes"
     return "" if len(mine) < MOST_BESIDE else f"{MOST_BESIDE} share a launch already"
-
-
-def _joined(groups: Sequence[Group]) -> Group:
-    """One call in place of several."""
-    calls = [g.call for g in groups if g.call is not None]
-    made = [c.target for c in calls]
-    first: Implementation = made[0]
-    each = ((f"{b}__{k}", name) for k, m in enumerate(made) for b, name in m.names)
-    who = first.candidate.provider.lower()
-    metrics.counters["inductor"][f"{who}_horizontal_fusion_counter"] += 1
-    target = replace(
-        first,
-        kernel=first.candidate.together(len(made)),
-        names=(*first.names, *each),
-        chosen=f"{first.chosen}; {len(made)} in one launch",
-    )
-    views = tuple(dict.fromkeys(v for c in calls for v in c.args))
-    written = tuple(dict.fromkeys(b for c in calls for b in c.mutates))
-    call = replace(calls[0], target=target, args=views, mutates=written, fills=written,
-                   origin=_origin(groups))  # fmt: skip
-    return replace(groups[0], call=call)
 
 
 @dataclass(frozen=True)
@@ -223,30 +175,44 @@ def _chosen(program: Program, so_far: Chosen, name: str, loop_kernel: LoopKernel
     chooser = _chooser(program, so_far.groups, name, loop_kernel)
     if chooser is None:
         return so_far
-    return Chosen(chooser.chosen(), so_far.complete and chooser.complete)
+    by = chooser.driver
+    if by is None:
+        return Chosen(chooser.chosen(), so_far.complete and chooser.complete)
+    question = dynamic.Question(
+        by,
+        chooser.site.bare.problem,
+        lambda offers: _chooser(program, so_far.groups, name, loop_kernel, offers),
+        chooser.library,
+    )
+    found = chooser.of_sizes(question)
+    return Chosen(found, so_far.complete and question.complete)
 
 
 def _chooser(program: Program, groups: list[Group], name: str,
-             loop_kernel: LoopKernel) -> _Chooser | None:  # fmt: skip
+             loop_kernel: LoopKernel, offers: Sequence[dynamic.Offer] = ()
+             ) -> _Chooser | None:  # fmt: skip
     position = _position(groups, name)
     site = "it is part of another" if position is None else fuse.site(program, groups, position)
     if isinstance(site, str):
         log.debug("%s is not chosen for: %s", name, site)
         return None
-    return _Chooser(program, groups, site, loop_kernel)
+    return _Chooser(program, groups, dynamic.union(site, offers), loop_kernel, offers)
 
 
 def _position(groups: Sequence[Group], name: str) -> int | None:
-    places = (k for k, g in enumerate(groups) if g.call is not None and g.call.name == name)
+    places = (k for k, g in enumerate(groups) if g.call is not None and g.call.name == name
+              and g.when is None)  # fmt: skip
     return next(places, None)
 
 
 class _Chooser:
     def __init__(self, program: Program, groups: list[Group], site: Site,
-                 loop_kernel: LoopKernel) -> None:  # fmt: skip
+                 loop_kernel: LoopKernel, offers: Sequence[dynamic.Offer] = ()
+                 ) -> None:  # fmt: skip
         self.program = program
         self.groups = groups
         self.site = site
+        self.offers = offers  # instead of what providers have
         self.loop_kernel = loop_kernel
         self.device = program.buffers[site.bare.names[site.bare.problem.result.buffer]].device
         self.rejected: dict[str, str] = {}
@@ -267,6 +233,63 @@ class _Chooser:
         if winner.candidate == problem.library:
             return self._called()
         return self._replaced(winner, why)
+
+    # ---- sizes that are not known
+
+    @property
+    def driver(self) -> dynamic.Driver | None:
+        """The size that kernels are measured for many values of, if there is one."""
+        problem = self.site.bare.problem
+        timed = not config.deterministic and effort() != "none" and self._measurable()
+        plain = problem.operator is None and not problem.providers
+        return dynamic.driver(problem) if timed and plain else None
+
+    @property
+    def library(self) -> Candidate | None:
+        found = (c for f, c in self._candidates() if c.provider == "ATEN" and f is self.site.bare)
+        return next(found, None)
+
+    def found(self) -> tuple[Fusion, Candidate, str]:
+        winner, why = self._winner()
+        return winner.fusion, winner.candidate, why
+
+    def timed(self) -> dict[str, float]:
+        """Microseconds of each offer that is right, by its name."""
+        try:
+            names = {p.name: p.candidate.name for p in self.plans}
+            with self._apart():
+                verdict = select.choose(self._subject(self.plans), self.plans)
+        finally:
+            self._release()
+        self.complete = verdict.complete
+        return {names[plan]: t.median_us for plan, t in verdict.times.items()
+                if plan not in verdict.rejected}  # fmt: skip
+
+    def of_sizes(self, question: dynamic.Question) -> list[Group]:
+        """The groups with a kernel for each range of sizes."""
+        key = store.key("sizes", self.key, number(question.by.size), str(question.by.hint))
+        parts = self._own(_sized.get(key, [])) or question.parts()
+        if question.complete:
+            _sized[key] = parts
+        for part in parts:
+            metrics.counters["gemm"][part.candidate.provider] += 1
+            title = f"{part.candidate.inner.name} for {part.fusion.problem}"
+            decided(Decision(self._title(), title, part.why))
+        if all(isinstance(p.candidate.inner, aten.AtenCandidate) for p in parts):
+            return self.groups  # it is called already
+        return put_ranges(self.program, self.groups, self.site, question.by.size, parts)
+
+    def _own(self, parts: Sequence[dynamic.Part]) -> list[dynamic.Part]:
+        """What was chosen for an equal product, here; nothing where neighbours differ."""
+        mine: dict[str, Fusion] = {}
+        for part in parts:
+            with ix.supposing(dict(part.candidate.made_at) or None):
+                site = fuse.site(self.program, self.groups, self.site.position)
+            fusions = () if isinstance(site, str) else (site.bare, *site.fusions)
+            mine |= {f.problem.key: f for f in fusions}
+        if any(p.fusion.problem.key not in mine for p in parts):
+            return []
+        return [replace(p, fusion=mine[p.fusion.problem.key]) for p in parts]
 
     def _called(self) -> list[Group]:
         """The operator itself, in place of a call that templates could have computed."""
@@ -308,12 +331,12 @@ class _Chooser:
 
     # ---- deciding
 
-    def _winner(self) -> tuple[_Winner, str]:
+    def _winner(self) -> tuple[Winner, str]:
         known = _memo.get(self.key)
         if known is not None:
             for fusion, candidate in self._candidates():
                 if (fusion.problem.key, candidate.name) == known[:2]:
-                    return _Winner(fusion, candidate), known[2]
+                    return Winner(fusion, candidate), known[2]
         if not self.plans:
             raise _nobody(self.site, self.rejected)
         try:
@@ -323,7 +346,7 @@ class _Chooser:
             self._release()
         if self.complete:
             _memo[self.key] = plan.fusion.problem.key, plan.candidate.name, why
-        return _Winner(plan.fusion, plan.candidate), why
+        return Winner(plan.fusion, plan.candidate), why
 
     def _selected(self, plans: Sequence[Plan]) -> tuple[Plan, str]:
         subject = self._subject(plans)
@@ -391,7 +414,9 @@ class _Chooser:
     def key(self) -> str:
         problems = [f.problem.key for f in (self.site.bare, *self.site.fusions)]
         sms = available_sms(self.site.bare.problem.target)
-        return store.key("site", *problems, repr(config.code_key()), str(takes_tf32()), str(sms))
+        sizes = [repr(sorted(ix.supposed().items()))] if ix.supposed() else []
+        return store.key("site", *problems, repr(config.code_key()), str(takes_tf32()), str(sms),
+                         *sizes)  # fmt: skip
 
     def _measurable(self) -> bool:
         return self.device.type == "cpu" or torch.cuda.is_available()
@@ -400,6 +425,8 @@ class _Chooser:
 
     def _candidates(self) -> list[tuple[Fusion, Candidate]]:
         """For the product alone and for every fusion of it, library first."""
+        if self.offers:
+            return list(self.offers)
         found: list[tuple[Fusion, Candidate]] = []
         for fusion in (self.site.bare, *self.site.fusions):
             for provider in fusion.problem.providers or enabled():
@@ -482,7 +509,8 @@ class _Chooser:
         """A group that a fusion takes in, as it runs on its own."""
         if group.call is not None:
             return self._other_product(group)
-        arguments, source = self.loop_kernel(self.program, group)
+        with ix.supposing(None):  # a loop has one kernel for all sizes
+            arguments, source = self.loop_kernel(self.program, group)
         memory = [self.program.buffers[b] for b in (group.reads | group.writes) - group.local]
         target = self.site.bare.problem.target
         return Part(source, tuple(arguments)), loop_time(memory, target)
@@ -528,54 +556,8 @@ class _Chooser:
 
     # ---- the result
 
-    def _replaced(self, winner: _Winner, why: str) -> list[Group]:
-        return _put(self.program, self.groups, self.site.position, winner, why, self.site.refused)
-
-
-def _put(program: Program, groups: Sequence[Group], position: int, winner: _Winner, why: str,
-         refused: Mapping[str, str] | None = None) -> list[Group]:  # fmt: skip
-    """The groups with the winner in place of the product at `position` and of what it takes in."""
-    fusion, candidate = winner.fusion, winner.candidate
-    call = groups[position].call
-    assert call is not None
-    problem = fusion.problem
-    views = tuple(_whole(program, fusion.names[b]) for b in problem.reads)
-    written = tuple(fusion.names[b] for b in problem.writes)
-    gone = {*fusion.before, position}
-    place = position if fusion.after is None else fusion.after
-    taken = [groups[k] for k in sorted(gone | {place})]
-    origin = _origin(taken)
-    label = "_".join(sorted({re.sub(r"_\d+$", "", n) for n in origin.nodes}))[:MOST_NAMED]
-    kernel = candidate.kernel()
-    if isinstance(kernel.source, TritonSource):
-        # the function in its text is named by the product: equal kernels are built once,
-        # whatever their programs call what is fused
-        kernel = replace(kernel, name=f"triton_tem_fused_{label}")
-    target = Implementation(
-        problem, kernel, tuple(fusion.names.items()), f"{candidate.name}, {why}", candidate
-    )
-    ours = isinstance(kernel.source, CxxSource | TritonSource)
-    _count(taken, ours, candidate.provider)
-    made = Opaque(
-        f"{call.name}_chosen",
-        target,
-        views,
-        {},
-        (),
-        written,
-        origin,
-        fills=written,
-        generated=ours,
-    )
-    who = candidate.provider.lower()
-    counters = metrics.counters["inductor"]
-    if candidate.provider not in FUSION_COUNTERS:  # which count stores
-        counters[f"{who}_epilogue_fusion_counter"] += fusion.after is not None
-    counters[f"{who}_prologue_fusion_counter"] += len(fusion.before)
-    log.debug("%s: %s", label, target.chosen)
-    result = list(groups)
-    result[place] = Group(call=made, refused=dict(refused or {}))
-    return [g for k, g in enumerate(result) if k == place or k not in gone]
+    def _replaced(self, winner: Winner, why: str) -> list[Group]:
+        return put(self.program, self.groups, self.site.position, winner, why, self.site.refused)
 
 
 def _told(verdict: select.Verdict) -> str:
@@ -606,21 +588,6 @@ def _not_worth_running(twin: Plan, fused: Plan, times: Times) -> str:
     if alone is None or together is None:  # no Triton kernels: nothing is known
         return ""
     return analysis.not_worth_running(alone, together, times)
-
-
-@dataclass(frozen=True)
-class _Winner:
-    """A candidate and what it computes."""
-
-    fusion: Fusion
-    candidate: Candidate
-
-    @property
-    def provider(self) -> str:
-        return self.candidate.provider
-
-    def __str__(self) -> str:
-        return f"{self.candidate.name} for {self.fusion.problem}"
 
 
 @dataclass(frozen=True)
@@ -655,36 +622,6 @@ def since(mark: int) -> tuple[Decision, ...]:
     return tuple(decisions)[len(decisions) - min(_number - mark, len(decisions)) :]
 
 
-def _count(taken: Sequence[Group], ours: bool, provider: str) -> None:
-    """Products that were counted as ATen's are another's: a kernel's, or another library's."""
-    for group in taken:
-        target = None if group.call is None else group.call.target
-        if not isinstance(target, torch._ops.OpOverload):
-            continue
-        name = f"{target.overloadpacket}.default"
-        if not metrics.fallback_ops[name]:
-            continue
-        metrics.fallback_ops[name] -= 1
-        if not metrics.fallback_ops[name]:
-            del metrics.fallback_ops[name]
-        if ours:
-            metrics.fallback_nodes -= 1
-            metrics.native_nodes += 1
-        else:
-            metrics.fallback_ops[f"{provider.lower()}.{target.overloadpacket.__name__}"] += 1
-
-
-def _origin(groups: Sequence[Group]) -> Origin:
-    origins = [n.origin for g in groups for n in g.nodes]
-    names = tuple(dict.fromkeys(n for o in origins for n in o.nodes))
-    return Origin(names, next((o.location for o in origins if o.location), ""))
-
-
-def _whole(program: Program, name: str) -> View:
-    b = program.buffers[name]
-    return View(name, b.size, b.stride, ix.ZERO, b.dtype)
-
-
 def _operand(operand: Operand) -> str:
     """`bfloat16[16, 4096] by [4096, 1]`: what a record says of an operand."""
     size, stride = (
@@ -705,4 +642,6 @@ def _nobody(site: Site, rejected: Mapping[str, str]) -> NoValidChoicesError:
 
 
 _memo: dict[str, tuple[str, str, str]] = {}  # site -> (problem, candidate, why)
+_sized: dict[str, list[dynamic.Part]] = {}  # site -> who computes which sizes
 caches.register(_memo.clear)
+caches.register(_sized.clear)

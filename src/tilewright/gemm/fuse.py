@@ -378,6 +378,8 @@ class _Finder:
     def _maker_of(self, name: str, readers: tuple[int, ...]) -> int | None:
         """The one group that writes a buffer which only these read."""
         users = [k for k, g in enumerate(self.groups) if name in g.reads | g.writes]
+        if any(self.groups[k].when is not None for k in users):
+            return None
         if (tuple(users[1:]) != readers or name in self.visible
                 or self.program.buffers[name].kind != "temporary"):  # fmt: skip
             return None
@@ -420,6 +422,8 @@ class _Finder:
 
 
 def _not_pointwise(group: Group) -> str:
+    if group.when is not None:
+        return "it runs for some sizes alone"
     if group.call is not None:
         return "it is a library call"
     if group.parts or group.serial:

@@ -143,8 +143,9 @@ class Memory:
         self.sizes = dict(described.sizes)
         self.written = described.written
         extents = dict(described.extents)
-        self._counts = {b.name: max(_elements(b), extents.get(b.name, 0))
-                        for b in described.buffers}  # fmt: skip
+        with ix.supposing(self.sizes):
+            self._counts = {b.name: max(_elements(b), extents.get(b.name, 0))
+                            for b in described.buffers}  # fmt: skip
         self.device = described.buffers[0].device
         self.size = sum(self._counts[b.name] * b.dtype.itemsize for b in described.buffers)
         read = [b for b in described.buffers if b.name not in described.filled]
@@ -323,7 +324,8 @@ class Plan:
     def is_foreign(self) -> bool:
         """Whether code of somebody else's runs, which may do anything to the process: of a
         provider that is not this package's, or of a compiler that is not."""
-        offered = type(self.candidate).__module__.partition(".")[0] != "tilewright"
+        made = getattr(self.candidate, "inner", self.candidate)
+        offered = type(made).__module__.partition(".")[0] != "tilewright"
         return offered or any(isinstance(part.source, CompiledSource) for part in self.work.parts)
 
     @property

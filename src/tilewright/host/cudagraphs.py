@@ -25,7 +25,7 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright import metrics
-from tilewright.gemm.choose import Implementation
+from tilewright.gemm.place import Implementation
 from tilewright.graph.user_kernels import Launch
 from tilewright.host import support
 from tilewright.ir.program import Opaque, Program

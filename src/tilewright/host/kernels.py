@@ -10,7 +10,7 @@ import torch
 from tilewright.attention import choose as attention
 from tilewright.codegen.cpp.kernel import CppKernel
 from tilewright.codegen.triton.launch import Param, TritonKernel
-from tilewright.gemm.choose import Implementation
+from tilewright.gemm.place import Implementation
 from tilewright.gemm.provider import Source
 from tilewright.host.program import KernelCall
 from tilewright.host.spare import Spare

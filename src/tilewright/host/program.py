@@ -16,7 +16,7 @@ from tilewright.host.text import argument, number, numbers, target_path, view
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
 from tilewright.ir.program import Buffer, Handle, Opaque, Program, View
-from tilewright.schedule.fusion.group import Group
+from tilewright.schedule.fusion.group import Group, When
 from tilewright.schedule.memory import Step, alike
 
 Kernel = Callable[..., None]
@@ -111,6 +111,7 @@ class _Assembly:
         self._bound: set[str] = set()
         self._device: int | None = None
         self._pure = True
+        self._only = ""  # the sizes for which the calls being written are made
         self._counted: set[int] = set()  # devices whose kernels count
         self._checked: dict[int, dict[str, str]] = {}  # device -> its checked kernels, their sites
 
@@ -119,6 +120,7 @@ class _Assembly:
         self._devices(steps, kernels)
         for step, kernel in zip(steps, kernels, strict=True):
             self._allocate(step)
+            self._only = "" if step.group.when is None else _condition(step.group.when)
             if kernel is not None:
                 self._kernel(kernel, step.group)
             else:
@@ -269,7 +271,7 @@ class _Assembly:
         self._pure &= not kernel.plain
         if kernel.checked:
             args.append("flag.address")
-        self.lines.append(f"{kernel.name}({', '.join(args)})")
+        self.lines.append(self._guarded(f"{kernel.name}({', '.join(args)})"))
         if kernel.checked:
             self.lines.append(f"flag.check({kernel.name!r}, '@{site}@')")
 
@@ -277,17 +279,19 @@ class _Assembly:
         """Put a CUDA kernel on the current stream of its device."""
         if kernel.workspace is not ix.ZERO:
             n = number(kernel.workspace)
-            self._on_device(device, f"workspace = empty_cuda(({n},), (1,), torch.float32)")
+            made = self._guarded(f"empty_cuda(({n},), (1,), torch.float32)")
+            self._on_device(device, f"workspace = {made}")
         if kernel.counters is not ix.ZERO:
             n = number(kernel.counters)
             self._counted.add(device)
-            self.lines.append(f"zeroed = counters{device}.get(stream{device}, {n})")
+            made = self._guarded(f"counters{device}.get(stream{device}, {n})")
+            self.lines.append(f"zeroed = {made}")
         args = [f"stream{device}", f"@grid {kernel.name}@", "1", "1"]
         args += ["zeroed" if name == "counters" else name for _, name in kernel.args]
         if kernel.checked:
             self._checked[device][kernel.name] = f"@{site}@"
             args.append(f"flag{device}.addresses[{len(self._checked[device]) - 1}]")
-        self._on_device(device, f"{_narrow(kernel)}({', '.join(args)})")
+        self._on_device(device, self._guarded(f"{_narrow(kernel)}({', '.join(args)})"))
         if kernel.workspace is not ix.ZERO:
             self.lines.append("del workspace")
 
@@ -299,6 +303,9 @@ class _Assembly:
             args.append(self._argument(launch.keys))
         args += [self._argument(value) for value in launch.given]
         self._on_device(kernel.device, f"{_narrow(kernel)}({', '.join(args)})")
+
+    def _guarded(self, call: str) -> str:
+        return f"{call} if {self._only} else None" if self._only else call
 
     def _on_device(self, device: int | None, line: str) -> None:
         if device is None or device == self._device:
@@ -318,6 +325,9 @@ class _Assembly:
         made = f"{self._target(call.target)}({', '.join(args)})"
         if self._is_laid_out(call):
             self.lines.append(f"{call.results[0]} = {made}")
+            return
+        if call.out is not None and not call.results:
+            self.lines.append(self._guarded(made))
             return
         self.lines.append(f"{result} = {made}")
         for name, path in call.binds:
@@ -387,6 +397,14 @@ class _Assembly:
                 return output.name
             case None:
                 return "None"
+
+
+def _condition(when: When) -> str:
+    """Whether a group runs, as Python text."""
+    size = number(when.size)
+    ends = (f"{low} <= {size}" if high is None else f"{low} <= {size} <= {high}" if low else
+            f"{size} <= {high}" for low, high in when.ranges)  # fmt: skip
+    return " or ".join(ends)
 
 
 def _narrow(kernel: KernelCall) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from tilewright.ir.expr import INDEX, REBUILD, Expr, const, free_vars, make, substitute, syms
 from tilewright.ir.ops import INDEX_OPS
@@ -394,14 +396,34 @@ def _within(rest: Expr, b: Expr) -> bool:
     return known_nonneg(rest) and known_lt(rest, b)
 
 
+_supposed: ContextVar[Mapping[str, int] | None] = ContextVar("supposed sizes", default=None)
+
+
+@contextmanager
+def supposing(sizes: Mapping[str, int] | None) -> Generator[None]:
+    """Inside, symbols of these names are likely to have these values; with None, their own."""
+    token = _supposed.set(sizes)
+    try:
+        yield
+    finally:
+        _supposed.reset(token)
+
+
+def supposed() -> Mapping[str, int]:
+    """What `supposing` says at this moment."""
+    return _supposed.get() or {}
+
+
 def likely(e: Expr) -> int:
-    """A typical value: symbols count as the sizes the graph was traced with, or as 64."""
+    """A typical value: symbols count as the sizes the graph was traced with, or as 64, unless
+    something else is supposed."""
     if e.op == "const":
         return e.arg
     parts = [likely(s) for s in e.src] if e.op in INDEX_OPS else []
     match e.op:
         case "sym":
-            return 64 if e.arg.hint is None else e.arg.hint
+            own = 64 if e.arg.hint is None else e.arg.hint
+            return supposed().get(e.arg.name, own)
         case "var":  # in the size of a loop inside it: that of the first round
             return 0
         case "iadd":

@@ -120,6 +120,8 @@ def _mark_local(program: Program, groups: list[Group]) -> None:
 def _count(program: Program, groups: list[Group]) -> list[Traffic]:
     found = traffic(program, groups)
     for group, bytes_ in zip(groups, found, strict=True):
+        if group.when is not None and not group.when.is_likely:
+            continue
         metrics.generated_kernel_count += group.is_kernel
         metrics.num_bytes_accessed += bytes_.accessed
         metrics.num_bytes_moved += bytes_.moved

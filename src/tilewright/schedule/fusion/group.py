@@ -48,6 +48,19 @@ IN_TURNS = 512  # bytes a kernel writes before another one's follow
 LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
 
+@dataclass(frozen=True)
+class When:
+    """Where a group runs: a size is in one of these ranges, ends included. None is no end."""
+
+    size: Expr
+    ranges: tuple[tuple[int, int | None], ...]
+
+    @property
+    def is_likely(self) -> bool:
+        size = ix.likely(self.size)
+        return any(low <= size and (high is None or size <= high) for low, high in self.ranges)
+
+
 @dataclass
 class Group:
     """Nests that become one kernel, or one opaque call.
@@ -58,7 +71,8 @@ class Group:
     that folds over a serial loop stores after its last iteration. `shared` is the number of
     programs that walk each row together, on a card, and wait for each other's folds; if
     `in_turn`, they are more than run at once and begin one row after the other. On a card one that
-    runs `back` begins with its last block.
+    runs `back` begins with its last block. Of groups that compute the same, each for some sizes
+    (`when`), one runs; everything else takes all of them to run, one after the other.
     """
 
     members: tuple[Nest, ...] = ()
@@ -69,6 +83,7 @@ class Group:
     shared: int = 0
     in_turn: bool = False
     back: bool = False
+    when: When | None = None
     local: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
 
