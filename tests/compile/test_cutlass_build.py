@@ -431,6 +431,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     made = Stand()
     monkeypatch.setattr(CutlassSource, "_run", made)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # of a host
     return made
 
 

@@ -1,4 +1,4 @@
-"""Kernels in several orders of their tiles: one order is timed first, the others for the fastest."""
+"""Kernels in several orders of tiles: one order is timed first, others for the fastest alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.cpu.fake_trials import Fake, FakeClock, aten, choose, use
-from tilewright import config
+from tilewright import config, metrics
 from tilewright.errors import BuildError
 from tilewright.testing import fresh_cache
 from tilewright.tune import choices as trying
@@ -125,3 +125,11 @@ def test_all_orders_are_timed_where_nothing_is_screened():
         with fresh_cache(), config.patch({**options, "autotune_effort": "max"}):
             choose(*trials)
         assert all(t.did("run") for t in trials)
+
+
+def test_cu_f1_orders_of_tiles_are_one_build():
+    """CU-F1: what is counted is what a compiler makes."""
+    metrics.reset()
+    with config.patch({**ORDERS, "autotune_effort": "max"}):
+        choose(*(kernel(0, s, 50.0) for s in (1, 2, 4)))
+    assert metrics.counters["inductor"]["select_algorithm_num_precompiles"] == 1

@@ -177,6 +177,7 @@ def test_every_decision_is_a_line_of_the_log():
 
 
 def test_one_choice_is_used_unmeasured():
+    """CU-D11: whoever's it is."""
     only = Fake("triton_mm_0", 50.0)
     verdict = choose(only)
     assert verdict.source == "only" and verdict.winner is only

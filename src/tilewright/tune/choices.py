@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from tilewright import config
 from tilewright.tune.clock import WAITED, Bench
@@ -77,6 +77,10 @@ class ChoiceCaller:
     def hash_key(self) -> str:
         return self.trial.key
 
+    def kernel_hash_key(self) -> str:
+        """Of what is built for it, which others may share."""
+        return self.hash_key()
+
     @property
     def time(self) -> Timing:
         """As far as it is known; infinite without a sample."""
@@ -133,7 +137,8 @@ class CUTLASSTemplateCaller(ChoiceCaller):
 
     def kernel_hash_key(self) -> str:
         """Of the binary, which all orders of tiles share."""
-        return cast(Any, self.trial).candidate.kernel_hash_key()
+        candidate: Any = getattr(self.trial, "candidate", None)
+        return self.trial.key if candidate is None else candidate.kernel_hash_key()
 
     def hash_key(self) -> str:
         candidate: Any = getattr(self.trial, "candidate", None)
