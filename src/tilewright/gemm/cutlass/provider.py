@@ -22,6 +22,7 @@ from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import FUSION_COUNTERS, Argument, Effort, Kernel, register
 from tilewright.runtime import nvcc, store
 from tilewright.runtime.nvcc import NvccSource
+from tilewright.tune.choices import effort as effort_asked
 
 # Operations that are built for each effort, and orders of tiles that each is timed in.
 MOST: dict[Effort, int | None] = {"none": 1, "quick": 4, "default": 8, "max": None}
@@ -176,7 +177,12 @@ class Cutlass:
 
     def supports(self, problem: GemmProblem) -> str:
         """Why nothing is offered, or an empty string."""
-        return self._unavailable(problem) or self._unwanted(problem) or self._unfit(problem)
+        return (
+            self._unavailable(problem)
+            or self._unwanted(problem)
+            or self._unfit(problem)
+            or self._unbuilt(problem)
+        )
 
     def _unavailable(self, problem: GemmProblem) -> str:
         if not problem.target.is_gpu or torch.version.hip:
@@ -185,8 +191,6 @@ class Cutlass:
             return "nothing is measured without max_autotune or max_autotune_gemm"
         if not install.try_import_cutlass():
             return f"CUTLASS is not there: {install.HOW}"
-        if not nvcc.find():
-            return f"there is no nvcc: {nvcc.HOW}"
         if _arch(problem) != 90:
             return f"kernels are rendered for sm_90, and not for {problem.target.arch}"
         return ""
@@ -214,7 +218,17 @@ class Cutlass:
             return "no operation of CUTLASS can end the product so"
         return "no operation of CUTLASS has these dtypes, layouts and alignments"
 
+    def _unbuilt(self, problem: GemmProblem) -> str:
+        if nvcc.find() or self.candidates(problem, effort_asked()):
+            return ""
+        return f"there is no nvcc, nor a kernel that was built elsewhere: {nvcc.HOW}"
+
     def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[CutlassCandidate]:
+        """Without nvcc those that were built on another machine."""
+        every = self._candidates(problem, effort)
+        return every if nvcc.find() else [c for c in every if nvcc.is_built(c.binary)]
+
+    def _candidates(self, problem: GemmProblem, effort: Effort) -> list[CutlassCandidate]:
         found = arrange.arranged(problem)
         if isinstance(found, str):
             return []
