@@ -341,7 +341,10 @@ def test_built_elsewhere_is_offered_where_there_is_no_nvcc(
         if candidate.binary in two:
             nvcc.build(candidate.source)
     pack = fresh.parent / "kernels.pack"
-    sharing.pack(pack)
+    made = sharing.pack(pack)
+    texts = {nvcc.source_path(key) for key in two}
+    assert not any(n.endswith((".cu", ".lock")) for n in made.files)
+    assert all(text.exists() for text in texts)  # they are for people, and not damaged artefacts
     with fresh_cache(), config.patch(ON):
         monkeypatch.setattr(nvcc, "find", lambda: "")
         assert "there is no nvcc" in refused(mm().problem)

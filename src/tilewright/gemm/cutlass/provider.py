@@ -30,7 +30,12 @@ ORDERS: dict[Effort, int | None] = {"none": 1, "quick": 1, "default": 2, "max": 
 PREFERRED = (2, 1, 4, 8)  # orders, for a result of more tiles than a card has processors
 LATER = 0.004  # part of the time that an order is guessed to be behind the one before it
 OPS = ("mm", "addmm", "bmm", "int_mm", "scaled_mm", "sparse_semi_structured_mm")
-_OPTION_OF = {"baddbmm": "bmm", "_int_mm": "int_mm", "_scaled_mm": "scaled_mm"}
+_OPTION_OF = {
+    "baddbmm": "bmm",
+    "_int_mm": "int_mm",
+    "_scaled_mm": "scaled_mm",
+    "_sparse_semi_structured_mm": "sparse_semi_structured_mm",
+}
 
 FUSION_COUNTERS["CUTLASS"] = ("cuda_epilogue_fusion_counter", "cutlass_epilogue_fusion_counter")
 
@@ -72,7 +77,7 @@ class CutlassCandidate:
         p = self.row.problem
         finish = p.fused if p.fused is not None and self.operation.is_tma else p.plain
         assert finish is not None
-        return rendered(Request(self.operation, p.a, p.b, p.sizes, finish))
+        return rendered(Request(self.operation, p.a, p.b, p.sizes, finish, p.meta))
 
     @cached_property
     def source(self) -> NvccSource:
@@ -86,7 +91,7 @@ class CutlassCandidate:
             text,
             made.name,
             made.args,
-            self.operation.arch,
+            _arch(self.problem),
             install.include_paths(),
             install.cutlass_key().decode(),
         )
@@ -149,7 +154,7 @@ class CutlassCandidate:
 
 def _windows(p: arrange.Arranged, op: Operation) -> list[Matrix | Access]:
     finish = p.fused if p.fused is not None and op.is_tma else p.plain
-    found: list[Matrix | Access] = [p.a, p.b]
+    found: list[Matrix | Access] = [p.a, p.b, *([] if p.meta is None else [p.meta])]
     if isinstance(finish, Epilogue):
         leaves = [x.access for x in finish.leaves if x.kind in ("matrix", "source")]
         found += [a for a in leaves if a is not None]
@@ -249,8 +254,11 @@ def _arch(problem: GemmProblem) -> int:
 
 
 def _orders(row: Ranked, problem: GemmProblem, effort: Effort | None) -> list[int]:
-    """Orders of tiles to try, likely ones first; one, where all tiles are computed at once."""
+    """Orders of tiles to try, likely ones first; one, where all tiles are computed at once, or
+    where the operation has its own."""
     named = filter.swizzles()
+    if not row.operation.is_3x:
+        return [1]
     if effort is None:
         return list(named)
     batch, m, n, _ = row.problem.hints
