@@ -31,7 +31,7 @@ from tilewright.tune import records
 FORMAT = 1
 _MANIFEST, _RECORDS, _FILES = "manifest.json", "records.json", "files/"
 MOST = 1 << 30  # bytes of one file of a pack
-_FOR_PEOPLE = (".cpp", ".cu", ".lock")  # sources, which are text; what builds wait for each other at
+_FOR_PEOPLE = (".cpp", ".cu", ".lock")  # sources are text, and builds wait for each other at locks
 
 
 class PackError(TilewrightError):
