@@ -590,7 +590,7 @@ class Cuda(Group):
     )
     cutlass_prescreening: bool = option(
         True,
-        "No effect yet: few orders of tiles are tried at all, by `autotune_effort`.",
+        "Time ten kernels or more in one order of their tiles first, others for the fastest alone.",
         affects_code=True,
     )
     cutlass_enabled_ops: str = option(

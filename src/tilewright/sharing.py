@@ -31,6 +31,7 @@ from tilewright.tune import records
 FORMAT = 1
 _MANIFEST, _RECORDS, _FILES = "manifest.json", "records.json", "files/"
 MOST = 1 << 30  # bytes of one file of a pack
+_FOR_PEOPLE = (".cpp", ".cu", ".lock")  # sources are text, and builds wait for each other at locks
 
 
 class PackError(TilewrightError):
@@ -88,7 +89,7 @@ def pack(path: str | Path, *, used_only: bool = False) -> Pack:
     found = ((f.name, f) for f, _ in store.files(root)) if not used_only else store.used.items()
     files: dict[str, bytes] = {}
     for name, file in found:
-        if file.suffix != ".cpp" and (data := store.get(file)) is not None:
+        if file.suffix not in _FOR_PEOPLE and (data := store.get(file)) is not None:
             files[name] = data
     made = Pack(machine(), records.exported(), files)
     _write(Path(path), made)

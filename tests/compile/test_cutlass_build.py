@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import os
 import pickle
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compile.cutlass import BF16, F16, F32, ON, col, offered, ran
+from tests.compile.cutlass import BF16, F16, F32, ON, col, offered, ran, refused
 from tests.products import Builder, Made, arguments, problem
-from tilewright import config, metrics
+from tilewright import config, metrics, sharing
 from tilewright.errors import BuildError, TilewrightError
 from tilewright.gemm.cutlass import install, provider
 from tilewright.gemm.cutlass.bind import CutlassSource
@@ -296,6 +298,109 @@ def test_cu_f9_what_is_there_is_not_built(fresh: Path, runs: list[list[str]]) ->
     assert len(keys) == 6
 
 
+FAKE = """#!/bin/sh
+case "$*" in *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0;; esac
+echo run >> {log}
+while [ "$1" != -o ]; do shift; done
+{made}
+"""
+
+
+def _nvcc(folder: Path, log: Path, made: str) -> str:
+    """A compiler that writes down that it ran."""
+    file = folder / "bin" / "nvcc"
+    file.parent.mkdir(parents=True)
+    file.write_text(FAKE.format(log=log, made=made))
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_cu_f9_another_place_of_the_compiler_is_no_other_binary(
+    fresh: Path, tmp_path: Path
+) -> None:
+    """CU-F9: a machine whose nvcc is elsewhere, or that has none, finds what another built."""
+    log = tmp_path / "log"
+    places = [_nvcc(tmp_path / name, log, "echo made > $2") for name in "ab"]
+    source = first(mm()).source
+    for place in (*places, "/nowhere/nvcc"):
+        with config.patch({"cuda.cuda_cxx": place}), pytest.MonkeyPatch.context() as patch:
+            if place == "/nowhere/nvcc":
+                patch.setattr(nvcc, "find", lambda: "")
+            assert nvcc.is_built(source.key) == (place != places[0])
+            nvcc.build(source)
+    assert log.read_text().split() == ["run", "run"]  # an object, and a library of it
+
+
+def test_built_elsewhere_is_offered_where_there_is_no_nvcc(
+    fresh: Path, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another machine built, and nothing else; a pack carries it."""
+    every = offered(mm().problem, cutlass_max_profiling_configs=3)
+    two = sorted({c.binary for c in every})[:2]
+    for candidate in every:
+        if candidate.binary in two:
+            nvcc.build(candidate.source)
+    pack = fresh.parent / "kernels.pack"
+    made = sharing.pack(pack)
+    texts = {nvcc.source_path(key) for key in two}
+    assert not any(n.endswith((".cu", ".lock")) for n in made.files)
+    assert all(text.exists() for text in texts)  # they are for people, and not damaged artefacts
+    with fresh_cache(), config.patch(ON):
+        monkeypatch.setattr(nvcc, "find", lambda: "")
+        assert "there is no nvcc" in refused(mm().problem)
+        sharing.add(sharing.read(pack))
+        found = offered(mm().problem, cutlass_max_profiling_configs=3)
+    assert {c.binary for c in found} == set(two) and len(found) == 8
+
+
+PROCESS = """
+import sys
+from tilewright import config, metrics
+from tilewright.runtime import nvcc
+from tilewright.runtime.nvcc import NvccSource
+with config.patch({"cuda.cuda_cxx": sys.argv[1]}):
+    try:
+        nvcc.build(NvccSource("text", "kernel", (), 90))
+    except nvcc.CUDACompileError as error:
+        assert "no such thing" in str(error)
+print(metrics.counters["cutlass"]["nvcc_runs"])
+"""
+
+
+@pytest.mark.parametrize("made", ["echo made > $2", "echo no such thing; exit 1"])
+def test_cu_f8_f9_the_next_process_runs_no_compiler(made: str, tmp_path: Path) -> None:
+    """CU-F8, CU-F9: what was built is there, and what was refused is refused again."""
+    log = tmp_path / "log"
+    compiler = _nvcc(tmp_path, log, made)
+    given = {**os.environ, "TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}
+    said: list[str] = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", PROCESS, compiler], env=given, text=True,
+                              capture_output=True, check=True)  # fmt: skip
+        said.append(done.stdout.split()[-1])
+    assert said == ["1", "0"]
+    assert len(log.read_text().split()) == (2 if "made" in made else 1)
+
+
+def test_a_second_size_of_the_same_kernel_runs_no_compiler(
+    fresh: Path, runs: list[list[str]]
+) -> None:
+    """With an epilogue or without: sizes are arguments."""
+
+    def stores(b: Builder, c: Expr) -> Any:
+        shape = tuple(e.arg for e in b.sizes[1:3])
+        return {"y": (torch.empty(shape, dtype=F16), cast(op("tanh", cast(c, F32)), F16))}
+
+    for fused in (None, stores):
+        counts: list[int] = []
+        for m, k, n in ((256, 128, 512), (1024, 64, 768), (64, 4096, 256)):
+            made = problem("mm", torch.empty(m, k, dtype=F16), col(n, k), epilogue=fused,
+                           keeps=fused is None)  # fmt: skip
+            nvcc.build(first(made, cutlass_op_allowlist_regex="pingpong_epi_tma").source)
+            counts.append(metrics.counters["cutlass"]["nvcc_runs"])
+        assert counts[0] == counts[1] == counts[2] == (1 if fused is None else 2)
+
+
 def test_cu_f10_several_at_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-F10, CU-F12: futures, each source once, as many at a time as the options say."""
     began: list[str] = []
@@ -431,6 +536,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     made = Stand()
     monkeypatch.setattr(CutlassSource, "_run", made)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # of a host
     return made
 
 

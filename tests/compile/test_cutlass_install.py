@@ -15,6 +15,7 @@ from tilewright import caches, config
 from tilewright.gemm.cutlass import install
 from tilewright.gemm.provider import PROVIDERS
 from tilewright.runtime import nvcc
+from tilewright.testing import fresh_cache
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,13 @@ assert importlib.util.find_spec("cutlass_cppgen") is not None
 """
     done = child(script)
     assert done.returncode == 0, done.stderr
+
+
+def test_cu_a2_what_is_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-A2: for the process; nothing is looked for again."""
+    assert install.try_import_cutlass() is True
+    monkeypatch.setattr(install, "_root", lambda named: pytest.fail("it is looked for again"))
+    assert install.try_import_cutlass() is True
 
 
 def test_cu_a2_nothing_found_is_one_warning(
@@ -220,7 +228,7 @@ def test_no_nvcc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     made = problem(
         "mm", torch.empty(128, 64, dtype=torch.half), torch.empty(64, 128, dtype=torch.half)
     )
-    with config.patch(ON):
+    with fresh_cache(), config.patch(ON):
         monkeypatch.setattr(nvcc, "find", lambda: "")
         reason = PROVIDERS["CUTLASS"].supports(made.problem)
         assert "nvcc" in reason and "install the CUDA toolkit" in reason and "\n" not in reason

@@ -46,6 +46,19 @@ def test_cu_b5_how_many(arch: str, version: str, count: int) -> None:
     assert len({op.configuration_name() for op in found}) == count
 
 
+@pytest.mark.slow
+def test_cu_b5_b7_blackwell() -> None:
+    """CU-B5, CU-B7: since 12.8; sm_103 has the set of sm_100."""
+    names: list[set[str]] = []
+    for arch in ("100", "103"):
+        found = list(flattened(_gen_ops_cached(arch, "12.8")))
+        names.append({op.configuration_name() for op in found})
+        assert len(found) == 127808 == len(names[-1])
+        del found
+        caches.clear()
+    assert names[0] == names[1]
+
+
 def test_cu_b5_memoised(hopper: list[Any]) -> None:
     """CU-B5, CU-A9: for an architecture and the first two numbers of a version."""
     assert _gen_ops_cached("90", "13.0") is _gen_ops_cached("90a", "13.0.1")
@@ -85,13 +98,22 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def test_cu_b9_back_from_json(hopper: list[Any]) -> None:
-    """All kinds, and every one of the smaller kinds of operation."""
+    """All kinds, and every seventh operation; `make test-all` has all of them."""
+    _back(hopper, 7)
+
+
+@pytest.mark.slow
+def test_cu_b9_all_back_from_json(hopper: list[Any]) -> None:
+    _back(hopper, 1)
+
+
+def _back(hopper: list[Any], every: int) -> None:
     serializer = get_cutlass_operation_serializer()
     assert serializer is not None
     kinds: dict[str, int] = {}
     for op in hopper:
         kinds[op.gemm_kind.name] = kinds.get(op.gemm_kind.name, 0) + 1
-        if kinds[op.gemm_kind.name] % 7:
+        if kinds[op.gemm_kind.name] % every:
             continue
         text = serializer.serialize(op)
         assert isinstance(json.loads(text), dict)
@@ -157,6 +179,12 @@ def test_cu_b12_levels(level: str, count: int) -> None:
     """CU-B12: what is no number means CUTLASS's own default."""
     with config.patch({"cuda.cutlass_instantiation_level": level}):
         assert len(list(flattened(_gen_ops_cached("90", "13.0")))) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "count"), [("131", 22124), ("500", 37354), ("1111", 48148)])
+def test_cu_b12_higher_levels(level: str, count: int) -> None:
+    test_cu_b12_levels(level, count)
 
 
 def test_cu_b12_millions_are_warned_of(

@@ -177,6 +177,7 @@ def test_every_decision_is_a_line_of_the_log():
 
 
 def test_one_choice_is_used_unmeasured():
+    """CU-D11: whoever's it is."""
     only = Fake("triton_mm_0", 50.0)
     verdict = choose(only)
     assert verdict.source == "only" and verdict.winner is only
@@ -351,6 +352,7 @@ def test_what_a_library_outdoes_is_not_compiled(library, expected, built):
 
 
 def test_what_takes_long_to_build_is_awaited_only_if_the_model_has_it_win():
+    """CU-F12: and the others are chosen among."""
     slow, hopeful = Fake("slow", 90.0, estimate=110.0, slow=True), Fake("hope", 95.0, estimate=80.0)
     hopeful.slow = True
     verdict = choose(
@@ -375,6 +377,7 @@ def test_all_that_may_win_is_built_while_the_first_question_is_answered():
 
 
 def test_ma_l4_nothing_is_precompiled_when_all_times_are_known():
+    """MA-L4, CU-F12."""
     choose(aten(100.0), Fake("a", 50.0))
     metrics.reset()
     choose(aten(100.0), Fake("a", 50.0))

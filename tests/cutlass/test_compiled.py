@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 from tests.compile.cutlass import BF16, F16, col, offered, ran
 from tests.compile.test_cutlass_build import _checked
 from tests.compile.test_cutlass_evt import _drawn
+from tests.compile.test_cutlass_sparse import compiled, integers, left, product
 from tests.products import Made, problem
 from tilewright import config
 from tilewright.gemm.cutlass.bind import CutlassSource
@@ -92,6 +94,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, .
 def test_programs_compile(name: str) -> None:
     function, inputs = PROGRAMS[name]
     called, _ = ran(function, *inputs(), tolerance=0.05)
+    _loaded(called[0])
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.int8])
+def test_cu_c20_sparse_products_compile(dtype: torch.dtype) -> None:
+    dense = left(64, 128, dtype)
+    values, meta = sparse_semi_structured_from_dense_cutlass(dense)
+    right = torch.ones(64, 128, dtype=dtype).t()
+    called, _, _ = compiled(integers if dtype == torch.int8 else product, values, meta, right)
     _loaded(called[0])
 
 

@@ -171,6 +171,7 @@ def _patch_torch(target: str) -> None:
         "current_stream": stream,
         "get_device_properties": properties,
         "get_device_capability": card.capability,
+        "mem_get_info": (72 << 30, 80 << 30),
         "get_device_name": properties.name,
         "is_bf16_supported": True,
         "manual_seed": None,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewright import config
-from tilewright.gemm import convolution, narrow, parts
+from tilewright.gemm import convolution, narrow, parts, sparse
 from tilewright.gemm.problem import NARROW, GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
@@ -84,6 +84,10 @@ def is_convolution(group: Group) -> bool:
     return group.call is not None and convolution.is_tuned(group.call)
 
 
+def is_sparse(group: Group) -> bool:
+    return group.call is not None and sparse.is_tuned(group.call)
+
+
 def is_posed(group: Group) -> bool:
     return group.call is not None and hasattr(group.call.target, "problem") and (
         not hasattr(group.call.target, "kernel"))  # fmt: skip
@@ -128,6 +132,8 @@ def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
     """The bare problem, still in the program's names."""
     if convolution.is_tuned(call):
         return convolution.parsed(program, call, _result(program, call))
+    if sparse.is_tuned(call):
+        return sparse.parsed(program, call, _result(program, call))
     if call.target not in OPS:
         return call.target.problem(program, call)
     op = OPS[call.target]

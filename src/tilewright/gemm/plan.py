@@ -177,7 +177,8 @@ class Memory:
                 one = {name: self._sets[0][name] for name in self.described.filled}
                 for name, values in self.described.contents:
                     held = self._sets[-1][name]
-                    held[: len(values)] = torch.tensor(values).to(held)
+                    whole = len(values) == 1  # the same everywhere
+                    held[: None if whole else len(values)] = torch.tensor(values).to(held)
         return self._sets
 
     def arguments(self, names: Sequence[Argument], which: int,

@@ -36,7 +36,10 @@ from tilewright.target import Target
 
 aten = torch.ops.aten
 
-Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm"]
+Op = Literal[
+    "mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm",
+    "_sparse_semi_structured_mm",
+]  # fmt: skip
 NARROW: tuple[Op, ...] = ("_int_mm", "_scaled_mm")
 SCALED = 128  # elements along k that have a scale in common, where it depends on k
 

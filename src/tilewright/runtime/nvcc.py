@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from tilewright import caches, config, metrics
 from tilewright.errors import BuildError
 from tilewright.runtime import compilers, store
@@ -57,16 +59,15 @@ class NvccSource:
 
     @property
     def key(self) -> str:
-        """What its binaries are kept under, whatever their kind."""
-        compiler = find() or "nvcc"
+        """What its binaries are kept under, whatever their kind. The compiler counts by its version
+        and not by its place: what one machine has built another finds."""
         if config.cuda.cutlass_hash_with_compile_cmd:
             whole = command(["kernel.cu"], "kernel.so", "so", self.arch, self.includes)
             return store.key("nvcc", self.text, *whole, self.made_with)
         return store.key(
             "nvcc",
             self.text,
-            os.path.realpath(compiler),
-            version(),
+            toolkit(),
             *flags(self.arch),
             self.made_with,
         )
@@ -105,6 +106,18 @@ def version() -> str:
     """`13.0`, or an empty string where there is no nvcc."""
     compiler = find()
     return _version(compiler) if compiler else ""
+
+
+def toolkit() -> str:
+    """The version that binaries are of: nvcc's, or where there is none that of another machine's,
+    which the options name or torch is built with."""
+    named = version() or config.cuda.version or torch.version.cuda or ""
+    return ".".join(named.split(".")[:2])
+
+
+def is_built(key: str) -> bool:
+    """Whether a library is there, from here or from another machine."""
+    return store.is_good(store.path(key, ".so"))
 
 
 @functools.cache

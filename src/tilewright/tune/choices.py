@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from tilewright import config
 from tilewright.tune.clock import WAITED, Bench
@@ -30,6 +30,10 @@ _REACH: dict[Effort, tuple[float, int]] = {
 SURPASSED = 0.95  # of its estimate: what takes less is better than the model thought
 FEW = 3  # undisturbed samples, at least, that a time is of
 DOUBT = 1.25  # times what was measured: estimates below it may be too high
+# Kernels of CUTLASS, so many at least, are timed in one order of their tiles first; others are for
+# the fastest of them: orders differ by percents, kernels by factors.
+SCREENED, SCREENING = 10, "2"
+LEAST_KEPT = 8
 
 
 @dataclass(eq=False)
@@ -56,6 +60,7 @@ class ChoiceCaller:
     waited: float = 0.0  # microseconds by which others may have made the next sample longer
     at_least: float = 0.0  # microseconds that it takes, by its samples without those
     build_seconds: float = 0.0
+    after: ChoiceCaller | None = None  # the same kernel, whose time decides whether this is tried
 
     @property
     def name(self) -> str:
@@ -71,6 +76,10 @@ class ChoiceCaller:
 
     def hash_key(self) -> str:
         return self.trial.key
+
+    def kernel_hash_key(self) -> str:
+        """Of what is built for it, which others may share."""
+        return self.hash_key()
 
     @property
     def time(self) -> Timing:
@@ -128,7 +137,8 @@ class CUTLASSTemplateCaller(ChoiceCaller):
 
     def kernel_hash_key(self) -> str:
         """Of the binary, which all orders of tiles share."""
-        return cast(Any, self.trial).candidate.kernel_hash_key()
+        candidate: Any = getattr(self.trial, "candidate", None)
+        return self.trial.key if candidate is None else candidate.kernel_hash_key()
 
     def hash_key(self) -> str:
         candidate: Any = getattr(self.trial, "candidate", None)
@@ -241,7 +251,8 @@ def out_of_reach(choices: Sequence[ChoiceCaller], effort: Effort) -> dict[Choice
     limit = factor * min(modelled, default=0.0)
     others = [c for c in choices if not c.trial.is_library]
     effort_text = f"(config.autotune_effort = {effort!r})"
-    found = dict.fromkeys(others[most:], f"{most} with better estimates are tried {effort_text}")
+    found = _screened_out(choices)
+    found |= dict.fromkeys(others[most:], f"{most} with better estimates are tried {effort_text}")
     for choice in others:
         if _estimate(choice) > limit:
             found[choice] = (
@@ -249,6 +260,55 @@ def out_of_reach(choices: Sequence[ChoiceCaller], effort: Effort) -> dict[Choice
                 f"estimate is {limit:.3g} us {effort_text}"
             )
     return found
+
+
+def prescreen_choices(choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+    """Those to time first: libraries and others, then one order of tiles of each CUTLASS kernel.
+    None where all may as well be timed at once."""
+    orders = config.cuda.cutlass_max_profiling_swizzle_options.split(",")
+    if not config.cuda.cutlass_prescreening or len(orders) < 2:
+        return []
+    ours = [c for c in choices if isinstance(c, CUTLASSTemplateCaller)]
+    first = [c for c in ours if c.info_dict().get("swizzle") == SCREENING]
+    if len(first) < SCREENED:
+        return []
+    return [*(c for c in choices if c not in ours), *first]
+
+
+def prune_choices_postscreen(
+    choices: Sequence[ChoiceCaller], milliseconds: Mapping[ChoiceCaller, float]
+) -> list[ChoiceCaller]:
+    """Those to go on with: of CUTLASS's kernels the fastest, in every order of their tiles."""
+    most = max(LEAST_KEPT, int(math.sqrt(len(choices)) / 4))
+    timed = [(ms, c.kernel_hash_key()) for c, ms in milliseconds.items()
+             if isinstance(c, CUTLASSTemplateCaller) and math.isfinite(ms)]  # fmt: skip
+    kept = {key for _, key in sorted(timed)[:most]}
+    return [c for c in choices
+            if not isinstance(c, CUTLASSTemplateCaller) or c.kernel_hash_key() in kept]  # fmt: skip
+
+
+def _screened_out(choices: Sequence[ChoiceCaller]) -> dict[ChoiceCaller, str]:
+    """Orders of tiles that are not tried yet, or not at all. Which kernel each of them waits for is
+    settled when the choices are first seen: later those that failed are not among them."""
+    if not any(c.after for c in choices):
+        _wait(choices)
+    waiting = [c for c in choices if c.after is not None]
+    heads = {c: c for c in (c.after for c in waiting) if c is not None}
+    if any(not c.reason and not c.time.samples for c in heads):
+        return dict.fromkeys((c for c in waiting if c.after is not c),
+                             "another order of its tiles is timed first")  # fmt: skip
+    times = {c: math.inf if c.reason else c.time.median_us / 1000 for c in heads}
+    kept = prune_choices_postscreen(choices, times)
+    return {c: f"the kernel was not among the fastest with swizzle={SCREENING}"
+            for c in waiting if c not in kept}  # fmt: skip
+
+
+def _wait(choices: Sequence[ChoiceCaller]) -> None:
+    first = [c for c in prescreen_choices(choices) if isinstance(c, CUTLASSTemplateCaller)]
+    heads = {c.kernel_hash_key(): c for c in first}
+    for c in choices if first else ():
+        if isinstance(c, CUTLASSTemplateCaller):
+            c.after = heads.get(c.kernel_hash_key())
 
 
 def all_are_short(choices: Sequence[ChoiceCaller]) -> bool:

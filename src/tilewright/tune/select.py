@@ -563,7 +563,8 @@ class _Tuning:
         if key not in _waited_for:
             _waited_for.add(key)
             self.selector.count("select_algorithm_precompile")
-            self.selector.count("select_algorithm_num_precompiles", len(order))
+            built = {c.kernel_hash_key() for c in order}
+            self.selector.count("select_algorithm_num_precompiles", len(built))
 
     def _verified(self, fastest: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
         """Those whose results are right."""

@@ -9,9 +9,10 @@ import torch
 
 from tilewright import config
 from tilewright.gemm.cutlass.evt import Epilogue, epilogue
-from tilewright.gemm.cutlass.matrices import SHORT, Matrix, matrix, matrix_of
+from tilewright.gemm.cutlass.matrices import BYTES, SHORT, Matrix, matrix, matrix_of
 from tilewright.gemm.cutlass.render import Plain
 from tilewright.gemm.problem import GemmProblem
+from tilewright.gemm.sparse import SparseProblem
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import View
@@ -22,6 +23,7 @@ _EIGHTS = (torch.float8_e4m3fn, torch.float8_e5m2)
 OPERANDS = frozenset((*_HALVES, *_EIGHTS, torch.int8, torch.float32))
 RESULTS = frozenset((torch.float16, torch.bfloat16, torch.int32))
 LARGEST = 2**31 - 1  # CUTLASS counts rows and columns in 32 bits
+GROUPED = 64  # bytes of a column of metadata whose order is not that of the rows
 
 
 def accumulator(left: torch.dtype, right: torch.dtype) -> torch.dtype:
@@ -51,7 +53,7 @@ class Arranged:
     fused: Epilogue | None  # as those can that store through tensor descriptors
     is_dynamic: bool
     fast: bool | None = None  # fp8: whether sums may be taken in fewer bits; none: not asked
-    sparse: str = ""  # buffer of the metadata, where the left operand is 2:4
+    meta: Matrix | None = None  # where the left operand is 2:4 sparse: what it has where
 
     @property
     def elements(self) -> tuple[str, str, str]:
@@ -88,6 +90,8 @@ class Arranged:
 
 def arranged(problem: GemmProblem) -> Arranged | str:
     """The problem, or why CUTLASS cannot compute it."""
+    if isinstance(problem, SparseProblem):
+        return _sparse(problem)
     reason = _refused(problem)
     if reason:
         return reason
@@ -117,6 +121,39 @@ def arranged(problem: GemmProblem) -> Arranged | str:
     )
     # of two widths, CUTLASS takes the narrow one on the left
     return made.turned if left.dtype.itemsize > right.dtype.itemsize else made
+
+
+def _sparse(problem: SparseProblem) -> Arranged | str:
+    """By kernels of earlier cards, which end a product in no other way than by storing it."""
+    if problem.epilogue:
+        return "no operation for sparse matrices ends a product so"
+    values, right_view, where, result = problem.views
+    left, right, d = (matrix(v) for v in (values, right_view, result))
+    for found in (left, right, d):
+        if isinstance(found, str):
+            return found
+    assert isinstance(left, Matrix) and isinstance(right, Matrix) and isinstance(d, Matrix)
+    if (left.major, d.major) != ("t", "t"):
+        return "sparse operands and their results are row-major alone"
+    wide = BYTES // where.dtype.itemsize
+    if ix.mod(where.offset, wide) is not ix.ZERO:
+        return "its metadata does not begin at a multiple of 16 bytes"
+    if problem.hints[1] % (GROUPED // where.dtype.itemsize):
+        return f"its rows are not whole groups of {GROUPED // where.dtype.itemsize}"
+    # two columns of it are interleaved: from one pair to the next
+    step = ix.mul(where.size[0], 2)
+    meta = Matrix(where.buffer, where.dtype, "n", step, ix.ZERO, where.offset, wide)
+    return Arranged(
+        left,
+        right,
+        problem.sizes,
+        problem.hints,
+        problem.dtype,
+        Plain(d, None),
+        None,
+        False,
+        meta=meta,
+    )
 
 
 def _operand(problem: GemmProblem, k: int) -> Matrix | str:

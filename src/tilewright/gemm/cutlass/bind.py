@@ -115,6 +115,20 @@ class CutlassSource:
             self._instead("its binary is not there, nor nvcc", args)
             return
         device = tensors[0].device
+        if device.index == torch._C._cuda_getDevice():
+            self._launched(run, numbers, given, pointers, device)
+        else:  # CUTLASS launches on the current one
+            with torch.cuda.device(device):
+                self._launched(run, numbers, given, pointers, device)
+
+    def _launched(
+        self,
+        run: Loaded,
+        numbers: Numbers,
+        given: tuple[Any, ...],
+        pointers: list[int],
+        device: torch.device,
+    ) -> None:
         if numbers.workspace < 0:
             numbers = self._asked(run, numbers, given)
         space = None

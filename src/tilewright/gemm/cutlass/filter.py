@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from tilewright import caches, config, metrics
 from tilewright.gemm.cutlass import install
 from tilewright.gemm.cutlass.arrange import Arranged
-from tilewright.gemm.cutlass.matrices import SHORT
+from tilewright.gemm.cutlass.matrices import BYTES, SHORT
 from tilewright.gemm.cutlass.operations import Operation, operations
 from tilewright.target import Target
 
@@ -67,7 +67,7 @@ def _laid(p: Arranged) -> tuple[object, ...]:
         source and (source.dtype, source.major),
         p.is_dynamic,
         p.fast,
-        bool(p.sparse),
+        p.meta is not None and p.sizes[3],  # whole tiles of k alone are computed
     )
 
 
@@ -103,6 +103,8 @@ def _is_named(name: str) -> bool:
 
 def adapted(op: Operation, p: Arranged) -> Operation | str:
     """The operation made for a problem, or why it is none of the problem's."""
+    if p.meta is not None:
+        return _sparse(op, p)
     if op.kind != "universal3x":
         return "of another kind"
     dtype, major, alignment = p.d
@@ -130,6 +132,25 @@ def adapted(op: Operation, p: Arranged) -> Operation | str:
     return replace(
         op, layouts=f"{p.a.major}{p.b.major}{major}", aligned=aligned, c=element, d=SHORT[dtype]
     )
+
+
+def _sparse(op: Operation, p: Arranged) -> Operation | str:
+    if op.kind != "sparse":
+        return "of another kind"
+    dtype, _, alignment = p.d
+    if op.layouts[:2] != p.a.major + p.b.major:
+        return "of other layouts"
+    if op.d != SHORT[dtype]:
+        return "it stores another dtype"
+    a, b, _, d = op.aligned
+    d = min(d, BYTES // dtype.itemsize)  # of its results it moves 16 bytes at most
+    if a > p.a.alignment or b > p.b.alignment or d > alignment:
+        return "rows do not begin where it can load and store"
+    if p.hints[3] % op.tile[2] or (p.b.major == "n" and p.hints[3] // 2 % b):
+        return "k is not a multiple of its tile"
+    if config.cuda.cutlass_tma_only:
+        return "it stores without tensor descriptors (cuda.cutlass_tma_only)"
+    return replace(op, aligned=(a, b, d, d))
 
 
 def _source(op: Operation, p: Arranged) -> tuple[str, int] | None:

@@ -100,7 +100,11 @@ def matrix_of(
     elif down is ix.ONE or rows is ix.ONE:
         major, along, ld, many = "n", rows, across, cols
     else:
-        return "a matrix is contiguous in neither direction"
+        sizes, distances = (tuple(map(ix.likely, part)) for part in (size, stride))
+        return (
+            f"a matrix is contiguous in neither direction: its sizes are {sizes}, distances "
+            f"{distances}"
+        )
     if many is ix.ONE:  # there is no next one: the distance may be said to be anything
         ld = _rounded(along, BYTES)
     if step is ix.ZERO and len(size) == 3 and size[0] is not ix.ONE:

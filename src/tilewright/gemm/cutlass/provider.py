@@ -22,6 +22,7 @@ from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import FUSION_COUNTERS, Argument, Effort, Kernel, register
 from tilewright.runtime import nvcc, store
 from tilewright.runtime.nvcc import NvccSource
+from tilewright.tune.choices import effort as effort_asked
 
 # Operations that are built for each effort, and orders of tiles that each is timed in.
 MOST: dict[Effort, int | None] = {"none": 1, "quick": 4, "default": 8, "max": None}
@@ -29,7 +30,12 @@ ORDERS: dict[Effort, int | None] = {"none": 1, "quick": 1, "default": 2, "max": 
 PREFERRED = (2, 1, 4, 8)  # orders, for a result of more tiles than a card has processors
 LATER = 0.004  # part of the time that an order is guessed to be behind the one before it
 OPS = ("mm", "addmm", "bmm", "int_mm", "scaled_mm", "sparse_semi_structured_mm")
-_OPTION_OF = {"baddbmm": "bmm", "_int_mm": "int_mm", "_scaled_mm": "scaled_mm"}
+_OPTION_OF = {
+    "baddbmm": "bmm",
+    "_int_mm": "int_mm",
+    "_scaled_mm": "scaled_mm",
+    "_sparse_semi_structured_mm": "sparse_semi_structured_mm",
+}
 
 FUSION_COUNTERS["CUTLASS"] = ("cuda_epilogue_fusion_counter", "cutlass_epilogue_fusion_counter")
 
@@ -71,7 +77,7 @@ class CutlassCandidate:
         p = self.row.problem
         finish = p.fused if p.fused is not None and self.operation.is_tma else p.plain
         assert finish is not None
-        return rendered(Request(self.operation, p.a, p.b, p.sizes, finish))
+        return rendered(Request(self.operation, p.a, p.b, p.sizes, finish, p.meta))
 
     @cached_property
     def source(self) -> NvccSource:
@@ -85,7 +91,7 @@ class CutlassCandidate:
             text,
             made.name,
             made.args,
-            self.operation.arch,
+            _arch(self.problem),
             install.include_paths(),
             install.cutlass_key().decode(),
         )
@@ -148,7 +154,7 @@ class CutlassCandidate:
 
 def _windows(p: arrange.Arranged, op: Operation) -> list[Matrix | Access]:
     finish = p.fused if p.fused is not None and op.is_tma else p.plain
-    found: list[Matrix | Access] = [p.a, p.b]
+    found: list[Matrix | Access] = [p.a, p.b, *([] if p.meta is None else [p.meta])]
     if isinstance(finish, Epilogue):
         leaves = [x.access for x in finish.leaves if x.kind in ("matrix", "source")]
         found += [a for a in leaves if a is not None]
@@ -176,7 +182,12 @@ class Cutlass:
 
     def supports(self, problem: GemmProblem) -> str:
         """Why nothing is offered, or an empty string."""
-        return self._unavailable(problem) or self._unwanted(problem) or self._unfit(problem)
+        return (
+            self._unavailable(problem)
+            or self._unwanted(problem)
+            or self._unfit(problem)
+            or self._unbuilt(problem)
+        )
 
     def _unavailable(self, problem: GemmProblem) -> str:
         if not problem.target.is_gpu or torch.version.hip:
@@ -185,8 +196,6 @@ class Cutlass:
             return "nothing is measured without max_autotune or max_autotune_gemm"
         if not install.try_import_cutlass():
             return f"CUTLASS is not there: {install.HOW}"
-        if not nvcc.find():
-            return f"there is no nvcc: {nvcc.HOW}"
         if _arch(problem) != 90:
             return f"kernels are rendered for sm_90, and not for {problem.target.arch}"
         return ""
@@ -214,7 +223,17 @@ class Cutlass:
             return "no operation of CUTLASS can end the product so"
         return "no operation of CUTLASS has these dtypes, layouts and alignments"
 
+    def _unbuilt(self, problem: GemmProblem) -> str:
+        if nvcc.find() or self.candidates(problem, effort_asked()):
+            return ""
+        return f"there is no nvcc, nor a kernel that was built elsewhere: {nvcc.HOW}"
+
     def candidates(self, problem: GemmProblem, effort: Effort) -> Sequence[CutlassCandidate]:
+        """Without nvcc those that were built on another machine."""
+        every = self._candidates(problem, effort)
+        return every if nvcc.find() else [c for c in every if nvcc.is_built(c.binary)]
+
+    def _candidates(self, problem: GemmProblem, effort: Effort) -> list[CutlassCandidate]:
         found = arrange.arranged(problem)
         if isinstance(found, str):
             return []
@@ -235,8 +254,11 @@ def _arch(problem: GemmProblem) -> int:
 
 
 def _orders(row: Ranked, problem: GemmProblem, effort: Effort | None) -> list[int]:
-    """Orders of tiles to try, likely ones first; one, where all tiles are computed at once."""
+    """Orders of tiles to try, likely ones first; one, where all tiles are computed at once, or
+    where the operation has its own."""
     named = filter.swizzles()
+    if not row.operation.is_3x:
+        return [1]
     if effort is None:
         return list(named)
     batch, m, n, _ = row.problem.hints

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tilewright.gemm.cutlass.evt import STAGED, Access, Epilogue, Leaf, computation
-from tilewright.gemm.cutlass.matrices import CPP, SHORT, Matrix
+from tilewright.gemm.cutlass.matrices import CPP, METADATA, SHORT, Matrix
 from tilewright.gemm.cutlass.operations import Operation
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
@@ -47,6 +47,7 @@ class Request:
     b: Matrix
     sizes: tuple[Expr, Expr, Expr, Expr]  # batch, m, n, k
     finish: Epilogue | Plain
+    meta: Matrix | None = None  # of a sparse left operand
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Rendered:
 
 
 def render(request: Request) -> Rendered:
-    made = _Text(request)
+    made = _Text(request) if request.meta is None else _Sparse(request)
     text = made.whole()
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     fused = request.finish.operations[:NAMED_OPS] if isinstance(request.finish, Epilogue) else ()
@@ -92,7 +93,7 @@ class _Text:
         if buffer not in self.buffers:
             self.buffers.append(buffer)
         at = self.number(f"offset{sum(n.startswith('offset') for n, _, _ in self.numbers)}", offset)
-        kind = f"{CPP[element]}{' const' if const else ''}*"
+        kind = f"{CPP.get(element, element)}{' const' if const else ''}*"
         return f"static_cast<{kind}>(p{self.buffers.index(buffer)}) + {at}"
 
     def stride(self, name: str, values: Sequence[Expr | str]) -> str:
@@ -209,13 +210,8 @@ class _Text:
     def _function(
         self, main: str, thread: list[str], ends: str, swizzle: str, sms: str
     ) -> list[str]:
-        kinds = {"int": "int64_t", "float": "float"}
-        params = [f"void* p{k}" for k in range(len(self.buffers))]
-        params += [f"{kinds[kind]} {name}" for name, kind, _ in self.numbers]
-        params += ["size_t* workspace_size", "void* workspace", "cudaStream_t stream"]
         return [
-            f'extern "C" __attribute__((visibility("default"))) int {NAME}(',
-            f"    {_wrapped(params)}) {{",
+            *self._signature(),
             *(f"  {line}" for line in thread),
             "  typename Gemm::Arguments arguments{",
             "      cutlass::gemm::GemmUniversalMode::kGemm, {int(M), int(N), int(K), int(B)},",
@@ -224,6 +220,16 @@ class _Text:
             f"      {{0, int({sms}), 0}}, {{}}}};",
             f"  arguments.scheduler.max_swizzle_size = int({swizzle});",
             *_CALL,
+        ]
+
+    def _signature(self) -> list[str]:
+        kinds = {"int": "int64_t", "float": "float"}
+        params = [f"void* p{k}" for k in range(len(self.buffers))]
+        params += [f"{kinds[kind]} {name}" for name, kind, _ in self.numbers]
+        params += ["size_t* workspace_size", "void* workspace", "cudaStream_t stream"]
+        return [
+            f'extern "C" __attribute__((visibility("default"))) int {NAME}(',
+            f"    {_wrapped(params)}) {{",
         ]
 
     # ---- epilogues
@@ -262,6 +268,60 @@ class _Text:
 
     def _strides(self, name: str, x: Access) -> str:
         return self.stride(name, static(x))
+
+
+class _Sparse(_Text):
+    """A kernel of CUTLASS 2.x with a 2:4 sparse left operand."""
+
+    def whole(self) -> str:
+        op, meta = self.request.operation, self.request.meta
+        finish = self.request.finish
+        assert meta is not None and isinstance(finish, Plain)
+        batch, m, n, k = self.request.sizes
+        for name, value in zip("MNKB", (m, n, k, batch), strict=True):
+            self.number(name, value)
+        a = self.pointer(self.request.a.buffer, self.request.a.offset, op.a)
+        b = self.pointer(self.request.b.buffer, self.request.b.offset, op.b)
+        e = self.pointer(meta.buffer, meta.offset, METADATA[meta.dtype])
+        d = self.pointer(finish.d.buffer, finish.d.offset, op.d, const=False)
+        distances = (
+            ("lda", self.request.a.ld),
+            ("ldb", self.request.b.ld),
+            ("ldd", finish.d.ld),
+            ("lde", meta.ld),
+        )
+        lda, ldb, ldd, lde = (self.number(name, value) for name, value in distances)
+        self.number("swizzle", "swizzle")  # its order of tiles is a type
+        self.number("sms", "sms")
+        body = [
+            "  typename Gemm::Arguments arguments{",
+            "      cutlass::gemm::GemmUniversalMode::kGemm, {int(M), int(N), int(K)}, 1,",
+            "      {ElementAccumulator(1), ElementAccumulator(0)},",
+            f"      {a}, {b}, nullptr,",
+            f"      {d}, {e},",
+            f"      0, 0, 0, 0, 0, {lda}, {ldb}, {ldd}, {ldd}, {lde}}};",
+        ]
+        head = [*_INCLUDES_2X, "", "namespace {", "", *self._types(), "}  // namespace", ""]
+        return "\n".join([*head, *self._signature(), *body, *_CALL]) + "\n"
+
+    def _types(self) -> list[str]:
+        op = self.request.operation
+        warps = tuple(n // w for n, w in zip(op.tile, op.warps, strict=True))
+        shapes = [f"cutlass::gemm::GemmShape<{', '.join(map(str, shape))}>,"
+                  for shape in (op.tile, warps, op.instruction)]  # fmt: skip
+        layouts = [LAYOUTS[c] for c in op.layouts]
+        return [
+            f"using ElementAccumulator = {CPP[op.accumulator]};",
+            "using Gemm = cutlass::gemm::device::GemmSparseUniversal<",
+            f"    {CPP[op.a]}, {layouts[0]}, {CPP[op.b]}, {layouts[1]},",
+            f"    {CPP[op.d]}, {layouts[2]}, ElementAccumulator,",
+            f"    cutlass::arch::OpClassTensorOp, cutlass::arch::Sm{op.arch},",
+            *(f"    {shape}" for shape in shapes),
+            "    cutlass::epilogue::thread::LinearCombination<",
+            f"        {CPP[op.d]}, {op.aligned[3]}, ElementAccumulator, ElementAccumulator>,",
+            f"    {op.swizzling}, {op.stages}, {op.aligned[0]}, {op.aligned[1]}, {op.math}>;",
+            "",
+        ]
 
 
 def static(x: Access) -> tuple[Expr | str, Expr | str, Expr | str]:
@@ -412,6 +472,12 @@ _INCLUDES = (
     '#include "cutlass/gemm/collective/collective_builder.hpp"',
     '#include "cutlass/gemm/device/gemm_universal_adapter.h"',
     '#include "cutlass/gemm/kernel/gemm_universal.hpp"',
+)
+
+_INCLUDES_2X = (
+    '#include "cutlass/cutlass.h"',
+    '#include "cutlass/epilogue/thread/linear_combination.h"',
+    '#include "cutlass/gemm/device/gemm_sparse_universal.h"',
 )
 
 _EACH = (

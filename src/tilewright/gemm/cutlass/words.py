@@ -10,6 +10,7 @@ Each choice is a `CUTLASSTemplateCaller`, as those that take part in tuning are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,8 @@ from tilewright.runtime import nvcc
 from tilewright.runtime.nvcc import CUDACompileError, NvccSource
 from tilewright.target import Target
 from tilewright.tune.choices import ChoiceCaller, CUTLASSTemplateCaller, ExternKernelCaller
+
+log = logging.getLogger("tilewright.cutlass")
 
 CUDATemplateCaller = CUTLASSTemplateCaller
 
@@ -180,11 +183,17 @@ class CUTLASSGemmTemplate(CUTLASSTemplate):
         return None
 
     def render(self, op: Operation) -> str:
-        """The C++ source."""
+        """The C++ source, for the layouts that the nodes have now."""
         found = self._arranged()
         if isinstance(found, str):
             raise NotImplementedError(found)
-        return CutlassCandidate(self.problem, Ranked(op, found, 0.0), 1, 0, 0.0).rendered.text
+        made = filter.adapted(op, found)
+        if isinstance(made, str):
+            raise NotImplementedError(f"{op.name} does not compute these layouts: {made}")
+        if (made.layouts, made.c) != (op.layouts, op.c):
+            log.warning("layouts have changed since %s was listed: it is made anew for %s%s, with "
+                        "%s as C", op.name, made.layouts[:2], made.layouts[2], made.c)  # fmt: skip
+        return CutlassCandidate(self.problem, Ranked(made, found, 0.0), 1, 0, 0.0).rendered.text
 
     def _arranged(self) -> arrange.Arranged | str:
         return arrange.arranged(self.problem)

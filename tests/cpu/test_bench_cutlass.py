@@ -1,0 +1,60 @@
+"""What `bench.gpu_cutlass` draws, and what it makes of its figures."""
+
+from __future__ import annotations
+
+import torch
+
+from bench import gpu_cutlass
+from bench.cutlass_cases import BESIDE, BINARY, UNARY, Case, drawn, groups, products
+from bench.gpu_cutlass import Findings, verdict
+from bench.measure import leaves
+
+
+def test_random_epilogues_are_of_everything():
+    found = [drawn(seed) for seed in range(200)]
+    assert found[:5] == [drawn(seed) for seed in range(5)]
+    assert {name for made in found for name, _, _ in made.steps} == {*UNARY, *BINARY}
+    assert {made.odd for made in found} == {"", *BESIDE}
+    assert {len(made.results) for made in found} == {1, 2, 3}
+    assert {how for made in found for how, _ in made.beside} == {
+        "whole", "turned", "apart", "row", "column", "number"}  # fmt: skip
+    for made in found[:60]:
+        torch.manual_seed(made.seed)
+        results = leaves(made(*made.inputs(6, 8, 4, "cpu")))
+        assert len(results) == len(made.results) + made.keeps
+        assert all(t.shape == (6, 8) and t.isfinite().all() for t in results)
+
+
+def test_products_are_of_four_kinds_and_groups_too():
+    kinds = [case.kind for case in products()]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        "bf16": 12, "fp16": 12, "fp8": 12, "int8": 12}  # fmt: skip
+    assert len({case.kind for case in groups()}) == 4
+
+
+def _case(kind: str) -> Case:
+    return Case(kind, torch.mm, tuple, kind)
+
+
+def test_the_verdict_names_what_is_missed():
+    found = Findings()
+    found.rows["alone"] = [(_case("bf16"), {"cuBLAS": 98.0, "CUTLASS": 100.0}),
+                           (_case("bf16"), {"cuBLAS": 101.0, "CUTLASS": 100.0}),
+                           (_case("fp8"), {"cuBLAS": 90.0, "CUTLASS": 100.0})]  # fmt: skip
+    found.cost = {"list": 31.0, "first seconds": 46.0, "second runs": 0.0}
+    found.random = {"fused": 30, "refused": 9, "wrong": 1}
+    found.left_out["among"] = 7
+    said = verdict(found)
+    starts = {line.partition(": ")[0]: line for line in said}
+    assert "0.995" in starts["met  alone, bf16"] and "1 of 2 won" in starts["met  alone, bf16"]
+    assert "0.900" in starts["MISS alone, fp8"] and "MISS alone, all" in starts
+    assert "31.0" in starts["met  cost, list"] and "46.0" in starts["MISS cost, first seconds"]
+    assert "not measured" in starts["MISS cost, process runs"]
+    assert starts["MISS random epilogues"].endswith("30 fused, 9 apart, 1 wrong")
+    assert any("7 left out" in line for line in said)
+
+
+def test_a_list_of_candidates_is_milliseconds():
+    """At most 50 ms after the first, on a machine that others use: the fastest of them."""
+    took = gpu_cutlass.list_milliseconds(6)
+    assert min(took[1:]) < gpu_cutlass.LIST_MS
