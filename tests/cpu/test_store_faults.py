@@ -288,6 +288,15 @@ def test_libraries_are_loaded_where_nothing_may_be_executed(tmp_path, monkeypatc
     with config.patch(cache_dir=str(tmp_path / "cache")):
         run()
         assert len(found(tmp_path, ".so")) >= 1
+        before = len(os.listdir("/proc/self/fd"))
+        answers: list[int] = []
+        for k in range(3):  # each is itself, and none keeps a file open
+            out = torch.zeros(1, dtype=torch.int64)
+            cxx.build([cxx.CxxSource(f'extern "C" void f(long *x) {{ *x = {k}; }}', "f", ("ptr",))
+                       ])[0](out)  # fmt: skip
+            answers.append(int(out))
+        assert answers == [0, 1, 2]
+        assert len(os.listdir("/proc/self/fd")) == before
     caches.clear()
 
 

@@ -28,7 +28,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -399,14 +399,21 @@ def is_good(target: Path) -> bool:
     return True
 
 
-def executable(file: Path) -> str:
-    """The path a library is loaded by: a copy in memory where nothing is executed from its file
-    system."""
+@contextlib.contextmanager
+def loadable(file: Path) -> Generator[str]:
+    """The path to load a library by, which then is done without: that of a copy in memory where
+    nothing is executed from its file system."""
     if not os.statvfs(file.parent).f_flag & os.ST_NOEXEC:
-        return str(file)
-    handle = os.memfd_create(file.name)
-    os.write(handle, file.read_bytes())
-    return f"/proc/self/fd/{handle}"
+        yield str(file)
+        return
+    with open(os.memfd_create(file.name), "wb") as copy:
+        with open(file, "rb") as source:
+            shutil.copyfileobj(source, copy)
+        copy.flush()
+        # The loader takes a path that it has seen for the library it had there, and numbers of
+        # files come again: these mean the same, and are never written alike.
+        written = "".join((".//", "./")[bit == "1"] for bit in f"{next(_serial):b}")
+        yield f"/proc/self/fd/{written}{copy.fileno()}"
 
 
 def _opened(target: Path) -> tuple[BinaryIO, int] | None:
