@@ -506,8 +506,7 @@ def _wrote(target: Path, size: int) -> None:
             return
         _written[folder] = 0
     with contextlib.suppress(OSError):
-        (folder / ".swept").touch(mode=0o600)
-        os.utime(folder / ".swept")
+        _write(folder / ".swept", b"")
         sweep(folder, limit, spare=target)
 
 

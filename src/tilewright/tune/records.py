@@ -89,7 +89,7 @@ def measured(subject: Subject) -> dict[str, Row]:
 
 
 def _row(trial: str, name: str, provider: str, reason: str, median: float | None,
-         spread: float, samples: int, *marks: int) -> Row:  # fmt: skip
+         spread: float | None, samples: int | None, *marks: int) -> Row:  # fmt: skip
     known = isinstance(median, (int, float)) and isinstance(spread, (int, float))
     time = Timing(median, spread, samples) if known and isinstance(samples, int) else None
     return Row(trial, name, provider, time, reason, *map(bool, marks))
@@ -110,7 +110,7 @@ def keep(subject: Subject, rows: Sequence[Row]) -> None:
             )
 
     if values and subject.key:
-        _with(write, None)
+        _with(write, None, writes=True)
 
 
 def _numbers(found: Timing | None) -> tuple[float | None, ...]:
@@ -179,7 +179,7 @@ def choose(subject: Subject, offered: str, choice: Choice) -> None:
         with db:
             db.execute("insert or replace into choices values (?, ?, ?, ?, ?, ?)", values)
 
-    _with(write, None)
+    _with(write, None, writes=True)
     for tell in on_choice:
         tell(subject.key)
 
@@ -247,7 +247,7 @@ def take(tables: Mapping[str, Any]) -> int:
                     count += db.execute(text, [row[c] for c in columns]).rowcount
         return count
 
-    return _with(write, 0) if any(checked.values()) else 0
+    return _with(write, 0, writes=True) if any(checked.values()) else 0
 
 
 def cleaned(tables: Any) -> Tables:
@@ -388,16 +388,17 @@ class _File:
         self._open: _Open | None = None
         self._path = Path()  # of the file that was last opened, or tried
         self._inherited: list[_Open] = []  # a parent's: to close them would be to meddle with its
-        self._until = 0.0  # when it is tried again, after others did not let go of it
+        # when it is read again, and written to, after others did not let go of it
+        self._until = {False: 0.0, True: 0.0}
 
-    @property
-    def is_left_alone(self) -> bool:
-        return time.monotonic() < self._until
+    def is_left_alone(self, writes: bool) -> bool:
+        return time.monotonic() < self._until[writes]
 
-    def leave_alone(self, why: Exception) -> None:
+    def leave_alone(self, writes: bool, why: Exception) -> None:
         """Others hold it, and do not go on: nobody waits for them again for a while."""
-        self._until = time.monotonic() + PAUSE
-        log.warning("the tuning records are done without for %g s: %s", PAUSE, why)
+        self._until[writes] = time.monotonic() + PAUSE
+        log.warning("the tuning records are not %s for %g s: %s",
+                    "written to" if writes else "read", PAUSE, why)  # fmt: skip
 
     def connection(self) -> sqlite3.Connection:
         path = store.root() / "tuning.db"
@@ -414,9 +415,12 @@ class _File:
         self._open = _Open(path, os.getpid(), _number(self._path), self._path, db)
         return db
 
+    def forget(self) -> None:
+        self._until = {False: 0.0, True: 0.0}
+        self.close()
+
     def close(self) -> None:
         with self.lock:
-            self._until = 0.0
             if self._open is not None and self._open.process == os.getpid():
                 self._open.db.close()
             elif self._open is not None:
@@ -495,7 +499,7 @@ def _look_at_tables(db: sqlite3.Connection) -> None:
 
 
 _file = _File()
-caches.register(_file.close)
+caches.register(_file.forget)
 
 
 def _from_layers(query: str, where: tuple[str, ...]) -> list[list[Any]]:
@@ -512,12 +516,12 @@ def _from_layers(query: str, where: tuple[str, ...]) -> list[list[Any]]:
     return found
 
 
-def _with(work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+def _with(work: Callable[[sqlite3.Connection], T], otherwise: T, writes: bool = False) -> T:
     """Do something with the database. One that is broken is begun anew; one that cannot be used
     now (locked, full disk, read-only) is done without."""
     with _file.lock:
         for _ in range(2):
-            if _file.is_left_alone:
+            if _file.is_left_alone(writes):
                 break
             began = time.monotonic()
             try:
@@ -525,7 +529,7 @@ def _with(work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
             except sqlite3.OperationalError as error:
                 metrics.counters["tune"][f"records not used: {error}"] += 1
                 if "locked" in str(error) and time.monotonic() - began >= 0.9 * _PATIENCE:
-                    _file.leave_alone(error)
+                    _file.leave_alone(writes, error)
                 return otherwise
             except (UnicodeError, OverflowError) as error:  # what no table can have
                 metrics.counters["tune"][f"records not used: {type(error).__name__}"] += 1
@@ -551,6 +555,7 @@ def write_log(entry: Mapping[str, Any]) -> None:
             os.replace(path, path.with_name(path.name + ".1"))
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
+            os.fchmod(handle, 0o600)  # whatever the umask
             end = os.fstat(handle).st_size
             torn = (
                 end > 0 and os.pread(handle, 1, end - 1) != b"\n"
