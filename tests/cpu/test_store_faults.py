@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import logging
 import os
 import pickle
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 from tilewright import caches, config, metrics
+from tilewright.errors import TilewrightError
 from tilewright.runtime import cxx, native, seal, store
 from tilewright.testing import fresh_cache
 
@@ -288,6 +290,15 @@ def test_libraries_are_loaded_where_nothing_may_be_executed(tmp_path, monkeypatc
     with config.patch(cache_dir=str(tmp_path / "cache")):
         run()
         assert len(found(tmp_path, ".so")) >= 1
+        before = len(os.listdir("/proc/self/fd"))
+        answers: list[int] = []
+        for k in range(3):  # each is itself, and none keeps a file open
+            out = torch.zeros(1, dtype=torch.int64)
+            cxx.build([cxx.CxxSource(f'extern "C" void f(long *x) {{ *x = {k}; }}', "f", ("ptr",))
+                       ])[0](out)  # fmt: skip
+            answers.append(int(out))
+        assert answers == [0, 1, 2]
+        assert len(os.listdir("/proc/self/fd")) == before
     caches.clear()
 
 
@@ -377,6 +388,90 @@ def test_a_key_that_is_lost_costs_what_it_signed(folder):
     metrics.reset()
     run()
     assert metrics.counters["store"]["dropped"] == 0
+
+
+FORMS = {
+    "a folder": Path.mkdir,
+    "a pipe": lambda key: os.mkfifo(key, 0o600),
+    "a link to itself": lambda key: key.symlink_to(key),
+    "a link to another": lambda key: key.symlink_to("/etc/hostname"),
+    "too short": lambda key: key.write_bytes(b"short"),
+    "readable by others": lambda key: (key.write_bytes(bytes(32)), key.chmod(0o644)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_no_key_makes_way_for_one(tmp_path, form):
+    caches.clear()
+    with config.patch(cache_dir=str(tmp_path)):
+        file = store.path(store.key("x"), ".graph")
+        assert store.keep(file, b"before")
+        (tmp_path / ".key").unlink()
+        FORMS[form](tmp_path / ".key")
+        assert store.keep(file, b"after") and store.get(file) == b"after"
+        caches.clear()
+        assert store.root() == tmp_path and store.get(file) == b"after"
+    caches.clear()
+
+
+def test_a_folder_that_goes_away_costs_what_is_kept(tmp_path, caplog):
+    caches.clear()
+    with config.patch(cache_dir=str(tmp_path / "cache")):
+        assert store.root() == tmp_path / "cache"
+        shutil.rmtree(tmp_path / "cache")
+        (tmp_path / "cache").write_text("a file in its place")
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(program, backend="tilewright")(X), program(X))
+        assert store.root() != tmp_path / "cache"
+    assert "cannot be made again" in caplog.text
+    caches.clear()
+
+
+def test_nowhere_to_write_is_an_error_that_says_so(monkeypatch):
+    caches.clear()
+    monkeypatch.setattr(store, "_temporary", no_room)
+    store._private_root.cache_clear()
+    store._memory_root.cache_clear()
+    refused = pytest.raises(TilewrightError, match="no place for what is built")
+    with config.patch(force_disable_caches=True), refused as raised:
+        store.root()
+    assert "set config.cache_dir" in str(raised.value)
+
+
+def no_room(where: str | None) -> Path:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("taken", [0o777, 0o177, 0o000])
+def test_an_unusual_umask_takes_nothing_from_the_owner(tmp_path, taken):
+    caches.clear()
+    before = os.umask(taken)
+    try:
+        with config.patch(cache_dir=str(tmp_path / "in" / "cache")):
+            run()
+    finally:
+        os.umask(before)
+    modes = {p.stat().st_mode & 0o777 for p in found(tmp_path, "")}
+    assert modes == {0o600}
+    folders = [p for p in (tmp_path / "in").rglob("*") if p.is_dir()]
+    assert folders and {p.stat().st_mode & 0o777 for p in folders} == {0o700}
+    assert (tmp_path / "in").stat().st_mode & 0o777 == 0o700
+    caches.clear()
+
+
+def test_two_machines_with_processes_of_one_number_write_drafts_of_their_own(folder, monkeypatch):
+    """Two containers that share a folder: both have a process 1, at the same artefact."""
+    seen: list[str] = []
+
+    def note(draft: Path) -> None:
+        seen.append(draft.name)
+        draft.write_bytes(b"x")
+
+    for _ in range(2):
+        monkeypatch.setattr(store, "_serial", itertools.count())
+        store._own_name.cache_clear()
+        store.put_atomic(store.path(store.key("x"), ".graph"), note)
+    assert len(set(seen)) == 2
 
 
 def test_another_home_install_path_and_no_compiler(tmp_path):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +33,7 @@ from tilewright.gemm import choose
 from tilewright.gemm.provider import Kernel
 from tilewright.tune import child, select
 from tilewright.tune.child import TuningProcess
-from tilewright.tune.failures import Crashed
+from tilewright.tune.failures import Crashed, explained
 
 __all__ = ["register"]
 
@@ -63,6 +67,73 @@ def test_ma_m5_m6_m7_m8_it_survives_what_it_is_given(process: TuningProcess) -> 
         process.get()
     process.put(tuning_jobs.number)
     assert process.get() == 3.14
+
+
+def test_one_that_closes_its_end_or_says_what_nobody_can_read(
+    process: TuningProcess, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(child, "LAST", 0.3)
+    process.put(tuning_jobs.close)
+    with pytest.raises(EOFError, match="closed its connection"):
+        process.get(30)
+    process.put(tuning_jobs.odd)
+    pid = process.pid
+    with pytest.raises(RuntimeError, match="Odd: mine"):
+        process.get(30)
+    assert process.pid == pid
+
+
+def test_a_process_that_is_stopped(process: TuningProcess, monkeypatch: Any) -> None:
+    """It neither reads what it is sent nor answers."""
+    monkeypatch.setattr(child, "TAKES", 0.3)
+    process.put(tuning_jobs.process)
+    os.kill(process.get(30), signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match="does not read"):
+        process.put(functools.partial(tuning_jobs.length, "x" * (1 << 20)))
+    monkeypatch.undo()
+    process.put(functools.partial(tuning_jobs.length, "x" * (1 << 20)))
+    assert process.get(30) == 1 << 20
+
+
+def test_it_outlives_the_thread_that_first_asked() -> None:
+    """Linux ends a process with the thread that began it, where it is to end with its parent."""
+    found: list[int] = []
+    process = TuningProcess()
+
+    def ask() -> None:
+        process.put(tuning_jobs.process)
+        found.append(process.get(60))
+
+    try:
+        first = threading.Thread(target=ask)
+        first.start()
+        first.join()
+        process.put(functools.partial(time.sleep, 0.2))
+        process.get(30)
+        ask()
+        assert found[0] == found[1]
+    finally:
+        process.kill()
+
+
+def test_paths_of_the_users_program_may_be_of_any_type(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), 3])
+    process = TuningProcess()
+    process.put(tuning_jobs.number)
+    assert process.get(60) == 3.14
+    process.kill()
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", ""])
+def test_without_a_process_nothing_is_held_against_a_candidate(
+    python: str, monkeypatch: Any
+) -> None:
+    """A program that Python is embedded in has no interpreter to start."""
+    child._process.kill()
+    monkeypatch.setattr(sys, "executable", python)
+    with pytest.raises(child.NotStarted, match="cannot be started") as raised:
+        child.asked(tuning_jobs.number)
+    assert explained(raised.value) == (f"NotStarted: {raised.value}", False)
 
 
 def test_an_interrupt_leaves_no_answer_to_be_taken_for_another(process: TuningProcess) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -141,6 +141,26 @@ class Raising(ToyProvider):
 
     def candidates(self, problem: GemmProblem, effort: Any) -> Sequence[Any]:
         raise self.error("mine")
+
+
+@dataclass
+class Half(ToyProvider):
+    """Offers one that does not say how long it takes, and ends the program in the middle."""
+
+    error: type[BaseException] = SystemExit
+
+    def supports(self, problem: GemmProblem) -> str:
+        return ""
+
+    def candidates(self, problem: GemmProblem, effort: Any) -> Any:
+        yield replace(FaultyCandidate(problem, 0.0, name="toy"), estimate=cast("Any", None))
+        raise self.error("mine")
+
+
+@pytest.mark.parametrize("error", [SystemExit, RuntimeError, None])
+def test_a_provider_that_ends_in_the_middle(register: Any, error: Any) -> None:
+    register(Half(None, None, error=error))
+    assert "addmm" in check(layer, inputs(), options=DEFAULT)
 
 
 @pytest.mark.parametrize("where", ["supports", "candidates"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -12,7 +13,7 @@ import threading
 import pytest
 
 from tests.cpu.fake_trials import CPU, subject
-from tilewright import config, metrics
+from tilewright import caches, config, metrics
 from tilewright.runtime import store
 from tilewright.testing import fresh_cache
 from tilewright.tune import records
@@ -101,6 +102,7 @@ def test_a_locked_file_is_done_without(folder, monkeypatch):
     records.keep(subject(), [row("a")])
     records._file.close()
     monkeypatch.setattr(records, "_PATIENCE", 0.05)
+    monkeypatch.setattr(records, "PAUSE", 0.0)
     other = sqlite3.connect(folder / "tuning.db")
     other.execute("begin immediate")
     try:
@@ -112,6 +114,129 @@ def test_a_locked_file_is_done_without(folder, monkeypatch):
         other.close()
     records.keep(subject(), [row("b")])
     assert sorted(records.measured(subject())) == ["a", "b"]
+
+
+def test_one_that_never_lets_go_is_waited_for_once(folder, monkeypatch):
+    """A process that was stopped in the middle of a write."""
+    records.keep(subject(), [row("a")])
+    records._file.close()
+    monkeypatch.setattr(records, "_PATIENCE", 0.2)
+    other = sqlite3.connect(folder / "tuning.db")
+    other.execute("begin immediate")
+    try:
+        for k in range(5):
+            records.keep(subject(), [row(f"{k}")])
+        told = {k: v for k, v in metrics.counters["tune"].items() if "locked" in k}
+        assert list(told.values()) == [1]
+        assert list(records.measured(subject())) == ["a"]
+    finally:
+        other.rollback()
+        other.close()
+    caches.clear()
+    records.keep(subject(), [row("b")])
+    assert sorted(records.measured(subject())) == ["a", "b"]
+
+
+@pytest.mark.parametrize("what", ["another program's", "without tables", "a folder"])
+def test_a_file_that_is_not_ours_is_set_aside(folder, what):
+    path = folder / "tuning.db"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if what == "a folder":
+        path.mkdir()
+    else:
+        other = sqlite3.connect(path)
+        if what == "another program's":
+            other.execute("create table trials (something text)")
+        other.execute(f"pragma user_version = {records.VERSION}")
+        other.commit()
+        other.close()
+    records.keep(subject(), [row("a")])
+    assert list(records.measured(subject())) == ["a"]
+    assert len(list(folder.glob("tuning.db.broken-*"))) == 1
+
+
+def test_a_file_of_another_user_is_set_aside(folder, monkeypatch):
+    """Begun by root, say, in a folder of the user's."""
+    records.keep(subject(), [row("a")])
+    caches.clear()
+    facts = os.lstat
+
+    def lstat(path):
+        found = list(facts(path))
+        found[4] += str(path).endswith("tuning.db")
+        return os.stat_result(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", lstat)
+        with pytest.raises(sqlite3.DatabaseError, match="belongs to another user"):
+            records._opened(folder / "tuning.db")
+
+
+def test_of_two_versions_the_broken_one_is_set_aside(folder):
+    folder.mkdir(mode=0o700, exist_ok=True)
+    other = sqlite3.connect(folder / "tuning.db")
+    other.execute("pragma user_version = 77")
+    other.commit()
+    other.close()
+    theirs = (folder / "tuning.db").read_bytes()
+    (folder / f"tuning-{records.VERSION}.db").write_bytes(b"garbage" * 1000)
+    records.keep(subject(), [row("a")])
+    assert list(records.measured(subject())) == ["a"]
+    assert (folder / "tuning.db").read_bytes() == theirs
+
+
+def test_a_file_in_the_place_of_the_one_that_is_open(folder):
+    """Somebody emptied the cache folder, and another process began anew."""
+    records.keep(subject(), [row("a")])
+    held = os.open(folder / "tuning.db", os.O_RDONLY)  # its number does not come again
+    for suffix in ("", "-wal", "-shm"):
+        (folder / f"tuning.db{suffix}").unlink(missing_ok=True)
+    sqlite3.connect(folder / "tuning.db").execute("create table others (x)").connection.close()
+    records.keep(subject(), [row("b")])
+    os.close(held)
+    records._file.close()
+    assert list(records.measured(subject())) == ["b"]
+
+
+def test_what_no_table_can_have_is_left_out(folder):
+    records.keep(subject(), [Row("a", "\udcff", "P", None, "a path that is no text: \udcff")])
+    assert records.measured(subject()) == {}
+    good = {"subject": "s", "trial": "t", "environment": "e", "name": "n", "provider": "p",
+            "reason": "", "median_us": 1.0, "spread": 0.0, "samples": 3, "checked": 1, "final": 1,
+            "at": 1.0}  # fmt: skip
+    for wrong in ({"samples": 10**30}, {"name": "\ud800"}, {"median_us": math.nan}, {"at": "1"}):
+        assert records.take({"trials": [{**good, **wrong}]}) == 0
+    assert records.take({"trials": 3, "choices": [3, None]}) == 0
+    for half in ({"samples": None}, {"spread": None}):
+        assert records.take({"trials": [{**good, **half, "trial": str(half)}]}) == 1
+    found = [
+        records._row("t", "n", "p", "", 1.0, None, 3),
+        records._row("t", "n", "p", "", 1, 0.0, None),
+    ]
+    assert [r.timing for r in found] == [None, None]
+
+
+def test_problems_whose_sizes_are_no_numbers_are_like_nobody(folder):
+    def sized(key, sizes):
+        return Subject(key, key, CPU, facts={"op": "mm", "dtype": "f", "sizes": sizes})
+
+    for k, sizes in enumerate((["s0", "s1"], [-5, 3], [10**400, 1], [None, 2], [64, 32])):
+        one = sized(f"{k}", sizes)
+        records.keep(one, [row("a")])
+        records.choose(one, "", records.Choice("a", f"of {k}"))
+    assert records.nearest(sized("new", [60, 30])) == "of 4"
+    assert records.nearest(sized("new", ["s0", 30])) == ""
+    assert records._parsed("[" * 100_000) == {}
+
+
+def test_read_only_folders_may_have_any_name(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/100%25 of#it?\xe9")
+    with config.patch(cache_dir=folder):
+        records.keep(subject(), [row("a")])
+    caches.clear()
+    given = {"cache_dir": str(tmp_path / "own"), "cache_read_only_dirs": folder}
+    with config.patch(given):
+        assert list(records.measured(subject())) == ["a"]
 
 
 def test_several_processes_write_at_once(folder):

@@ -29,6 +29,27 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
+def close() -> None:
+    """What it is heard by is closed, and it goes on."""
+    os.closerange(0, 100)
+    time.sleep(120)
+
+
+class Odd(Exception):
+    """One that cannot be unpickled."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("mine")
+
+
+def odd() -> None:
+    raise Odd(1, 2)
+
+
+def length(text: str) -> int:
+    return len(text)
+
+
 def harm() -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -433,8 +433,9 @@ class _Chooser:
             for provider in fusion.problem.providers or enabled():
                 try:
                     reason = provider.supports(fusion.problem)
-                    offered = [] if reason else provider.candidates(fusion.problem, effort())
-                except Exception as error:  # anybody's: it costs what they would have offered
+                    offered = [] if reason else self._whole(
+                        provider.candidates(fusion.problem, effort()))  # fmt: skip
+                except (Exception, SystemExit) as error:  # anybody's: it costs what they offer
                     reason, offered = f"it raised {type(error).__name__}: {error}", []
                     log.warning("%s offers nothing for %s: %s", provider.name, fusion.problem,
                                 reason, exc_info=True)  # fmt: skip
@@ -451,6 +452,17 @@ class _Chooser:
             few = sorted(others, key=lambda found: found[1].estimate)[:MOST_UNFUSED]
             others = [found for found in others if any(found is kept for kept in few)]
         return [*library, *fused, *others]
+
+    def _whole(self, offered: Iterable[Candidate]) -> list[Candidate]:
+        """Those that say what they are ordered by."""
+        found: list[Candidate] = []
+        for candidate in offered:
+            try:
+                _ = candidate.provider, candidate.estimate < 0
+                found.append(candidate)
+            except (Exception, SystemExit) as error:
+                self.rejected[f"a candidate {type(candidate).__name__}"] = repr(error)
+        return found
 
     @functools.cached_property
     def plans(self) -> list[Plan]:
@@ -480,7 +492,7 @@ class _Chooser:
             plan = self._plan(fusion, candidate, bench, loops)
             _ = plan.key, plan.name, plan.description
             return plan
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.rejected[f"a candidate of {candidate.provider}"] = repr(error)
             log.warning("a candidate of %s is rejected: %r", candidate.provider, error)
             return None

@@ -34,8 +34,10 @@ def run(command: Sequence[str], *, timeout: float, text: str = "", folder: Path 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            encoding="utf-8",  # whatever the locale
             errors="replace",
             env=env,
+            umask=0o077,  # the linker reads what the assembler wrote
         )
         _running.add(process)
     with process:

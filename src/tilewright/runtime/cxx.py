@@ -293,7 +293,8 @@ def _refused(
 
 
 def _load(source: CxxSource, order: _Order, file: Path) -> Loaded:
-    library = ctypes.CDLL(store.executable(file))
+    with store.loadable(file) as path:
+        library = ctypes.CDLL(path)
     if "omp parallel" in source.text:
         _survive_forks()
     try:

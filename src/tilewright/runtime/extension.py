@@ -70,9 +70,10 @@ def _built(source: Path, path: Path) -> Path | None:
 
 
 def _loaded(name: str, path: Path) -> Any:
-    loader = ExtensionFileLoader(name, store.executable(path))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    with store.loadable(path) as library:
+        loader = ExtensionFileLoader(name, library)
+        spec = importlib.util.spec_from_loader(name, loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
     return module

@@ -291,7 +291,8 @@ class Loaded:
 def load(path: Path, name: str, args: Sequence[Arg]) -> Loaded:
     if path.suffix != ".so":
         raise RuntimeError(f"only shared libraries are loaded, and {path.name} is none")
-    function = ctypes.CDLL(store.executable(path))[name]
+    with store.loadable(path) as library:
+        function = ctypes.CDLL(library)[name]
     function.argtypes = [_CTYPES[kind] for kind in args]
     function.restype = ctypes.c_int
     return Loaded(name, function, path)

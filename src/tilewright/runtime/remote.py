@@ -1,12 +1,13 @@
 """Sharing through a Redis server: what was measured, and with a common secret what was built.
 
-A server is a convenience. One that is down, slow, full or returns garbage costs a fraction of a
-second, after which it is left alone for a while; nothing that comes from it is believed unless it
+A server is a convenience. One that is down, slow, full or returns garbage costs seconds at most,
+after which it is left alone for a while; nothing that comes from it is believed unless it
 matches its digest, and nothing is executed that is not signed with `config.remote_cache_secret`.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import hmac
@@ -14,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +25,9 @@ log = logging.getLogger("tilewright.remote")
 T = TypeVar("T")
 PREFIX = "tilewright:1:"
 FAILURES, PAUSE = 2, 60.0  # in a row, and seconds without it then
+# Of one answer: times the limit of each of its pieces, which a server that sends a few bytes now
+# and then never reaches. And seconds in all of answers that take longer than building a kernel.
+WHOLE, LONG, LOST = 10.0, 0.1, 5.0
 MOST = 64 << 20  # bytes of one value
 
 
@@ -45,16 +50,56 @@ class Stats:
 
 stats = Stats()
 _lock = threading.Lock()
-_failures = 0
-_until = 0.0  # when the server is tried again
 _given: Backend | None = None  # in place of a server, for tests
+
+
+@dataclass
+class _Gate:
+    """Whether a server is asked, for one kind of request: after failures in a row, or answers that
+    together took too long, not for a while."""
+
+    what: str
+    failures: int = 0
+    lost: float = 0.0  # seconds
+    until: float = 0.0  # when it is tried again
+
+    @property
+    def is_open(self) -> bool:
+        return time.monotonic() >= self.until
+
+    def answered(self, seconds: float) -> None:
+        with _lock:
+            self.failures = 0
+            self.lost += seconds if seconds > LONG else 0.0
+            if self.lost > LOST:
+                self._close(f"it took {self.lost:.1f} s of answers that were slow")
+
+    def failed(self, error: BaseException) -> None:
+        with _lock:
+            stats.errors += 1
+            self.failures += 1
+            if self.failures >= FAILURES:
+                self._close(str(error))
+
+    def _close(self, why: str) -> None:
+        self.until, self.lost = time.monotonic() + PAUSE, 0.0
+        log.warning("the remote cache is left alone for %g s (%s): %s", PAUSE, self.what, why)
+
+
+_reads, _writes = _Gate("reading"), _Gate("writing")  # one that is full can still be read
 
 
 def use(backend: Backend | None) -> None:
     """Another backend in place of a server's; none: the server's again."""
-    global _given, _failures, _until
-    _given, _failures, _until = backend, 0, 0.0
+    global _given
+    _given = backend
+    _open_gates()
     stats.__init__()
+
+
+def _open_gates() -> None:
+    for gate in (_reads, _writes):
+        gate.failures, gate.lost, gate.until = 0, 0.0, 0.0
 
 
 def enabled() -> bool:
@@ -65,7 +110,7 @@ def enabled() -> bool:
 
 def get(key: str) -> bytes | None:
     """What somebody put there, unchanged; None where there is nothing to be had."""
-    found = _tried(lambda server: server.get(PREFIX + key))
+    found = _tried(_reads, lambda server: server.get(PREFIX + key))
     data = None if found is None else _opened(key, found)
     if data is None:
         stats.misses += 1
@@ -82,7 +127,7 @@ def put(key: str, data: bytes) -> None:
         server.set(PREFIX + key, _sealed(key, data))
         return True
 
-    if _tried(store):
+    if _tried(_writes, store):
         stats.puts += 1
 
 
@@ -94,9 +139,15 @@ def _sealed(key: str, data: bytes) -> bytes:
     return _signature(key, data) + data
 
 
-def _opened(key: str, found: bytes) -> bytes | None:
-    if len(found) >= 32 and hmac.compare_digest(_signature(key, found[32:]), found[:32]):
-        return found[32:]
+def is_signed() -> bool:
+    """Whether what is there was put there by who knows the secret."""
+    return bool(config.remote_cache_secret)
+
+
+def _opened(key: str, found: object) -> bytes | None:
+    data = found if isinstance(found, bytes) else b""  # a client may be told to give text
+    if len(data) >= 32 and hmac.compare_digest(_signature(key, data[32:]), data[:32]):
+        return data[32:]
     _count("garbage, or of somebody who does not know the secret")
     return None
 
@@ -108,23 +159,37 @@ def _signature(key: str, data: bytes) -> bytes:
     return hmac.digest(secret.encode(), digest, "sha256") if secret else digest
 
 
-def _tried(work: Callable[[Backend], T]) -> T | None:
-    global _failures, _until
-    if not enabled() or time.monotonic() < _until:
+def _tried(gate: _Gate, work: Callable[[Backend], T]) -> T | None:
+    if not enabled() or not gate.is_open:
         return None
+    began = time.monotonic()
     try:
-        found = work(_backend())
+        found = _in_time(functools.partial(work, _backend()))
     except Exception as error:  # of the client, the network or the server: all the same to us
-        with _lock:
-            stats.errors += 1
-            _failures += 1
-            if _failures >= FAILURES:
-                _until = time.monotonic() + PAUSE
-                log.warning("the remote cache is left alone for %g s: %s", PAUSE, error)
+        gate.failed(error)
         _count(type(error).__name__)
         return None
-    _failures = 0
+    gate.answered(time.monotonic() - began)
     return found
+
+
+def _in_time(work: Callable[[], T]) -> T:
+    """What it gives, in a thread that is not waited for longer than a whole answer may take."""
+    limit = WHOLE * config.remote_cache_timeout_seconds
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    in_context = contextvars.copy_context().run  # the options of this thread
+    threading.Thread(target=in_context, args=(run,), name="tilewright-remote", daemon=True).start()
+    try:
+        return done.result(limit)
+    except TimeoutError:
+        raise TimeoutError(f"no whole answer in {limit:g} s") from None
 
 
 def _count(what: str) -> None:
@@ -150,6 +215,5 @@ def _server(url: str, seconds: float) -> Any:
 @caches.register
 def forget() -> None:
     """Try a server again that was left alone."""
-    global _failures, _until
-    _failures, _until = 0, 0.0
+    _open_gates()
     _server.cache_clear()

@@ -93,6 +93,7 @@ def key_of(folder: Path) -> bytes:
         try:
             handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(handle, "wb") as file:
+                os.fchmod(handle, 0o600)  # whatever the umask
                 file.write(secrets.token_bytes(32))
                 file.flush()
                 os.fsync(file.fileno())
@@ -100,6 +101,8 @@ def key_of(folder: Path) -> bytes:
                 os.link(draft, path)  # of several processes the first one's stays
             found = _read_key(path)
             if found is None:  # somebody else's, or no key at all
+                if path.is_dir() and not path.is_symlink():
+                    os.replace(path, draft.with_suffix(".aside"))
                 os.replace(draft, path)
                 found = _read_key(path)
         finally:
@@ -110,11 +113,16 @@ def key_of(folder: Path) -> bytes:
 
 def _read_key(path: Path) -> bytes | None:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        # a pipe would be waited for
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    with open(handle, "rb") as file:
+    try:
         facts = os.fstat(handle)
         own = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid()
-        data = file.read(64)
-    return data if own and not facts.st_mode & 0o077 and len(data) == 32 else None
+        data = os.read(handle, 64) if own else b""
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return data if not facts.st_mode & 0o077 and len(data) == 32 else None

@@ -22,12 +22,13 @@ import itertools
 import logging
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,7 +66,12 @@ def root() -> Path:
     folder = _wanted()
     if folder is None or _unusable_because(folder, os.getpid()):
         return _private_root(os.getpid())
-    _make(folder)
+    try:
+        _make(folder)
+    except OSError as error:  # it was there a moment ago
+        _warn_once(f"the cache folder {folder} is gone, and cannot be made again ({error.strerror}"
+                   "): what is built is for this process alone")  # fmt: skip
+        return _private_root(os.getpid())
     return folder
 
 
@@ -147,25 +153,46 @@ caches.register(used.clear)
 
 
 def _make(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """A folder, and those it is in, that its owner can use whatever the umask takes away."""
+    if folder.is_dir():
+        return
+    _make(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+        os.chmod(folder, 0o700)
+    if not folder.is_dir():  # a file, or a link that leads nowhere
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 @functools.cache
 def _private_root(pid: int) -> Path:
     """A folder for this process alone, deleted when it ends; in memory where the disk is full."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="tilewright-"))
+        folder = _temporary(None)
     except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="tilewright-", dir=MEMORY))
+        return _memory_root(pid)
     _remove_at_exit(folder, pid)
     return folder
 
 
 @functools.cache
 def _memory_root(pid: int) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="tilewright-", dir=MEMORY))
+    try:
+        folder = _temporary(MEMORY)
+    except OSError as error:
+        raise TilewrightError(
+            f"there is no place for what is built: neither the cache folder nor a temporary one "
+            f"can be written to, nor {MEMORY} ({error.strerror or error})",
+            hint="make room, or set config.cache_dir (or TILEWRIGHT_CACHE_DIR) to a folder you "
+            "can write to",
+        ) from error
     _remove_at_exit(folder, pid)
+    return folder
+
+
+def _temporary(where: str | None) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tilewright-", dir=where))
+    os.chmod(folder, 0o700)  # whatever the umask
     return folder
 
 
@@ -230,7 +257,7 @@ def put_atomic(target: Path, content: bytes | Callable[[Path], object], *, plain
     """
     if target.parent.parent in layers():  # it is there, but not good: ours goes before it
         target = root() / target.parent.name / target.name
-    draft = target.with_name(f".{target.name}.{os.getpid()}.{next(_serial)}.tmp")
+    draft = target.with_name(f".{target.name}.{_own_name(os.getpid())}.{next(_serial)}.tmp")
     size = 0
     try:
         for attempt in (1, 2):
@@ -289,17 +316,24 @@ def build(target: Path, make: Callable[[Path], object]) -> Path:
         raise
 
 
+@functools.cache
+def _own_name(pid: int) -> str:
+    """Of this process's drafts. Its number says too little: processes of several machines or
+    containers that share a folder may have the same one."""
+    return f"{pid}.{secrets.token_hex(4)}"
+
+
 def _make_folder_of(target: Path) -> None:
     folder = target.parent
-    if not folder.is_dir():
-        if folder.exists() or folder.is_symlink():
-            _aside(folder)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        _aside(folder)
+    _make(folder)
 
 
 def _write(draft: Path, data: bytes) -> None:
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(handle, "wb") as file:
+        os.fchmod(handle, 0o600)  # whatever the umask
         file.write(data)
 
 
@@ -313,7 +347,8 @@ def _replace(draft: Path, target: Path) -> None:
 
 def _aside(path: Path) -> None:
     """Move what is in the way of an artefact, and none itself."""
-    os.replace(path, path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.aside"))
+    name = f".{path.name}.{_own_name(os.getpid())}.{next(_serial)}.aside"
+    os.replace(path, path.with_name(name))
 
 
 def _key_for(target: Path) -> bytes:
@@ -321,7 +356,7 @@ def _key_for(target: Path) -> bytes:
     folder = target.parent.parent
     try:
         facts = os.stat(folder / seal.KEY)
-    except FileNotFoundError:  # a new folder, or one that was just emptied
+    except OSError:  # a new folder, one that was just emptied, or a link that leads nowhere
         return seal.key_of(folder)
     return _known_key(folder, facts.st_ino, facts.st_mtime_ns)
 
@@ -364,14 +399,21 @@ def is_good(target: Path) -> bool:
     return True
 
 
-def executable(file: Path) -> str:
-    """The path a library is loaded by: a copy in memory where nothing is executed from its file
-    system."""
+@contextlib.contextmanager
+def loadable(file: Path) -> Generator[str]:
+    """The path to load a library by, which then is done without: that of a copy in memory where
+    nothing is executed from its file system."""
     if not os.statvfs(file.parent).f_flag & os.ST_NOEXEC:
-        return str(file)
-    handle = os.memfd_create(file.name)
-    os.write(handle, file.read_bytes())
-    return f"/proc/self/fd/{handle}"
+        yield str(file)
+        return
+    with open(os.memfd_create(file.name), "wb") as copy:
+        with open(file, "rb") as source:
+            shutil.copyfileobj(source, copy)
+        copy.flush()
+        # The loader takes a path that it has seen for the library it had there, and numbers of
+        # files come again: these mean the same, and are never written alike.
+        written = "".join((".//", "./")[bit == "1"] for bit in f"{next(_serial):b}")
+        yield f"/proc/self/fd/{written}{copy.fileno()}"
 
 
 def _opened(target: Path) -> tuple[BinaryIO, int] | None:
@@ -447,7 +489,10 @@ def _tidy(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for draft in (*folder.glob(".*.tmp"), *folder.glob(".*.aside")):
             if time.time() - draft.lstat().st_mtime > ABANDONED:
-                draft.unlink(missing_ok=True)
+                if draft.is_dir() and not draft.is_symlink():
+                    shutil.rmtree(draft, ignore_errors=True)
+                else:
+                    draft.unlink(missing_ok=True)
 
 
 def _wrote(target: Path, size: int) -> None:
@@ -461,8 +506,7 @@ def _wrote(target: Path, size: int) -> None:
             return
         _written[folder] = 0
     with contextlib.suppress(OSError):
-        (folder / ".swept").touch(mode=0o600)
-        os.utime(folder / ".swept")
+        _write(folder / ".swept", b"")
         sweep(folder, limit, spare=target)
 
 

@@ -18,8 +18,10 @@ import select as polling
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:  # the process starts in a tenth of a second; torch comes with
 
 START = 120.0  # seconds: a Python process that imports torch on a busy machine
 DEFAULT_TIMEOUT = 120.0
+TAKES = 30.0  # seconds for a process that has nothing to do to read what it is to do
+LAST = 5.0  # of a process that has closed its end, for its end to be known
 # Errors after which CUDA wants the process ended, 700, 702, 710, 714 to 719: texts and names.
 _HARMFUL = ("illegal memory access", "cudaerrorillegaladdress",
             "launch timed out", "cudaerrorlaunchtimeout",
@@ -78,12 +82,20 @@ class TuningProcess:
         return pickle.dumps((job, Settings.now()))
 
     def send(self, packed: bytes) -> None:
+        """Raises `NotStarted` where there is no process to be had, and `TimeoutError`, having
+        killed it, where it does not take what it is sent."""
         if not self.is_alive:
             self._start()
         assert self._process is not None and self._process.stdin is not None
+        fd, end = self._process.stdin.fileno(), time.monotonic() + TAKES
+        left = memoryview(len(packed).to_bytes(8, "little") + packed)
         with contextlib.suppress(BrokenPipeError):  # it has died: `get` tells
-            self._process.stdin.write(len(packed).to_bytes(8, "little") + packed)
-            self._process.stdin.flush()
+            while left:
+                if not polling.select([], [fd], [], max(0.0, end - time.monotonic()))[1]:
+                    self.kill()
+                    raise TimeoutError("it does not read what it is sent")
+                with contextlib.suppress(BlockingIOError):
+                    left = left[os.write(fd, left) :]
 
     def get(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """The result. Raises what the job raised, or `EOFError` if the process died; having killed
@@ -94,16 +106,24 @@ class TuningProcess:
             size = int.from_bytes(self._read(8, end), "little")
             done, value = pickle.loads(self._read(size, end))
         except EOFError:
-            code = self._process.wait()
+            why = self._ended()
             self.kill()
-            why = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise EOFError(f"the process ended with {why}") from None
+            raise EOFError(f"the process {why}") from None
         except BaseException:  # an answer that comes later would be taken for another's
             self.kill()
             raise
         if not done:
             raise value
         return value
+
+    def _ended(self) -> str:
+        """How it ended, which may be a moment after it was last heard of."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(LAST)
+        except subprocess.TimeoutExpired:
+            return "closed its connection, and was ended"
+        return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def restart(self) -> None:
         """End it: its card is of no more use to it. The next `put` starts another."""
@@ -125,18 +145,26 @@ class TuningProcess:
         if self._pid != os.getpid():  # a fork has its own
             self._process, self._pid = None, os.getpid()
         self.kill()
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        # programs have paths and what else in this list
+        found = [os.fspath(p) for p in sys.path if p and isinstance(p, (str, os.PathLike))]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.fsdecode, found))}
         if self._device is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(self._device)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main({os.getpid()})"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=env,
-            start_new_session=True,  # an interrupt at the keyboard is ours to handle
-        )
-        self._read(8, time.monotonic() + START)  # it is there
+        try:
+            self._process = _begin(
+                [sys.executable, "-c", f"from {__name__} import main; main({os.getpid()})"], env
+            )
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+            self._read(8, time.monotonic() + START)  # it is there
+        except (OSError, EOFError) as error:
+            why = self._ended() if isinstance(error, EOFError) else f"{error}"
+            self.kill()
+            raise NotStarted(f"a process to time in cannot be started: {sys.executable}: {why}"
+                             ) from error  # fmt: skip
+        except BaseException:
+            self.kill()
+            raise
 
     def _read(self, count: int, end: float) -> bytes:
         assert self._process is not None and self._process.stdout is not None
@@ -150,6 +178,34 @@ class TuningProcess:
                 raise EOFError
             found += data
         return found
+
+
+class NotStarted(RuntimeError):
+    """There is no other process to be had; it says nothing of what was to be done there."""
+
+
+def _begin(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process that ends with this one. Linux ends it with the thread that began it, which is
+    therefore one that does not end before."""
+    global _beginner
+    pid = os.getpid()
+    with _lock:
+        if _beginner is None or _beginner[0] != pid:  # a fork has no threads
+            _beginner = pid, ThreadPoolExecutor(1, thread_name_prefix="tilewright-begin")
+        thread = _beginner[1]
+    return thread.submit(
+        subprocess.Popen,
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=env,
+        start_new_session=True,  # an interrupt at the keyboard is ours to handle
+    ).result()
+
+
+_beginner: tuple[int, ThreadPoolExecutor] | None = None
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -213,7 +269,9 @@ def _answer(asked: bytes) -> bytes:
             return pickle.dumps((True, job()))
     except Exception as error:
         try:
-            return pickle.dumps((False, error))
+            data = pickle.dumps((False, error))
+            pickle.loads(data)  # who asked has to be able to
+            return data
         except Exception:
             return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
 
@@ -343,10 +401,18 @@ def asked(job: Job, seconds: float | None = None) -> Any:
     """What a job gives in the process that times. Raises `Crashed` where it took the process with
     it, or had to be ended."""
     seconds = seconds or config.max_autotune_subproc_result_timeout_seconds
+    with _asking:
+        return _asked(job, seconds)
+
+
+def _asked(job: Job, seconds: float) -> Any:
     try:
         if not _process.is_alive:  # what a job imports is not its own time
             _process.put(functools.partial(callable, job))
-            _process.get(START)
+            try:
+                _process.get(START)
+            except TimeoutError as error:  # a busy machine, as far as can be told
+                raise NotStarted(f"a process to time in does not get ready: {error}") from error
         _process.put(job)
         return _process.get(seconds)
     except TimeoutError:
@@ -365,5 +431,6 @@ def forget() -> None:
     _Table.epoch += 1
 
 
+_asking = threading.RLock()  # one question at a time: an answer belongs to the one before it
 _process = TuningProcess()
 atexit.register(_process.kill)

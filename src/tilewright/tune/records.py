@@ -18,8 +18,10 @@ import os
 import platform
 import re
 import sqlite3
+import stat
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ log = logging.getLogger("tilewright.tune")
 
 VERSION = 1  # of the tables
 _PATIENCE = 30.0  # seconds to wait for another process's write
+PAUSE = 60.0  # seconds without the records, once that was in vain
 LOG_BYTES = 8 << 20  # of the decision log; then it starts anew, and one old file is kept
 
 _TABLES = """
@@ -86,8 +89,9 @@ def measured(subject: Subject) -> dict[str, Row]:
 
 
 def _row(trial: str, name: str, provider: str, reason: str, median: float | None,
-         spread: float, samples: int, *marks: int) -> Row:  # fmt: skip
-    time = None if median is None else Timing(median, spread, samples)
+         spread: float | None, samples: int | None, *marks: int) -> Row:  # fmt: skip
+    known = isinstance(median, (int, float)) and isinstance(spread, (int, float))
+    time = Timing(median, spread, samples) if known and isinstance(samples, int) else None
     return Row(trial, name, provider, time, reason, *map(bool, marks))
 
 
@@ -106,7 +110,7 @@ def keep(subject: Subject, rows: Sequence[Row]) -> None:
             )
 
     if values and subject.key:
-        _with(write, None)
+        _with(write, None, writes=True)
 
 
 def _numbers(found: Timing | None) -> tuple[float | None, ...]:
@@ -140,19 +144,27 @@ def nearest(subject: Subject) -> str:
     for text, description in _with(lambda db: db.execute(query, where).fetchall(), []):
         facts = _parsed(text)
         same = all(facts.get(part) == subject.facts.get(part) for part in ("op", "dtype"))
-        others = facts.get("sizes")
-        if same and isinstance(others, list) and len(others) == len(sizes):
-            distance = sum(abs(math.log((int(a) + 1) / (int(b) + 1)))
-                           for a, b in zip(sizes, others, strict=True))  # fmt: skip
-            if distance < best:
-                best, found = distance, description
+        distance = _distance(sizes, facts.get("sizes")) if same else math.inf
+        if distance < best:
+            best, found = distance, description
     return found
+
+
+def _distance(sizes: Sequence[Any], others: Any) -> float:
+    """How far apart two problems are; infinitely where their sizes are not numbers, or not as
+    many."""
+    if not isinstance(others, list) or len(cast("list[Any]", others)) != len(sizes):
+        return math.inf
+    pairs = list(zip(sizes, cast("list[Any]", others), strict=True))
+    if not all(isinstance(n, int) and n >= 0 for pair in pairs for n in pair):
+        return math.inf
+    return sum(abs(math.log(a + 1) - math.log(b + 1)) for a, b in pairs)
 
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -167,7 +179,7 @@ def choose(subject: Subject, offered: str, choice: Choice) -> None:
         with db:
             db.execute("insert or replace into choices values (?, ?, ?, ?, ?, ?)", values)
 
-    _with(write, None)
+    _with(write, None, writes=True)
     for tell in on_choice:
         tell(subject.key)
 
@@ -218,8 +230,7 @@ def rows_of(subject: Subject) -> Tables:
 def take(tables: Mapping[str, Any]) -> int:
     """Add what another process or machine recorded; newer rows stay. Rows of any other form than
     ours are left out. Gives how many were taken."""
-    checked = {table: [row for row in tables.get(table, ()) if _is_row(table, row)]
-               for table in _COLUMNS}  # fmt: skip
+    checked = cleaned(tables)
 
     def write(db: sqlite3.Connection) -> int:
         count = 0
@@ -236,13 +247,35 @@ def take(tables: Mapping[str, Any]) -> int:
                     count += db.execute(text, [row[c] for c in columns]).rowcount
         return count
 
-    return _with(write, 0) if any(checked.values()) else 0
+    return _with(write, 0, writes=True) if any(checked.values()) else 0
+
+
+def cleaned(tables: Any) -> Tables:
+    """The rows of our form, of what somebody says are tables."""
+    found = cast("dict[str, Any]", tables) if isinstance(tables, dict) else {}
+    return {table: [row for row in _listed(found.get(table)) if _is_row(table, row)]
+            for table in _COLUMNS}  # fmt: skip
+
+
+def _listed(rows: Any) -> list[Any]:
+    return cast("list[Any]", rows) if isinstance(rows, list) else []
 
 
 def _is_row(table: str, row: Any) -> bool:
     return isinstance(row, dict) and row.keys() == set(_COLUMNS[table]) and all(
-        isinstance(value, (int, float, type(None)) if name in _NUMBERS else str)
+        _is_number(value) if name in _NUMBERS else _is_text(value)
         for name, value in row.items())  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    """Whether SQLite has such a number, or none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 # ---- a server
@@ -257,6 +290,10 @@ def fetch(subject: Subject) -> Tables | None:
     if data is None:
         _not_there.add(key)
     found = None if data is None else _parsed(data.decode(errors="replace"))
+    if found and not remote.is_signed():
+        for row in _listed(found.get("trials")):  # of whom, nobody knows: results are compared here
+            if isinstance(row, dict):
+                row["checked"] = 0
     return found or None
 
 
@@ -348,31 +385,51 @@ class _File:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._open: tuple[Path, int, sqlite3.Connection] | None = None
+        self._open: _Open | None = None
+        self._path = Path()  # of the file that was last opened, or tried
+        self._inherited: list[_Open] = []  # a parent's: to close them would be to meddle with its
+        # when it is read again, and written to, after others did not let go of it
+        self._until = {False: 0.0, True: 0.0}
+
+    def is_left_alone(self, writes: bool) -> bool:
+        return time.monotonic() < self._until[writes]
+
+    def leave_alone(self, writes: bool, why: Exception) -> None:
+        """Others hold it, and do not go on: nobody waits for them again for a while."""
+        self._until[writes] = time.monotonic() + PAUSE
+        log.warning("the tuning records are not %s for %g s: %s",
+                    "written to" if writes else "read", PAUSE, why)  # fmt: skip
 
     def connection(self) -> sqlite3.Connection:
-        path, pid = store.root() / "tuning.db", os.getpid()
+        path = store.root() / "tuning.db"
         if self._open is not None:
-            was, owner, db = self._open
-            if was == path and owner == pid and path.exists():
-                return db
+            if self._open.is_still(path):
+                return self._open.db
             self.close()
         try:
+            self._path = path
             db = _opened(path)
         except _OtherVersion:  # of this program: each keeps its own
-            db = _opened(path.with_name(f"tuning-{VERSION}.db"))
-        self._open = path, pid, db
+            self._path = path.with_name(f"tuning-{VERSION}.db")
+            db = _opened(self._path)
+        self._open = _Open(path, os.getpid(), _number(self._path), self._path, db)
         return db
+
+    def forget(self) -> None:
+        self._until = {False: 0.0, True: 0.0}
+        self.close()
 
     def close(self) -> None:
         with self.lock:
-            if self._open is not None and self._open[1] == os.getpid():
-                self._open[2].close()
+            if self._open is not None and self._open.process == os.getpid():
+                self._open.db.close()
+            elif self._open is not None:
+                self._inherited.append(self._open)
             self._open = None
 
     def set_aside(self, why: Exception) -> None:
         """Move a broken file away, with what belongs to it."""
-        path = store.root() / "tuning.db"
+        path = self._path
         self.close()
         to = path.with_name(f"{path.name}.broken-{int(time.time())}-{os.getpid()}")
         for suffix in ("-wal", "-shm", ""):
@@ -382,29 +439,67 @@ class _File:
                     "begun: what they held will be measured again", why, to)  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Open:
+    """A file that is open, and which it is: another may have come in its place."""
+
+    asked: Path
+    process: int
+    number: int
+    path: Path
+    db: sqlite3.Connection
+
+    def is_still(self, asked: Path) -> bool:
+        return (self.asked == asked and self.process == os.getpid()
+                and self.number == _number(self.path))  # fmt: skip
+
+
+def _number(path: Path) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return -1
+
+
 class _OtherVersion(sqlite3.DatabaseError):
     """The tables are those of another version of this program."""
 
 
 def _opened(path: Path) -> sqlite3.Connection:
+    with contextlib.suppress(FileNotFoundError):
+        facts = os.lstat(path)
+        if not stat.S_ISREG(facts.st_mode):
+            raise sqlite3.DatabaseError("it is no file")
+        if facts.st_uid != os.geteuid():  # the folder is ours, so it can be moved away
+            raise sqlite3.DatabaseError(f"it belongs to another user ({facts.st_uid})")
     db = sqlite3.connect(path, timeout=_PATIENCE, check_same_thread=False)
     try:
-        os.chmod(path, 0o600)
-        db.execute("pragma journal_mode = wal")
-        db.execute("pragma synchronous = normal")
+        with contextlib.suppress(OSError):
+            os.chmod(path, 0o600)
         found = db.execute("pragma user_version").fetchone()[0]
         if found not in (0, VERSION):
             raise _OtherVersion(f"it is of version {found}, not {VERSION}")
+        db.execute("pragma journal_mode = wal")
+        db.execute("pragma synchronous = normal")
         if found == 0:
             db.executescript(f"begin immediate; {_TABLES} pragma user_version = {VERSION}; commit;")
+        _look_at_tables(db)
     except BaseException:
         db.close()
         raise
     return db
 
 
+def _look_at_tables(db: sqlite3.Connection) -> None:
+    """Raises where they are another program's, or gone."""
+    for table, columns in _COLUMNS.items():
+        found = tuple(row[1] for row in db.execute(f"pragma table_info({table})"))
+        if found != columns:
+            raise sqlite3.DatabaseError(f"its table {table!r} is not ours")
+
+
 _file = _File()
-caches.register(_file.close)
+caches.register(_file.forget)
 
 
 def _from_layers(query: str, where: tuple[str, ...]) -> list[list[Any]]:
@@ -414,21 +509,30 @@ def _from_layers(query: str, where: tuple[str, ...]) -> list[list[Any]]:
         path = folder / "tuning.db"
         with contextlib.suppress(sqlite3.Error, OSError):
             if path.exists():
-                db = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+                name = urllib.parse.quote(os.fsencode(path))
+                db = sqlite3.connect(f"file:{name}?mode=ro&immutable=1", uri=True)
                 with contextlib.closing(db):
                     found.append(db.execute(query, where).fetchall())
     return found
 
 
-def _with(work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+def _with(work: Callable[[sqlite3.Connection], T], otherwise: T, writes: bool = False) -> T:
     """Do something with the database. One that is broken is begun anew; one that cannot be used
     now (locked, full disk, read-only) is done without."""
     with _file.lock:
         for _ in range(2):
+            if _file.is_left_alone(writes):
+                break
+            began = time.monotonic()
             try:
                 return work(_file.connection())
             except sqlite3.OperationalError as error:
                 metrics.counters["tune"][f"records not used: {error}"] += 1
+                if "locked" in str(error) and time.monotonic() - began >= 0.9 * _PATIENCE:
+                    _file.leave_alone(writes, error)
+                return otherwise
+            except (UnicodeError, OverflowError) as error:  # what no table can have
+                metrics.counters["tune"][f"records not used: {type(error).__name__}"] += 1
                 return otherwise
             except sqlite3.DatabaseError as error:
                 _file.set_aside(error)
@@ -451,6 +555,7 @@ def write_log(entry: Mapping[str, Any]) -> None:
             os.replace(path, path.with_name(path.name + ".1"))
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
+            os.fchmod(handle, 0o600)  # whatever the umask
             end = os.fstat(handle).st_size
             torn = (
                 end > 0 and os.pread(handle, 1, end - 1) != b"\n"

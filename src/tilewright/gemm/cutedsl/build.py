@@ -288,7 +288,8 @@ class Loaded:
     """A library of this process. `function(*addresses and integers, stream)` launches."""
 
     def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(store.executable(path), mode=ctypes.RTLD_LOCAL)
+        with store.loadable(path) as library:
+            self.library = ctypes.CDLL(library, mode=ctypes.RTLD_LOCAL)
         self.function: Any = self.library.tw_call
         self.address = ctypes.cast(self.function, ctypes.c_void_p).value or 0
         self._devices: set[int] = set()
