@@ -35,7 +35,7 @@ with undisturbed():
     from tilewright.graph.passes import run as run_passes
     from tilewright.graph.recognise import recognise
     from tilewright.lower.table import family
-    from tilewright.pipeline import Compiled, compile_graph, decide
+    from tilewright.pipeline import Compiled, compile_frozen, compile_graph, decide
     from tilewright.runtime import cxx, native, triton_build
     from tilewright.schedule.plan import Schedule
 
@@ -117,7 +117,10 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
 def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: Inputs,
             chosen: dict[str, Any],
             recording: capture.Recording | None) -> Callable[..., Any]:  # fmt: skip
-    def compiled(graph: torch.fx.GraphModule, boundary: Boundary) -> Compiled:
+    saves = recording is not None and recording.saves  # what is saved goes without weights
+
+    def compiled(graph: torch.fx.GraphModule, boundary: Boundary,
+                 weights: Sequence[int] = ()) -> Compiled:  # fmt: skip
         # outside the tracing modes: literals are folded with real tensors
         with (_one_at_a_time, _interruptible(), config.patch(chosen), _disable_current_modes(),
               undisturbed()):  # fmt: skip
@@ -126,13 +129,15 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
                 monitor.happened("compilation", "the gradients of a graph compiled before")
             if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
-            program = compile_one(graph, boundary)
+            freezes = config.freezing and compile_one is compile_graph and not saves
+            freezes = freezes and len(weights) > 0
+            program = compile_frozen(graph, weights) if freezes else compile_one(graph, boundary)
             if recording is not None:
                 recording.compiled(boundary.role, program)
             return program
 
     def inference(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
-        return compiled(graph, EVERYTHING)
+        return compiled(graph, EVERYTHING, _facts().static_input_indices or ())
 
     def forward(graph: torch.fx.GraphModule, inputs: Inputs) -> Compiled:
         return compiled(graph, Boundary(capture.visible(_facts()), role="forward"))

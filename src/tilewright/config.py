@@ -130,6 +130,12 @@ layout_optimization: bool = option(
     "Lay out images with their channels last for convolutions on the CPU, where it pays.",
     affects_code=True,
 )
+freezing: bool = option(
+    False,
+    "Compute what a program of inference makes of weights alone once, for as long as they stay as "
+    "they are, and join batch norms with what they normalise. A write through `.data` is not seen.",
+    affects_code=True,
+)
 realize_opcount_threshold: int = option(
     30, "Store a value once computing it takes more operations than this.", affects_code=True
 )

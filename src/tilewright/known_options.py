@@ -201,8 +201,8 @@ REFUSED: dict[str, str] = {
         fx_graph_remote_cache remote_gemm_autotune_cache unsafe_skip_cache_dynamic_shape_guards
         unsafe_marked_cacheable_functions
     """,
-    "weights stay arguments: pass them as constants of the function, or leave the option out": """
-        freezing freezing_discard_parameters
+    "a module keeps its parameters: what `freezing` computes of them is kept beside": """
+        freezing_discard_parameters
     """,
     "passes of your own are `pre_grad_custom_pass`, `joint_custom_pre_pass`, "
     "`joint_custom_post_pass`, `post_grad_custom_pre_pass` and `post_grad_custom_post_pass`; those "

@@ -30,6 +30,7 @@ from tilewright.graph.attention import prune
 from tilewright.graph.batch import batch
 from tilewright.graph.boundary import EVERYTHING, Boundary, return_arguments
 from tilewright.graph.distinct import store_distinct
+from tilewright.graph.freeze import parted
 from tilewright.graph.gradients import one_by_one
 from tilewright.graph.layout import channels_last, eager_strides
 from tilewright.graph.passes import run as run_passes
@@ -39,6 +40,7 @@ from tilewright.graph.simplify import simplify
 from tilewright.graph.user_kernels import Launch
 from tilewright.host import artifact, body, cudagraphs, kernels, user_kernels
 from tilewright.host.artifact import Artifact, Source
+from tilewright.host.frozen import Frozen
 from tilewright.host.program import HostProgram, KernelCall, assemble
 from tilewright.host.verify import fault
 from tilewright.ir.program import Program
@@ -92,6 +94,23 @@ def compile_graph(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> 
     constants |= {body: _body(constants[body]) for body in found.host.bodies}
     origin = Origin(name, constants, artifact.locations(gm))
     return _loaded(found, origin, cached, start)
+
+
+def compile_frozen(gm: torch.fx.GraphModule, static: Sequence[int]) -> Compiled:
+    """A graph of inference whose arguments `static` are weights: what is computed of them alone is
+    not computed again while they stay the same (`config.freezing`)."""
+    with stage("graph"):
+        return_arguments(gm, EVERYTHING)
+        eager_strides(gm.graph)
+        simplify(gm)
+        if config.layout_optimization:
+            channels_last(gm.graph)
+        found = parted(gm, static)
+    if found is None:
+        return compile_graph(gm)
+    once, rest = compile_graph(found.once), compile_graph(found.rest)
+    metrics.counters["freezing"]["graphs parted"] += 1
+    return Frozen(once, rest, found.weights, found.kept)
 
 
 def _body(gm: torch.fx.GraphModule) -> Any:

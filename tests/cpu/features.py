@@ -22,6 +22,8 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as mapped
 from torch.utils.checkpoint import checkpoint
 
+from tilewright import metrics
+
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 NATIVE, ATEN, EAGER, REFUSED = "natively", "through ATen", "in eager", "refused"
 
@@ -219,8 +221,13 @@ def unknown_option() -> None:
 
 
 def frozen_weights() -> None:
-    with pytest.raises(Exception, match="weights stay arguments"):
-        compiled(torch.sin, options={"freezing": True})(torch.randn(3))
+    weight, values = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
+    f = compiled(lambda x: x + weight.exp().sum(0), options={"freezing": True})
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(f(values), values + weight.exp().sum(0))
+            weight.mul_(2)
+    assert metrics.counters["freezing"]["graphs parted"] == 1
 
 
 def passes_over_graphs() -> None:
@@ -385,7 +392,8 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("`aot_compile`, saved and loaded", NATIVE, saved_and_loaded),
         Feature("options of the reference's C++ programs", REFUSED, unknown_option,
                 note="`aot_compile` saves programs for Python"),
-        Feature("`freezing`", REFUSED, frozen_weights, note="weights stay arguments"),
+        Feature("`freezing`", NATIVE, frozen_weights,
+                note="what is made of weights alone is made once, until they change"),
         Feature("passes of your own over the graph", NATIVE, passes_over_graphs,
                 note="before gradients, joint, after; [options](config.md)"),
         Feature("`save_cache_artifacts`", NATIVE, carried_caches),

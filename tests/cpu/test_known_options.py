@@ -36,7 +36,7 @@ def test_an_option_without_effect_says_so_once(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("freezing", "weights stay arguments"),
+        ("freezing_discard_parameters", "kept beside"),
         ("cpp_wrapper", "aot_compile"),
         ("aot_inductor.output_path", "aot_compile"),
         ("force_layout_optimization", "use `layout_optimization`"),

@@ -16,7 +16,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from tilewright.graph import attention, narrow
+from tilewright.graph import attention, narrow, quantized
 
 aten = torch.ops.aten
 
@@ -157,8 +157,12 @@ OWN: dict[Any, Callable[..., Any]] = {
 """Decompositions that torch does not have."""
 
 
-@functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
+    return _table() | quantized.apart()
+
+
+@functools.cache
+def _table() -> dict[Any, Callable[..., Any]]:
     sections = (POINTWISE, VIEWS, INDEXING, REDUCTIONS, NORMS, POOLING, OPTIMIZERS, OTHERS)
     wanted = [target for section in sections for target in section]
     return dict(get_decompositions(wanted)) | OWN
