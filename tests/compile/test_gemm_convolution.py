@@ -125,6 +125,26 @@ def test_ma_g7_both_are_offered() -> None:
     assert "extern_aten_convolution" in code  # there is no card to measure on
 
 
+@pytest.mark.parametrize(
+    ("backends", "offered"),
+    [(" triton ", {"TRITON"}), ("ATEN", {"ATEN"}), ("Aten,TRITON", {"ATEN", "TRITON"}),
+     ("cutlass, aten", {"ATEN"})],
+)  # fmt: skip
+def test_ma_a5_the_backends_of_convolutions(backends: str, offered: set[str]) -> None:
+    """In any case, with blanks; those of products say nothing about them."""
+    seen = noted()
+    code_of(FORMS["planes"][0], *FORMS["planes"][1], max_autotune_conv_backends=backends,
+            max_autotune_gemm_backends="")  # fmt: skip
+    assert {c.provider for c in seen} == offered
+
+
+def test_ma_a5_nothing_is_asked_where_nothing_is_tuned() -> None:
+    """The library is there, whatever the list says."""
+    code = code_of(FORMS["planes"][0], *FORMS["planes"][1], max_autotune=False,
+                   max_autotune_conv_backends="")  # fmt: skip
+    assert "convolution" in code and "triton_tem_fused_" not in code
+
+
 SPACES = ["DEFAULT", "EXHAUSTIVE"]
 
 
@@ -171,6 +191,7 @@ def test_ma_g4_beside_itself_in_a_concatenation(space: str) -> None:
 
 
 def test_ma_g5_nobody_may_compute_it() -> None:
+    """MA-G5, MA-Q3."""
     options = {**TUNED, "max_autotune_conv_backends": "", "layout_optimization": False}
     with as_cuda(), torch.no_grad(), pytest.raises(BackendCompilerFailed,
                                                    match="NoValidChoicesError"):  # fmt: skip
@@ -180,6 +201,7 @@ def test_ma_g5_nobody_may_compute_it() -> None:
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_ma_g6_no_images(space: str, kernel: int) -> None:
+    """MA-G6, MA-I5."""
     code_of(lambda x, w: F.conv2d(x, w), torch.empty(0, 16, 14, 14), r(16, 16, kernel, kernel),
             max_autotune_gemm_search_space=space, max_autotune_gemm_backends="ATEN,TRITON",
             max_autotune_conv_backends="ATEN,TRITON")  # fmt: skip

@@ -199,21 +199,65 @@ def test_ma_d7_a_symbolic_row_length_is_looked_at_when_it_is_called() -> None:
 # ---- the SMs that are left
 
 
+@pytest.mark.parametrize("op", ["mm", "scaled_mm"])
 @pytest.mark.parametrize("kept", [None, 0, 27])
-def test_ma_d9_some_sms_are_left_to_others(kept: int | None) -> None:
-    """Of the products, not of the scaled ones. 2560x2560 is 400 blocks of 128 by 128."""
-    a, b = (torch.empty(2560, 2560, dtype=torch.bfloat16) for _ in range(2))
+def test_ma_d9_some_sms_are_left_to_others(op: str, kept: int | None) -> None:
+    """MA-D9, MA-D22, MA-F3: one template, by as many programs as there are SMs left."""
+    dtype = torch.bfloat16 if op == "mm" else torch.float8_e4m3fn
+    a, b = (torch.empty(2560, 2560, dtype=dtype) for _ in range(2))
+    one = torch.ones(())
+
+    def scaled(a: Tensor, b: Tensor) -> Tensor:
+        return torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+
     torch._C._set_sm_carveout_experimental(kept)
     try:
         with as_fake_cuda() as driver:
             options = {**TMA, "max_autotune_gemm_backends": "TRITON"}
-            compiled(torch.mm, options=options)(a, b.t())
+            compiled(torch.mm if op == "mm" else scaled, options=options)(a, b.t())
             grids = [launch.grid for launch in driver.launches if "tem_fused" in launch.name]
     finally:
         torch._C._set_sm_carveout_experimental(None)
     (grid,) = grids
-    blocks = 2560 // 128 * (2560 // 256)  # of the first configuration
-    assert grid == (min(blocks, 132 - (kept or 0)), 1, 1)
+    assert 2560 // 256 * (2560 // 128) > 132  # blocks, of the largest that are tried
+    assert grid == (132 - (kept or 0), 1, 1)
+
+
+@pytest.mark.parametrize("kept", [None, 27])
+@pytest.mark.parametrize(("m", "n"), [(256, 512), (2560, 2560)])
+def test_ma_d22_programs_are_blocks_or_sms(m: int, n: int, kept: int | None) -> None:
+    """As many as there are blocks where these are fewer; nobody with two warps is among them."""
+    made = problem("mm", meta(m, 64), meta(64, n)).problem
+    offered = [c for c in TritonProvider().candidates(made, "max")
+               if isinstance(c, TritonCandidate) and c.template.tma]  # fmt: skip
+    assert min(c.config.num_warps for c in offered) == 4
+    torch._C._set_sm_carveout_experimental(kept)
+    try:
+        for c in offered:
+            blocks = -(-m // c.config.block_m) * -(-n // c.config.block_n)
+            programs = eval(c.template.programs(made, c.config))
+            if c.template.persistent:
+                assert programs == min(132 - (kept or 0), blocks)
+            else:
+                assert programs == blocks * c.config.split_k
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+
+
+@pytest.mark.parametrize("layout", BOTH)
+def test_ma_d22_how_an_operand_lies_is_in_its_descriptor(layout: tuple[bool, bool]) -> None:
+    """Its shape and block are as memory runs; what is not, is turned in registers."""
+    a = r(64, 40).t() if layout[0] else r(40, 64)
+    b = r(48, 64).t() if layout[1] else r(64, 48)
+    made = problem("mm", a, b)
+    text = candidate(made, "mm_persistent_tma", SMALL).kernel().source.text
+    shapes = re.findall(r"make_tensor_descriptor\(\w+, \[(\w+), (\w+)\].*\[(\w+), (\w+)\]\)", text)
+    wanted = [("M", "K", "BLOCK_M", "BLOCK_K"), ("K", "N", "BLOCK_K", "BLOCK_N")]
+    turned = [(w[1], w[0], w[3], w[2]) if t else w for w, t in zip(wanted, layout, strict=True)]
+    assert shapes == turned, text
+    for name, t in zip("ab", layout, strict=True):
+        (line,) = re.findall(rf"^ *{name} = (.*desc_{name}.load.*)$", text, re.M)
+        assert ("tl.trans(" in line or ".T" in line) == t
 
 
 def test_what_is_kept_is_for_as_many_sms() -> None:

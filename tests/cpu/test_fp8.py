@@ -108,12 +108,13 @@ def eight(*size: int, dtype: torch.dtype = E4) -> Tensor:
 
 
 def product(function: Callable[..., Tensor], *args: Any, dynamic: bool | None = False,
-            tolerance: float = 2e-2, backends: str = "TRITON", **options: Any) -> str:  # fmt: skip
+            tolerance: float = 2e-2, arch: str = "sm_90", **options: Any) -> str:  # fmt: skip
     """Near to eager, by the template with the most in it; the generated program."""
     select.add_preprocessing_fn(most_fused)
     try:
-        with as_cuda(), config.patch({"test_configs.max_mm_configs": 1, **options}), fresh_cache():
-            given: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": backends}
+        one = {"test_configs.max_mm_configs": 1, **options}
+        with as_cuda(arch), config.patch(one), fresh_cache():
+            given: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
             call = torch.compile(function, backend="tilewright", dynamic=dynamic, options=given)
             found, code = run_and_get_code(call, *args)
     finally:
@@ -145,25 +146,35 @@ def quantised(x: Tensor, per_row: bool) -> tuple[Tensor, Tensor]:
     return (x.float() * scale).clamp(-448, 448).to(E4), scale.reciprocal()
 
 
+SPECIALISED = "blackwell_ws_persistent_device_tma"
+
+
+@pytest.mark.parametrize("tma_store", [False, True])
 @pytest.mark.parametrize(
     ("per_row", "dynamic", "arch"),
-    [(False, False, "sm_90"), (False, True, "sm_100"), (True, True, "sm_90"),
-     (True, False, "sm_100")],
+    [(False, False, "sm_90"), (True, True, "sm_90"),
+     *((per_row, dynamic, "sm_100") for per_row in (False, True) for dynamic in (False, True))],
 )  # fmt: skip
-def test_ma_f1_through_descriptors(per_row: bool, dynamic: bool, arch: str) -> None:
+def test_ma_f1_through_descriptors(
+    per_row: bool, dynamic: bool, arch: str, tma_store: bool
+) -> None:
     """MA-F1, MA-F2, MA-F3, F8-4: scales of everything to halves, of rows to bfloat16; the template
-    reads operands through descriptors that it makes, on Hopper and on Blackwell."""
+    reads operands through descriptors that it makes, on Hopper and on Blackwell, which has one of
+    its own."""
     dtype = BF16 if per_row else F16
-    a, s = quantised(torch.randn(32, 48).to(dtype).repeat(2, 2), per_row)
-    b, t = quantised(torch.randn(16, 48).to(dtype).repeat(2, 2), per_row)
-    for rows in (a, s) if per_row else (a,):
-        if dynamic:  # a row's length stays a number: where rows begin has to be known
-            torch._dynamo.mark_dynamic(rows, 0)
-    with config.patch({"cuda.arch": arch}):
-        code = product(scaled(dtype), a, b.t(), s, t.t() if per_row else t, dynamic=None, **TMA)
+    a, s = quantised(torch.randn(32, 48).to(dtype).repeat(8, 8), per_row)
+    b, t = quantised(torch.randn(16, 48).to(dtype).repeat(8, 8), per_row)
+    options = {**TMA, "triton.enable_template_tma_store": tma_store}
+    if arch == "sm_100":
+        options["test_configs.autotune_choice_name_regex"] = SPECIALISED
+    code = product(scaled(dtype), a, b.t(), s, t.t() if per_row else t, dynamic=dynamic, arch=arch,
+                   **options)  # fmt: skip
     assert (re.search(r"^ *s\d+ = arg", host(code), re.M) is not None) == dynamic
     assert "triton_tem_fused__scaled_mm" in host(code) and "extern_" not in host(code)
-    assert code.count("tl.make_tensor_descriptor(") == 2 and "desc_a.load(" in code
+    kernel = code[code.index("def triton_tem_fused_") :].partition("'''")[0]
+    assert "desc_a.load(" in kernel and "desc_b.load(" in kernel
+    assert ("desc_to_" in kernel) == tma_store and ("tl.store(" in kernel) != tma_store
+    assert ("warp_specialize=" in kernel) == (arch == "sm_100")
 
 
 def test_f8_4_with_what_surrounds_it() -> None:
