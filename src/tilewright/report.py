@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tilewright.codegen.triton.launch import Summary
 from tilewright.gemm.place import Implementation
 from tilewright.ir.program import Buffer, Node
 from tilewright.ir.show import brief
