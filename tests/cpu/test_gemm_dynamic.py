@@ -202,7 +202,7 @@ def test_the_library_between(
     library[:] = [lambda m: 0.001 if 8 <= m <= 32 else 1.0]
     code, found = run_at([4, 7, 8, 32, 48, 49, 64], layer, weights)
     assert found == {4: ["few"], 7: [], 8: [], 32: [], 48: [], 49: ["many"], 64: ["many"]}
-    (call,) = re.findall(r"extern_addmm_out\(.*out=buf0\) if (.*) else None", code)
+    (call,) = re.findall(r"extern_aten_addmm_out\(.*out=buf0\) if (.*) else None", code)
     assert call == "5 <= s77 <= 48"
     library[:] = [lambda m: 1.0]
     torch._dynamo.reset()
