@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewright import config
-from tilewright.gemm import convolution, narrow, parts
+from tilewright.gemm import convolution, grouped, narrow, parts
 from tilewright.gemm.problem import NARROW, GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
@@ -84,6 +84,10 @@ def is_convolution(group: Group) -> bool:
     return group.call is not None and convolution.is_tuned(group.call)
 
 
+def is_grouped(group: Group) -> bool:
+    return group.call is not None and grouped.is_tuned(group.call)
+
+
 def is_posed(group: Group) -> bool:
     return group.call is not None and hasattr(group.call.target, "problem") and (
         not hasattr(group.call.target, "kernel"))  # fmt: skip
@@ -128,6 +132,8 @@ def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
     """The bare problem, still in the program's names."""
     if convolution.is_tuned(call):
         return convolution.parsed(program, call, _result(program, call))
+    if grouped.is_tuned(call):
+        return grouped.parsed(program, call, _result(program, call))
     if call.target not in OPS:
         return call.target.problem(program, call)
     op = OPS[call.target]
@@ -529,6 +535,8 @@ def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
         names.setdefault(problem.bias.view.buffer, "bias")
     for mine, operand in zip(("scale_a", "scale_b"), problem.scales, strict=False):
         names.setdefault(operand.view.buffer, mine)
+    if problem.ends is not None:
+        names.setdefault(problem.ends.view.buffer, "ends")
     names.setdefault(problem.result.buffer, "c")
     values = [o.value for o in problem.operands]
     for node in loads(*values, *(e for s in problem.epilogue for e in s.exprs)):
@@ -558,6 +566,7 @@ def _renamed(problem: GemmProblem, names: Mapping[str, str]) -> GemmProblem:
         operands=tuple(operand(o) for o in problem.operands),
         bias=None if problem.bias is None else operand(problem.bias),
         scales=tuple(operand(o) for o in problem.scales),
+        ends=None if problem.ends is None else operand(problem.ends),
         result=view(problem.result),
         epilogue=tuple(Store(names[s.buffer], rewrite(s.index, rule), rewrite(s.value, rule),
                              s.mode, s.mask) for s in problem.epilogue),

@@ -608,7 +608,7 @@ def override_template_heuristics(
 for _name, _class in (("mm", MMTemplateHeuristic), ("bmm", MMTemplateHeuristic),
                       ("mm_plus_mm", MMPlusMMHeuristic), ("mm_split_k", SplitKHeuristic),
                       ("mv", RowsHeuristic), ("mm_persistent", PersistentHeuristic),
-                      ("mm_tma", TMAHeuristic),
+                      ("mm_tma", TMAHeuristic), ("grouped_mm", MMTemplateHeuristic),
                       ("blackwell_ws_persistent_device_tma", SpecialisedHeuristic),
                       ("mm_persistent_tma", PersistentTMAHeuristic)):  # fmt: skip
     register_template_heuristic(_name)(_class)

@@ -36,7 +36,8 @@ from tilewright.target import Target
 
 aten = torch.ops.aten
 
-Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm"]
+Op = Literal["mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm",
+             "_grouped_mm"]  # fmt: skip
 NARROW: tuple[Op, ...] = ("_int_mm", "_scaled_mm")
 SCALED = 128  # elements along k that have a scale in common, where it depends on k
 
@@ -76,6 +77,7 @@ class GemmProblem:
     epilogue: tuple[Store, ...] = ()
     scales: tuple[Operand, ...] = ()  # of _scaled_mm, at a position of the result and of k
     fast: bool = False  # of _scaled_mm: sums may be taken in fewer bits
+    ends: Operand | None = None  # of _grouped_mm: where a group ends
 
     # ---- sizes
 
@@ -152,6 +154,7 @@ class GemmProblem:
         values = [o.value for o in (*self.operands, *self.scales)]
         if self.bias is not None and self.beta != 0:
             values.append(self.bias.value)
+        values += [] if self.ends is None else [self.ends.value]
         values += [e for s in self.epilogue for e in s.exprs]
         found = {node.arg for node in loads(*values)} - {self.result.buffer}
         return tuple(sorted(found))
@@ -168,6 +171,7 @@ class GemmProblem:
         exprs = [*self.sizes, *(o.value for o in self.operands), _at(self.result, self.place)]
         exprs += [] if self.bias is None else [self.bias.value]
         exprs += [o.value for o in self.scales]
+        exprs += [] if self.ends is None else [self.ends.value]
         exprs += [e for s in self.epilogue for e in s.exprs]
         return tuple(sorted(syms(*exprs), key=lambda e: e.arg.name))
 
@@ -220,6 +224,11 @@ class GemmProblem:
         lines += [f"{o.view} = {show_expr(o.value)}" for o in self.operands]
         lines += [f"bias {self.bias.view}"] if self.bias is not None else []
         lines += [f"scale {o.view} = {show_expr(o.value)} fast={self.fast}" for o in self.scales]
+        lines += (
+            []
+            if self.ends is None
+            else [f"ends {self.ends.view} {type(self).__name__} {self.place}"]
+        )
         lines += [f"{self.result}", *map(str, self.buffers), *map(str, self.epilogue)]
         return "\n".join(lines)
 
