@@ -214,7 +214,7 @@ class _Finder:
             if with_after or with_before:
                 fusions.append(self._fusion(after if with_after else None,
                                             before if with_before else []))  # fmt: skip
-        fusions = [*self._sums_of_products(after), *fusions]
+        fusions = [*self._pairs(after), *self._sums_of_products(after), *fusions]
         bare = _canonical(self.problem, self.program.buffers)
         return Site(self.position, self.call, Fusion(*bare), tuple(fusions), dict(self.refused))
 
@@ -296,10 +296,7 @@ class _Finder:
 
     def _is_kept(self, epilogue: int) -> bool:
         """Whether the product itself is needed in memory, fused or not."""
-        result = self.problem.result.buffer
-        others = (g for k, g in enumerate(self.groups) if k not in (self.position, epilogue))
-        return (result in self.visible or self.program.buffers[result].kind != "temporary"
-                or any(result in g.reads | g.writes for g in others))  # fmt: skip
+        return self._kept_by_others({epilogue})
 
     # ---- two products
 
@@ -337,6 +334,62 @@ class _Finder:
             return []
         summed = [replace(s, value=substitute(s.value, {total: mine})) for s in after[1]]
         return [self._fusion((after[0], summed), [], both)]
+
+    def _pairs(self, after: tuple[int, list[Store]] | None) -> list[Fusion]:
+        """This product and another of the same left operand, where what follows takes an element
+        of each: a gate. A product that is needed in memory too is stored by the same kernel."""
+        p = self.problem
+        if after is None or p.op != "mm" or not p.target.is_gpu or p.out_dtype is not None:
+            return []
+        for name in sorted({n.arg for s in after[1] for n in loads(*s.exprs)}):
+            gated = self._gated(name, after[0])
+            if gated is None:
+                continue
+            there = _Finder(self.program, self.groups, *gated)
+            first, last = sorted((self, there), key=lambda f: f.position)
+            a, b = first.problem, last.problem
+            alike = a.sizes == b.sizes and a.operands[0] == b.operands[0]
+            if not alike or a.result != replace(b.result, buffer=a.result.buffer):
+                continue
+            both = replace(a, op="mm_pair", operands=(*a.operands, *b.operands), second=b.result)
+            stores = self._of_both(after[1], both)
+            if stores is None:
+                continue
+            if last._kept_by_others({first.position, after[0]}):
+                stores.append(Store(b.result.buffer, both.other.src[0], both.other))
+            both = replace(both, epilogue=tuple(stores),
+                           keeps=first._kept_by_others({last.position, after[0]}))  # fmt: skip
+            return [Fusion(*_canonical(both, self.program.buffers), (there.position,), after[0])]
+        return []
+
+    def _gated(self, name: str, after: int) -> tuple[int, Opaque, GemmProblem] | None:
+        """The product that makes a buffer, where it can be computed as late as what follows."""
+        users = [k for k, g in enumerate(self.groups) if name in g.reads | g.writes]
+        maker, call = users[0], self.groups[users[0]].call
+        if call is None or maker == self.position or OPS.get(call.target) != "mm":
+            return None
+        if any(k < after for k in users[1:]) or any(self.groups[k].when for k in users):
+            return None
+        found = _parsed(self.program, call)
+        if isinstance(found, str) or self._disturbed(call.reads | call.writes, maker, after):
+            return None
+        return maker, call, found
+
+    def _kept_by_others(self, inside: set[int]) -> bool:
+        result = self.problem.result.buffer
+        others = (g for k, g in enumerate(self.groups) if k not in {self.position, *inside})
+        return (result in self.visible or self.program.buffers[result].kind != "temporary"
+                or any(result in g.reads | g.writes for g in others))  # fmt: skip
+
+    def _of_both(self, stores: Sequence[Store], both: GemmProblem) -> list[Store] | None:
+        """With the elements of both products as the problem spells them; None where others than
+        those at the position are read."""
+        single = {v: ix.ZERO for v in both.place if v.src[0] is ix.ONE}
+        spelt = {substitute(e, single): e for e in (both.product, both.other)}
+        own = {e.arg for e in spelt.values()}
+        made = [replace(s, value=substitute(s.value, spelt)) for s in stores]
+        read = {n for s in made for n in loads(*s.exprs) if n.arg in own}
+        return made if read <= set(spelt.values()) else None
 
     @property
     def _nest_index(self) -> Expr:
@@ -538,6 +591,8 @@ def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
     if problem.ends is not None:
         names.setdefault(problem.ends.view.buffer, "ends")
     names.setdefault(problem.result.buffer, "c")
+    if problem.second is not None:
+        names.setdefault(problem.second.buffer, "c2")
     values = [o.value for o in problem.operands]
     for node in loads(*values, *(e for s in problem.epilogue for e in s.exprs)):
         names.setdefault(node.arg, f"x{len(names)}")
@@ -566,6 +621,7 @@ def _renamed(problem: GemmProblem, names: Mapping[str, str]) -> GemmProblem:
         operands=tuple(operand(o) for o in problem.operands),
         bias=None if problem.bias is None else operand(problem.bias),
         scales=tuple(operand(o) for o in problem.scales),
+        second=None if problem.second is None else view(problem.second),
         ends=None if problem.ends is None else operand(problem.ends),
         result=view(problem.result),
         epilogue=tuple(Store(names[s.buffer], rewrite(s.index, rule), rewrite(s.value, rule),

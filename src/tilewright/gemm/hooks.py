@@ -541,6 +541,8 @@ class _Epilogue:
             bias = cast(w.operand(p.bias.value), p.bias.dtype, made)
             total = w.let(f"{total} + {bias}" + (f" * {p.beta!r}" if p.beta != 1 else ""))
         w.know(p.product, w.let(cast(total, made, p.dtype), "c"))
+        if p.second is not None:
+            w.know(p.other, w.let(cast(f"{total}2", made, p.dtype), "c"))
         if p.keeps:
             self._store(Store(p.result.buffer, p.product.src[0], p.product))
         for store in p.epilogue:
