@@ -8,5 +8,5 @@ PROVIDERS = ("cpp", "triton")
 
 
 def load() -> None:
-    for name in PROVIDERS:
+    for name in (*PROVIDERS, "libraries"):  # which says who of torch's kernels computes the rest
         importlib.import_module(f"tilewright.attention.{name}")

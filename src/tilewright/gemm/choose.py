@@ -69,8 +69,8 @@ def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -
     if not asked:
         found = Chosen(modelled(program, found.groups))
     names = [g.call.name for g in found.groups if g.call is not None
-             and (fuse.is_posed(g) or (asked and any(
-                 is_one(g) for is_one in (fuse.is_product, fuse.is_convolution, fuse.is_sparse))))
+             and (fuse.is_posed(g)
+                  or (asked and (fuse.is_product(g) or fuse.is_of_its_own(g))))
              ]  # fmt: skip
     if not names:
         return found

@@ -122,6 +122,8 @@ class CppProvider:
     def supports(self, problem: GemmProblem) -> str:
         if problem.target.is_gpu:
             return "C++ kernels are for the CPU"
+        if problem.op == "mm_pair":
+            return "one result at a time"
         if any(ix.value_of(e) == 0 for e in problem.sizes[:3]):
             return "there is nothing to compute"
         unknown = [b.dtype for b in problem.buffers if b.dtype not in CTYPE]

@@ -124,7 +124,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def product(problem: GemmProblem) -> Product | str:
     """The problem in numbers, or why the library cannot compute it."""
-    if problem.op == "mm_plus_mm":
+    if problem.op in ("mm_plus_mm", "mm_pair"):
         return "it is the sum of two products"
     if not all(o.is_plain for o in problem.operands):
         return "an operand is computed where it is read"

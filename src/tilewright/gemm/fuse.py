@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewright import config
-from tilewright.gemm import convolution, narrow, parts, sparse
+from tilewright.gemm import convolution, grouped, narrow, parts, sparse
 from tilewright.gemm.problem import NARROW, GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
@@ -36,6 +36,7 @@ OPS: dict[Any, Op] = {
     aten._int_mm.default: "_int_mm", aten._int_mm.out: "_int_mm",
     aten._scaled_mm.default: "_scaled_mm", aten._scaled_mm.out: "_scaled_mm",
 }  # fmt: skip
+OF_THEIR_OWN = (convolution, grouped, sparse)  # operators whose arguments a module reads
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 MORE_READ = 1.1  # times the bytes of an operand that its prologue may read instead
 UNPACKED = 0.75  # of these, where it unpacks what is in memory: arithmetic is not too much then,
@@ -80,12 +81,9 @@ def is_product(group: Group) -> bool:
     return group.call is not None and group.call.target in OPS
 
 
-def is_convolution(group: Group) -> bool:
-    return group.call is not None and convolution.is_tuned(group.call)
-
-
-def is_sparse(group: Group) -> bool:
-    return group.call is not None and sparse.is_tuned(group.call)
+def is_of_its_own(group: Group) -> bool:
+    """Whether the call is of an operator whose problem is posed by a module of its own."""
+    return group.call is not None and any(m.is_tuned(group.call) for m in OF_THEIR_OWN)
 
 
 def is_posed(group: Group) -> bool:
@@ -130,10 +128,9 @@ def followed(program: Program, groups: Sequence[Group], position: int, ops: froz
 
 def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
     """The bare problem, still in the program's names."""
-    if convolution.is_tuned(call):
-        return convolution.parsed(program, call, _result(program, call))
-    if sparse.is_tuned(call):
-        return sparse.parsed(program, call, _result(program, call))
+    for module in OF_THEIR_OWN:
+        if module.is_tuned(call):
+            return module.parsed(program, call, _result(program, call))
     if call.target not in OPS:
         return call.target.problem(program, call)
     op = OPS[call.target]
@@ -214,7 +211,7 @@ class _Finder:
             if with_after or with_before:
                 fusions.append(self._fusion(after if with_after else None,
                                             before if with_before else []))  # fmt: skip
-        fusions = [*self._sums_of_products(after), *fusions]
+        fusions = [*self._pairs(after), *self._sums_of_products(after), *fusions]
         bare = _canonical(self.problem, self.program.buffers)
         return Site(self.position, self.call, Fusion(*bare), tuple(fusions), dict(self.refused))
 
@@ -296,10 +293,7 @@ class _Finder:
 
     def _is_kept(self, epilogue: int) -> bool:
         """Whether the product itself is needed in memory, fused or not."""
-        result = self.problem.result.buffer
-        others = (g for k, g in enumerate(self.groups) if k not in (self.position, epilogue))
-        return (result in self.visible or self.program.buffers[result].kind != "temporary"
-                or any(result in g.reads | g.writes for g in others))  # fmt: skip
+        return self._kept_by_others({epilogue})
 
     # ---- two products
 
@@ -337,6 +331,62 @@ class _Finder:
             return []
         summed = [replace(s, value=substitute(s.value, {total: mine})) for s in after[1]]
         return [self._fusion((after[0], summed), [], both)]
+
+    def _pairs(self, after: tuple[int, list[Store]] | None) -> list[Fusion]:
+        """This product and another of the same left operand, where what follows takes an element
+        of each: a gate. A product that is needed in memory too is stored by the same kernel."""
+        p = self.problem
+        if after is None or p.op != "mm" or not p.target.is_gpu or p.out_dtype is not None:
+            return []
+        for name in sorted({n.arg for s in after[1] for n in loads(*s.exprs)}):
+            gated = self._gated(name, after[0])
+            if gated is None:
+                continue
+            there = _Finder(self.program, self.groups, *gated)
+            first, last = sorted((self, there), key=lambda f: f.position)
+            a, b = first.problem, last.problem
+            alike = a.sizes == b.sizes and a.operands[0] == b.operands[0]
+            if not alike or a.result != replace(b.result, buffer=a.result.buffer):
+                continue
+            both = replace(a, op="mm_pair", operands=(*a.operands, *b.operands), second=b.result)
+            stores = self._of_both(after[1], both)
+            if stores is None:
+                continue
+            if last._kept_by_others({first.position, after[0]}):
+                stores.append(Store(b.result.buffer, both.other.src[0], both.other))
+            both = replace(both, epilogue=tuple(stores),
+                           keeps=first._kept_by_others({last.position, after[0]}))  # fmt: skip
+            return [Fusion(*_canonical(both, self.program.buffers), (there.position,), after[0])]
+        return []
+
+    def _gated(self, name: str, after: int) -> tuple[int, Opaque, GemmProblem] | None:
+        """The product that makes a buffer, where it can be computed as late as what follows."""
+        users = [k for k, g in enumerate(self.groups) if name in g.reads | g.writes]
+        maker, call = users[0], self.groups[users[0]].call
+        if call is None or maker == self.position or OPS.get(call.target) != "mm":
+            return None
+        if any(k < after for k in users[1:]) or any(self.groups[k].when for k in users):
+            return None
+        found = _parsed(self.program, call)
+        if isinstance(found, str) or self._disturbed(call.reads | call.writes, maker, after):
+            return None
+        return maker, call, found
+
+    def _kept_by_others(self, inside: set[int]) -> bool:
+        result = self.problem.result.buffer
+        others = (g for k, g in enumerate(self.groups) if k not in {self.position, *inside})
+        return (result in self.visible or self.program.buffers[result].kind != "temporary"
+                or any(result in g.reads | g.writes for g in others))  # fmt: skip
+
+    def _of_both(self, stores: Sequence[Store], both: GemmProblem) -> list[Store] | None:
+        """With the elements of both products as the problem spells them; None where others than
+        those at the position are read."""
+        single = {v: ix.ZERO for v in both.place if v.src[0] is ix.ONE}
+        spelt = {substitute(e, single): e for e in (both.product, both.other)}
+        own = {e.arg for e in spelt.values()}
+        made = [replace(s, value=substitute(s.value, spelt)) for s in stores]
+        read = {n for s in made for n in loads(*s.exprs) if n.arg in own}
+        return made if read <= set(spelt.values()) else None
 
     @property
     def _nest_index(self) -> Expr:
@@ -535,7 +585,11 @@ def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
         names.setdefault(problem.bias.view.buffer, "bias")
     for mine, operand in zip(("scale_a", "scale_b"), problem.scales, strict=False):
         names.setdefault(operand.view.buffer, mine)
+    if problem.ends is not None:
+        names.setdefault(problem.ends.view.buffer, "ends")
     names.setdefault(problem.result.buffer, "c")
+    if problem.second is not None:
+        names.setdefault(problem.second.buffer, "c2")
     values = [o.value for o in problem.operands]
     for node in loads(*values, *(e for s in problem.epilogue for e in s.exprs)):
         names.setdefault(node.arg, f"x{len(names)}")
@@ -564,6 +618,8 @@ def _renamed(problem: GemmProblem, names: Mapping[str, str]) -> GemmProblem:
         operands=tuple(operand(o) for o in problem.operands),
         bias=None if problem.bias is None else operand(problem.bias),
         scales=tuple(operand(o) for o in problem.scales),
+        second=None if problem.second is None else view(problem.second),
+        ends=None if problem.ends is None else operand(problem.ends),
         result=view(problem.result),
         epilogue=tuple(Store(names[s.buffer], rewrite(s.index, rule), rewrite(s.value, rule),
                              s.mode, s.mask) for s in problem.epilogue),

@@ -144,7 +144,8 @@ def get_shared_memory_estimation(problem: GemmProblem, config: GemmConfig, *,
     """Bytes of shared memory: the stages of both operands' tiles; with `epilogue` an upper bound
     that counts turning the accumulator for the store as if it did not use the same memory."""
     c = config
-    size = operand_bytes(problem) * (c.block_m + c.block_n) * c.block_k * c.num_stages + 128
+    tiles = c.block_m + c.block_n * (2 if problem.op == "mm_pair" else 1)
+    size = operand_bytes(problem) * tiles * c.block_k * c.num_stages + 128
     if not epilogue:
         return size
     element = 4 if problem.op in ("addmm", "baddbmm") else problem.dtype.itemsize
@@ -179,8 +180,10 @@ def longest(problem: GemmProblem) -> int:
 
 
 def sums(problem: GemmProblem) -> int:
-    """How many accumulators a program has: what is added up in fewer bits, or is to be scaled, is
-    added to the rest every 128 of k."""
+    """How many accumulators a program has. Each product of a pair has one; what is added up in
+    fewer bits, or is to be scaled, is added to the rest every 128 of k."""
+    if problem.op == "mm_pair":
+        return 2
     eight = problem.operands[0].dtype in UNITS and problem.target.capability[0] == 9
     return 2 if problem.is_block_scaled or (eight and not problem.fast) else 1
 
@@ -592,7 +595,8 @@ def override_template_heuristics(
 for _name, _class in (("mm", MMTemplateHeuristic), ("bmm", MMTemplateHeuristic),
                       ("mm_plus_mm", MMPlusMMHeuristic), ("mm_split_k", SplitKHeuristic),
                       ("mv", RowsHeuristic), ("mm_persistent", PersistentHeuristic),
-                      ("mm_tma", TMAHeuristic),
+                      ("mm_tma", TMAHeuristic), ("grouped_mm", MMTemplateHeuristic),
+                      ("mm_pair", MMTemplateHeuristic),
                       ("blackwell_ws_persistent_device_tma", SpecialisedHeuristic),
                       ("mm_persistent_tma", PersistentTMAHeuristic)):  # fmt: skip
     register_template_heuristic(_name)(_class)

@@ -139,6 +139,7 @@ class Hooks:
         found = [o.value for o in p.operands]
         found += [] if p.bias is None or p.beta == 0 else [p.bias.value]
         found += [s.value for s in p.scales]
+        found += [] if p.ends is None else [p.ends.value]
         return [*found, p.product, *(e for s in p.epilogue for e in s.exprs)]
 
     def _assumed(self) -> list[Expr] | None:
@@ -147,8 +148,18 @@ class Hooks:
         largest = max(self.shape.block_m, self.shape.block_n, self.shape.block_k)
         return narrow(self._exprs(), p.sizes, [b for b in p.buffers if b.name in names], largest)
 
+    @property
+    def grouped(self) -> Expr | None:
+        """The loop that groups are parts of."""
+        p = self.problem
+        if p.ends is None:
+            return None
+        return p.m if p.batch not in p.place else p.k
+
     def is_even(self, v: Expr) -> bool:
         """Whether blocks end where the loop does, for sure."""
+        if v is self.grouped:
+            return False
         block = {self.problem.m: self.shape.block_m, self.problem.n: self.shape.block_n}
         size = ix.value_of(v.src[0])
         return size is not None and size % block.get(v, self.shape.block_k) == 0
@@ -192,11 +203,13 @@ class Hooks:
     def tile(self) -> list[str]:
         """The rows and columns of block (`pid_m`, `pid_n`), and which of them exist."""
         p = self.problem
+        rows = "first" if self.grouped is p.m else "pid_m * BLOCK_M"
         lines = [
-            "m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]",
+            f"m = {rows} + tl.arange(0, BLOCK_M)[:, None]",
             "n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]",
         ]
-        lines += [] if self.is_even(p.m) else ["mmask = m < M"]
+        last = "end" if self.grouped is p.m else "M"
+        lines += [] if self.is_even(p.m) else [f"mmask = m < {last}"]
         return lines + ([] if self.is_even(p.n) else ["nmask = n < N"])
 
     def operand(self, name: str, row: int | None = None) -> Text:
@@ -235,6 +248,15 @@ class Hooks:
         lead = ("batch",) if len(m.sizes) == 3 else ()
         steps = tuple(w.index(step) for step in m.steps)
         return Words(name, f"{self.pointer(m.buffer)}{start}", (*lead, *loops), steps, self.wide)
+
+    def end(self, group: str) -> str:
+        """The address of where a group ends, or a block of groups."""
+        ends = self.problem.ends
+        assert ends is not None
+        (step,), offset = ends.view.stride, ends.view.offset
+        w = self.writer([], lambda e: "")
+        start = "" if offset is ix.ZERO else f" + {w.index(offset)}"
+        return f"{self.pointer(ends.view.buffer)}{start} + ({group}) * {w.index(step)}"
 
     def sinks(self) -> list[str]:
         """The descriptors that results are stored through."""
@@ -519,6 +541,8 @@ class _Epilogue:
             bias = cast(w.operand(p.bias.value), p.bias.dtype, made)
             total = w.let(f"{total} + {bias}" + (f" * {p.beta!r}" if p.beta != 1 else ""))
         w.know(p.product, w.let(cast(total, made, p.dtype), "c"))
+        if p.second is not None:
+            w.know(p.other, w.let(cast(f"{total}2", made, p.dtype), "c"))
         if p.keeps:
             self._store(Store(p.result.buffer, p.product.src[0], p.product))
         for store in p.epilogue:

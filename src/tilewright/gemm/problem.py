@@ -7,7 +7,7 @@ of one program, or two programs, that ask for the same product have equal proble
 What is computed, for every point of `batch`, `m` and `n` (mm_plus_mm adds a second such sum):
 
     total = alpha * sum over k of left(batch, m, k) * right(batch, k, n) + beta * bias(batch, m, n)
-    c     = total rounded to the product's own dtype
+    c     = total rounded to the product's own dtype; of mm_pair c2 is a second such sum
     store[index] = value    for each store of the epilogue, whose loads of `c` mean that value
 
 In a scaled product each term of the sum is multiplied by all `scales`. Those of rows, of columns or
@@ -37,8 +37,8 @@ from tilewright.target import Target
 aten = torch.ops.aten
 
 Op = Literal[
-    "mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm",
-    "_sparse_semi_structured_mm",
+    "mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm", "_grouped_mm",
+    "mm_pair", "_sparse_semi_structured_mm",
 ]  # fmt: skip
 NARROW: tuple[Op, ...] = ("_int_mm", "_scaled_mm")
 SCALED = 128  # elements along k that have a scale in common, where it depends on k
@@ -68,7 +68,7 @@ class GemmProblem:
     m: Expr
     n: Expr
     k: Expr
-    operands: tuple[Operand, ...]  # left, right; of mm_plus_mm also those of the second product
+    operands: tuple[Operand, ...]  # left, right; then those of a second product
     result: View  # of the product itself, on the buffer `c`: [batch,] m, n
     buffers: tuple[Buffer, ...]  # all that is read or written, `c` included; sorted by name
     target: Target
@@ -79,6 +79,8 @@ class GemmProblem:
     epilogue: tuple[Store, ...] = ()
     scales: tuple[Operand, ...] = ()  # of _scaled_mm, at a position of the result and of k
     fast: bool = False  # of _scaled_mm: sums may be taken in fewer bits
+    ends: Operand | None = None  # of _grouped_mm: where a group ends
+    second: View | None = None  # of mm_pair: the second product's result
 
     # ---- sizes
 
@@ -155,8 +157,10 @@ class GemmProblem:
         values = [o.value for o in (*self.operands, *self.scales)]
         if self.bias is not None and self.beta != 0:
             values.append(self.bias.value)
+        values += [] if self.ends is None else [self.ends.value]
         values += [e for s in self.epilogue for e in s.exprs]
-        found = {node.arg for node in loads(*values)} - {self.result.buffer}
+        own = {self.result.buffer, *([] if self.second is None else [self.second.buffer])}
+        found = {node.arg for node in loads(*values)} - own
         return tuple(sorted(found))
 
     @cached_property
@@ -171,6 +175,7 @@ class GemmProblem:
         exprs = [*self.sizes, *(o.value for o in self.operands), _at(self.result, self.place)]
         exprs += [] if self.bias is None else [self.bias.value]
         exprs += [o.value for o in self.scales]
+        exprs += [] if self.ends is None else [self.ends.value]
         exprs += [e for s in self.epilogue for e in s.exprs]
         return tuple(sorted(syms(*exprs), key=lambda e: e.arg.name))
 
@@ -183,6 +188,12 @@ class GemmProblem:
     def product(self) -> Expr:
         """What stands for the product in the epilogue: an element of `c`."""
         return load(self.result.buffer, self.dtype, _at(self.result, self.place))
+
+    @property
+    def other(self) -> Expr:
+        """What stands for the second product in the epilogue."""
+        assert self.second is not None
+        return load(self.second.buffer, self.second.dtype, _at(self.second, self.place))
 
     # ---- variants
 
@@ -223,6 +234,12 @@ class GemmProblem:
         lines += [f"{o.view} = {show_expr(o.value)}" for o in self.operands]
         lines += [f"bias {self.bias.view}"] if self.bias is not None else []
         lines += [f"scale {o.view} = {show_expr(o.value)} fast={self.fast}" for o in self.scales]
+        lines += (
+            []
+            if self.ends is None
+            else [f"ends {self.ends.view} {type(self).__name__} {self.place}"]
+        )
+        lines += [] if self.second is None else [f"second {self.second}"]
         lines += [f"{self.result}", *map(str, self.buffers), *map(str, self.epilogue)]
         return "\n".join(lines)
 
@@ -290,6 +307,10 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
         second = [problem.result, *views[2:]]
         nodes += [_call("mm", views[:2], problem.result, {}, None),
                   _call("addmm", second, problem.result, {}, None)]  # fmt: skip
+    elif problem.op == "mm_pair":
+        assert problem.second is not None
+        nodes += [_call("mm", views[:2], problem.result, {}, None),
+                  _call("mm", views[2:], problem.second, {}, None)]  # fmt: skip
     elif problem.op == "_scaled_mm":
         views += [o.view for o in (*problem.scales, *([problem.bias] if problem.bias else []))]
         given = {"out_dtype": problem.dtype, "use_fast_accum": problem.fast}

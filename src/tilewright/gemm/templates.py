@@ -35,7 +35,7 @@ from tilewright.codegen.triton.analysis.precision import imports
 from tilewright.codegen.triton.tile.ops import TYPE
 from tilewright.errors import TilewrightError
 from tilewright.gemm import descriptors
-from tilewright.gemm.heuristics import GemmConfig, available_sms
+from tilewright.gemm.heuristics import GemmConfig, available_sms, power
 from tilewright.gemm.hooks import (
     COUNTERS,
     DESCRIPTORS,
@@ -194,6 +194,8 @@ class TritonTemplate:
             store=lambda of: text.lines(hooks.store(of)),
             gather=lambda of: text.lines(hooks.gather(of)),
             total=lambda of: text.lines(hooks.total(of)),
+            end=hooks.end,
+            along_k=hooks.grouped is problem.k,
             acc_type=TYPE[accumulator(problem)],
             wide=".to(tl.int64)" if hooks.wide else "",
             batched=problem.is_batched,
@@ -293,6 +295,7 @@ bmm_template = TritonTemplate("bmm", _file("mm"), _BATCHED)
 mm_plus_mm_template = TritonTemplate("mm_plus_mm", _file("mm_plus_mm"), ("mm_plus_mm",))
 split_k_template = TritonTemplate("mm_split_k", _file("mm"), (*_TWO, *_BATCHED), split=True)
 mv_template = TritonTemplate("mv", _file("mv"), (*_TWO, *_BATCHED), rows=True, split=True)
+pair_template = TritonTemplate("mm_pair", _file("mm_pair"), ("mm_pair",))
 persistent_template = TritonTemplate("mm_persistent", _file("mm_persistent"),
                                      (*_TWO, *_BATCHED, "_int_mm"), persistent=True)  # fmt: skip
 tma_template = TritonTemplate("mm_tma", _file("mm"), (*_TWO, *_BATCHED, "_int_mm"), split=True,
@@ -303,5 +306,26 @@ persistent_tma_template = TritonTemplate("mm_persistent_tma", _file("mm_persiste
 specialised_template = TritonTemplate("blackwell_ws_persistent_device_tma", _file("mm_specialised"),
                                       (*_TWO, *_BATCHED), persistent=True, tma=True,
                                       specialised=True)  # fmt: skip
+
+
+class GroupedTemplate(TritonTemplate):
+    """A tile of a group's result per program."""
+
+    def constants(self, problem: GemmProblem, config: GemmConfig) -> dict[str, int]:
+        found = super().constants(problem, config)
+        count = ix.value_of(problem.sizes[0])
+        assert count is not None
+        return found | {"GROUPS": power(count)}
+
+    def programs(self, problem: GemmProblem, config: GemmConfig) -> str:
+        """Rows of groups end anywhere: each has a tile more than it fills."""
+        batch, m, n, _ = problem.sizes
+        rows = ix.floordiv(ix.add(m, config.block_m - 1), config.block_m)
+        columns = ix.floordiv(ix.add(n, config.block_n - 1), config.block_n)
+        along_k = problem.batch in problem.place
+        return number(ix.mul(columns, ix.mul(batch, rows) if along_k else ix.add(batch, rows)))
+
+
+grouped_template = GroupedTemplate("grouped_mm", _file("grouped_mm"), ("_grouped_mm",))
 
 __all__ = ["COUNTERS", "WORKSPACE", "Rendered", "TritonTemplate", "allow_tf32"]

@@ -9,16 +9,18 @@ All else is as torch has it, after the mask was laid out as its kernels want it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.fx.node import map_arg
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright import config
 
@@ -34,6 +36,19 @@ TYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 Function = Callable[..., torch.Tensor]
 
 
+Library = Callable[[Sequence[torch.Tensor], float, bool, float | None, bool], SDPBackend | None]
+
+
+def _torchs(operands: Sequence[torch.Tensor], dropout: float, causal: bool, scale: float | None,
+            grouped: bool) -> SDPBackend | None:  # fmt: skip
+    return None
+
+
+library: Library = _torchs
+"""Which of torch's kernels is to compute a call (operands, dropout, causal, scale, grouped heads);
+None: whichever torch takes. `attention/libraries.py` puts one here that measures."""
+
+
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
               is_causal: bool = False, *, scale: float | None = None,
@@ -46,8 +61,11 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         if mask is not None and mask.device.type == "cuda" and _is_odd(mask):
             mask = mask.clone(memory_format=torch.contiguous_format)
         key_ = torch._C.DispatchKey.CompositeImplicitAutograd
-        return WHOLE._op_dk(key_, query, key, value, mask, dropout_p, is_causal, scale=scale,
-                            enable_gqa=enable_gqa)  # fmt: skip
+        given = operands if mask is None else (*operands, mask)
+        taken = library(given, dropout_p, is_causal, scale, enable_gqa)
+        with contextlib.nullcontext() if taken is None else sdpa_kernel(taken):
+            return WHOLE._op_dk(key_, query, key, value, mask, dropout_p, is_causal, scale=scale,
+                                enable_gqa=enable_gqa)  # fmt: skip
     by = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
     out = _flex(operands, attn_mask, is_causal, by)
     return _laid_out(out, attn_mask is not None and _is_odd(attn_mask))

@@ -35,7 +35,7 @@ _OPAQUE_INDEX = 2**40 + 7  # in fresh integer memory: no table is that long
 
 
 class GroupLike(Protocol):
-    """What is needed of a fusion group; `schedule.group.Group` is one."""
+    """What is needed of a fusion group; `schedule.fusion.group.Group` is one."""
 
     members: tuple[Nest, ...]
     outer: tuple[Expr, ...]

@@ -178,7 +178,7 @@ _COMPUTED = "an operand is computed where it is read"
 
 
 def _refused(problem: GemmProblem) -> str:
-    if problem.op == "mm_plus_mm":
+    if problem.op in ("mm_plus_mm", "mm_pair"):
         return "it is the sum of two products"
     if problem.is_block_scaled:
         return "its scales are of blocks of k"
