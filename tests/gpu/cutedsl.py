@@ -7,10 +7,12 @@ without a card are `tests/compile/test_cutedsl_*.py`.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tilewright.gemm.cutedsl.source import CuteSource
 from tilewright.gemm.problem import GemmProblem, definition
 from tilewright.ir import index as ix
 from tilewright.testing import fresh_cache
+from tilewright.tune import select
 
 DOCS = Path(__file__).parents[2] / "docs" / "cutedsl.md"
 bf16 = torch.bfloat16
@@ -143,7 +146,9 @@ def templates() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"template {name} {dynamic}", lambda f=f, s=sizes, d=dynamic: _template(f, s, d)
 
 
-def _template(f: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], dynamic: bool) -> None:
+@contextmanager
+def documented() -> Iterator[None]:
+    """The template of the documentation computes sums."""
     op = lowering(torch.ops.aten.add.Tensor)
     block = DOCS.read_text().split("```python\n")[1].split("```")[0]
     from tilewright.gemm.cutedsl import CuteDSLTemplate
@@ -151,18 +156,43 @@ def _template(f: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], dynamic
     CuteDSLTemplate.all_templates.pop("matrix_add", None)
     exec(compile(block, str(DOCS), "exec"), {"__name__": "documented"})
     try:
+        yield
+    finally:
+        op.forget()
+
+
+def _template(f: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], dynamic: bool) -> None:
+    with documented():
         torch._dynamo.reset()
         given = [torch.randn(s, device="cuda") for s in sizes]
         got = torch.compile(f, backend="tilewright", dynamic=dynamic)(*given)
         torch.testing.assert_close(got, f(*given))
+
+
+def choices() -> Iterator[tuple[str, Callable[[], None]]]:
+    """CD-K18: all three are timed, and the fastest is taken."""
+    yield "three choices", _three
+
+
+def _three() -> None:
+    seen: list[dict[Any, float]] = []
+    select.add_feedback_saver(lambda times, *_: seen.append(dict(times)))
+    try:
+        with documented(), fresh_cache():
+            torch._dynamo.reset()
+            x, y = (torch.randn(128, 128, device="cuda") for _ in range(2))
+            f = torch.compile(torch.add, backend="tilewright", options={"max_autotune": True})
+            torch.testing.assert_close(f(x, y), x + y)
     finally:
-        op.forget()
+        select.clear_feedback_savers()
+    timed = {c.description: t for one in seen for c, t in one.items() if "cutedsl" in c.name}
+    assert len(timed) == 3 and all(map(math.isfinite, timed.values())), timed
 
 
 def main() -> int:
     wanted, failed, ran = sys.argv[1:], 0, 0
     with fresh_cache():
-        for name, check in (*templates(), *groups(), *products()):
+        for name, check in (*templates(), *choices(), *groups(), *products()):
             if wanted and not any(w in name for w in wanted):
                 continue
             ran, start = ran + 1, time.perf_counter()
