@@ -116,7 +116,10 @@ def test_cu_d12_clusters_of_the_call(listed: None) -> None:
     keys = [f"cluster_shape{part}_{side}" for part in ("", "_fallback") for side in "mn"]
     assert [found[key] for key in keys] == [4, 4, 2, 2]
     assert other.binary == free.binary
-    with pytest.raises(InvalidOptionError), config.patch({"cuda.cutlass_dynamic_cluster_shape": "4,4"}):
+    with (
+        pytest.raises(InvalidOptionError),
+        config.patch({"cuda.cutlass_dynamic_cluster_shape": "4,4"}),
+    ):
         pass
 
 
