@@ -610,11 +610,15 @@ class Cuda(Group):
     )
     cutlass_dynamic_cluster_shape: str = option(
         "2,1,1",
-        "No effect yet. Clusters of operations that leave it to the call (sm_100).",
+        "Blocks that share what they load, of operations that leave it to the call (sm_100).",
         affects_code=True,
+        check=Check(lambda t: bool(re.fullmatch(r"\d+,\d+,1", t)), "rows, columns and 1"),
     )
     cutlass_dynamic_cluster_fallback: str = option(
-        "2,1,1", "No effect yet. The same where so large a cluster does not fit.", affects_code=True
+        "2,1,1",
+        "The same where so large a cluster does not fit.",
+        affects_code=True,
+        check=Check(lambda t: bool(re.fullmatch(r"\d+,\d+,1", t)), "rows, columns and 1"),
     )
 
 

@@ -166,17 +166,11 @@ ACCEPTED: dict[str, str] = {
     """,
 }
 _LEAVES = """
-    compile_opt_level enable_debug_info use_fast_math cutlass_dir cutlass_max_profiling_configs
-    cutlass_max_profiling_swizzle_options cutlass_dynamic_cluster_shape
-    cutlass_dynamic_cluster_fallback cutlass_epilogue_fusion_enabled cutlass_tma_only
-    cutlass_backend_min_gemm_size generate_test_runner cutlass_op_allowlist_regex
-    cutlass_op_denylist_regex cutlass_instantiation_level cutlass_hash_with_compile_cmd
-    cutlass_prescreening cutlass_enabled_ops use_binary_remote_cache upload_to_binary_remote_cache
-    binary_remote_cache_force_write enable_caching_codegen nvgemm_max_profiling_configs
+    use_binary_remote_cache upload_to_binary_remote_cache binary_remote_cache_force_write
+    nvgemm_max_profiling_configs
 """
 ACCEPTED["a setting of CUTLASS kernels that those offered here do not have"] = " ".join(
     [f"{group}.{leaf}" for group in ("cutlass", "cuda") for leaf in _LEAVES.split()]
-    + ["cuda.version", "cuda.cuda_cxx", "cuda.enable_cuda_lto", "cuda.enable_ptxas_info"]
     + ["nvgemm_max_profiling_configs", "nvgemm_supplement_configs"]
 )
 # what starts so changes nothing either

@@ -170,6 +170,16 @@ def test_cd_m2_what_makes_an_input_is_part_of_the_kernel(launches: Launches) -> 
     assert code.count("empty_cuda(") == 1  # the result alone
 
 
+def test_cd_m5_what_is_padded_is_loaded_where_it_is(launches: Launches) -> None:
+    """CD-M2, CD-M5: a masked load in a kernel; beside it are zeros."""
+    documented()
+    before = counter("cutedsl_prologue_fusion_counter")
+    x, y = torch.randn(5, 6), torch.randn(8, 14)
+    check(lambda x, y: torch.nn.functional.pad(x, (3, 5, 1, 2)) + y, x, y)
+    assert counter("cutedsl_prologue_fusion_counter") == before + 1
+    assert len(launches) == 1
+
+
 REFUSED: dict[str, Callable[..., Any]] = {
     "used elsewhere": lambda x, y: (lambda h: (h + y, h))(x.half() * 0.5),
     "a reduction": lambda x, y: x.half().sum(1, keepdim=True).expand(6, 8) + y,

@@ -18,7 +18,8 @@ from tilewright.gemm import choose as choosing
 from tilewright.gemm import fuse
 from tilewright.gemm.cutlass.bind import CutlassSource
 from tilewright.gemm.cutlass.evt import Epilogue, epilogue
-from tilewright.gemm.problem import window
+from tilewright.gemm.cutlass.provider import Cutlass
+from tilewright.gemm.problem import GemmProblem, window
 
 M, N, K = 24, 40, 16
 
@@ -49,7 +50,12 @@ def _checked(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, dynamic: 
     metrics.reset()
     calls = 0
     reasons: list[str] = []
-    find = fuse.site
+    find, ask = fuse.site, Cutlass.supports
+
+    def supports(self: Cutlass, problem: GemmProblem) -> str:
+        why = ask(self, problem)
+        reasons.extend([why] if why and problem.epilogue else [])
+        return why
 
     def site(*given: Any) -> Any:
         found = find(*given)
@@ -68,6 +74,7 @@ def _checked(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, dynamic: 
     with by_torch():
         monkeypatch.setattr(CutlassSource, "__call__", call)
         monkeypatch.setattr(fuse, "site", site)
+        monkeypatch.setattr(Cutlass, "supports", supports)
         compiled = torch.compile(made, backend="tilewright", dynamic=dynamic, options=options)
         for m, n, k in ((M, N, K), (2 * M, N + 8, 3 * K)) if dynamic else ((M, N, K),):
             args = made.inputs(m, n, k, "cpu")

@@ -122,6 +122,18 @@ def test_cu_c21_what_is_offered() -> None:
     assert len(called) == 1 and not called[0].problem.epilogue and "triton_" in code
 
 
+def test_operands_are_in_memory_first() -> None:
+    """What makes an operand is a kernel before it; and with others alone the call is torch's."""
+    dense = left(64, 64)
+    values, meta = sparse_semi_structured_from_dense_cutlass(dense)
+    right = torch.randint(-3, 4, (64, 32)).half()
+    called, result, code = compiled(lambda v, e, r: product(v * 2, e, r + 1), values, meta, right)
+    assert len(called) == 1 and "triton_" in code
+    assert torch.equal(result, (dense * 2) @ (right + 1))
+    with pytest.raises(Exception, match="_sparse_semi_structured_mm"):  # which a CPU has not
+        compiled(product, values, meta, right, max_autotune_gemm_backends="TRITON")
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench import gpu_cutlass
+from bench import gpu_cutedsl, gpu_cutlass
 from bench.cutlass_cases import BESIDE, BINARY, UNARY, Case, drawn, groups, products
 from bench.gpu_cutlass import Findings, verdict
 from bench.measure import leaves
@@ -58,3 +58,19 @@ def test_a_list_of_candidates_is_milliseconds():
     """At most 50 ms after the first, on a machine that others use: the fastest of them."""
     took = gpu_cutlass.list_milliseconds(6)
     assert min(took[1:]) < gpu_cutlass.LIST_MS
+
+
+def test_the_verdict_on_the_dsl():
+    found = gpu_cutedsl.Findings()
+    for k in range(12):
+        found.add("fused", 1.2 if k < 7 else 0.9)
+        found.add("products", 0.98)
+    found.raised("first", 2.5)
+    found.raised("first", 3.5)
+    found.raised("second", 1.5)
+    found.most["template's choices timed"] = 3
+    found.left_out.append("8 groups")
+    said = {line.partition(": ")[0]: line for line in gpu_cutedsl.verdict(found)}
+    assert "7 of 12 won" in said["MISS fused"] and "0.980" in said["met  products"]
+    assert "3.50" in said["MISS first"] and "met  second" in said and "met  template" in said
+    assert not any("over a loop" in name for name in said)

@@ -7,10 +7,15 @@ without a card are `tests/compile/test_cutedsl_*.py`.
 
 from __future__ import annotations
 
+import math
+import os
+import pickle
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,10 @@ from tilewright.gemm.cutedsl.resort import Resort
 from tilewright.gemm.cutedsl.source import CuteSource
 from tilewright.gemm.problem import GemmProblem, definition
 from tilewright.ir import index as ix
+from tilewright.runtime import store
+from tilewright.target import Target
 from tilewright.testing import fresh_cache
+from tilewright.tune import select
 
 DOCS = Path(__file__).parents[2] / "docs" / "cutedsl.md"
 bf16 = torch.bfloat16
@@ -143,7 +151,9 @@ def templates() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"template {name} {dynamic}", lambda f=f, s=sizes, d=dynamic: _template(f, s, d)
 
 
-def _template(f: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], dynamic: bool) -> None:
+@contextmanager
+def documented() -> Iterator[None]:
+    """The template of the documentation computes sums."""
     op = lowering(torch.ops.aten.add.Tensor)
     block = DOCS.read_text().split("```python\n")[1].split("```")[0]
     from tilewright.gemm.cutedsl import CuteDSLTemplate
@@ -151,18 +161,116 @@ def _template(f: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], dynamic
     CuteDSLTemplate.all_templates.pop("matrix_add", None)
     exec(compile(block, str(DOCS), "exec"), {"__name__": "documented"})
     try:
+        yield
+    finally:
+        op.forget()
+
+
+def _template(f: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], dynamic: bool) -> None:
+    with documented():
         torch._dynamo.reset()
         given = [torch.randn(s, device="cuda") for s in sizes]
         got = torch.compile(f, backend="tilewright", dynamic=dynamic)(*given)
         torch.testing.assert_close(got, f(*given))
+
+
+def choices() -> Iterator[tuple[str, Callable[[], None]]]:
+    """CD-K18: all three are timed, and the fastest is taken."""
+    yield "three choices", _three
+
+
+def _three() -> None:
+    seen: list[dict[Any, float]] = []
+    select.add_feedback_saver(lambda times, *_: seen.append(dict(times)))
+    try:
+        with documented(), fresh_cache():
+            torch._dynamo.reset()
+            x, y = (torch.randn(128, 128, device="cuda") for _ in range(2))
+            f = torch.compile(torch.add, backend="tilewright", options={"max_autotune": True})
+            torch.testing.assert_close(f(x, y), x + y)
     finally:
-        op.forget()
+        select.clear_feedback_savers()
+    timed = {c.description: t for one in seen for c, t in one.items() if "cutedsl" in c.name}
+    assert len(timed) == 3 and all(map(math.isfinite, timed.values())), timed
+
+
+def together() -> Iterator[tuple[str, Callable[[], None]]]:
+    """CD-M3: calls that need nothing of each other are one launch."""
+    from tests.compile.test_cutedsl_programs import TWO
+
+    for name, f in TWO.items():
+        yield f"two calls {name}", lambda f=f: _together(f)
+
+
+def _together(f: Callable[..., Any]) -> None:
+    from tests.compile.test_cutedsl_programs import beside
+    from tilewright.gemm.cutedsl import CuteDSLTemplate
+
+    CuteDSLTemplate.all_templates.pop("beside_add", None)
+    beside()
+    try:
+        torch._dynamo.reset()
+        metrics.reset()
+        given = [torch.randn(96, 40, device="cuda") for _ in range(4)]
+        got = torch.compile(f, backend="tilewright", dynamic=False)(*given)
+        torch.testing.assert_close(got, f(*given))
+        assert metrics.counters["inductor"]["cutedsl_horizontal_fusion_counter"] == 1
+    finally:
+        lowering(torch.ops.aten.add.Tensor).forget()
+
+
+def masks() -> Iterator[tuple[str, Callable[[], None]]]:
+    """CD-M5: what is padded is loaded where it is, and is zero beside."""
+    yield "a masked load", _masked
+
+
+def _masked() -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (3, 5, 1, 2)) + y
+
+    with documented():
+        torch._dynamo.reset()
+        metrics.reset()
+        x, y = torch.randn(125, 120, device="cuda"), torch.randn(128, 128, device="cuda")
+        torch.testing.assert_close(torch.compile(f, backend="tilewright")(x, y), f(x, y))
+        assert metrics.counters["inductor"]["cutedsl_prologue_fusion_counter"] == 1
+
+
+WITHOUT = """
+import pickle, sys
+sys.modules["cutlass"] = sys.modules["quack"] = None
+import torch
+source, names = pickle.loads(bytes.fromhex(sys.argv[1]))
+a, b = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+given = {"x0": a, "x1": b.t(), "c": torch.full_like(a, float("nan"))}
+source(*(given[name] for name in names))
+torch.testing.assert_close(given["c"], a @ b.t(), rtol=3e-2, atol=1.0)
+"""
+
+
+def packaged() -> Iterator[tuple[str, Callable[[], None]]]:
+    """CD-M10: a kernel that was compiled runs in a process that has no DSL."""
+    yield "without the DSL", _without
+
+
+def _without() -> None:
+    from tests.products import problem
+
+    a, b = (torch.empty(512, 512, dtype=bf16) for _ in range(2))
+    made = problem("mm", a, b.t(), target=Target.of("cuda"))
+    kernel = quack.candidates(made.problem)[0].kernel()
+    assert isinstance(kernel.source, CuteSource)
+    kernel.source.submit().result()
+    sent = pickle.dumps((kernel.source, [name for _, name in kernel.arguments])).hex()
+    given = {**os.environ, "TILEWRIGHT_CACHE_DIR": str(store.root())}
+    subprocess.run([sys.executable, "-c", WITHOUT, sent], check=True, env=given)
 
 
 def main() -> int:
     wanted, failed, ran = sys.argv[1:], 0, 0
     with fresh_cache():
-        for name, check in (*templates(), *groups(), *products()):
+        for name, check in (*templates(), *choices(), *together(), *masks(), *packaged(),
+                            *groups(), *products()):  # fmt: skip
             if wanted and not any(w in name for w in wanted):
                 continue
             ran, start = ran + 1, time.perf_counter()

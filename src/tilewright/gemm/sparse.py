@@ -106,6 +106,8 @@ def is_tuned(call: Opaque) -> bool:
 
 def parsed(program: Program, call: Opaque, result: View) -> SparseProblem | str:
     """The problem, in the program's names, or why it is the library's."""
+    if not {p.name for p in enabled()} & {"ATEN", "CUTLASS"}:
+        return "neither ATEN nor CUTLASS is in max_autotune_gemm_backends"
     found = _operands(call)
     if isinstance(found, str):
         return found

@@ -127,6 +127,8 @@ def _sparse(problem: SparseProblem) -> Arranged | str:
     """By kernels of earlier cards, which end a product in no other way than by storing it."""
     if problem.epilogue:
         return "no operation for sparse matrices ends a product so"
+    if not problem.is_bare:
+        return _COMPUTED
     values, right_view, where, result = problem.views
     left, right, d = (matrix(v) for v in (values, right_view, result))
     for found in (left, right, d):

@@ -196,16 +196,18 @@ MEETING = 3.0  # microseconds for that
 STARTS = 2.5  # microseconds of a launch, before the first sums and after the last
 ALIKE = 2  # of operations with one tile and one way of sharing it out, those tried before others
 PEAK = {"f16": 8.0e8, "bf16": 8.0e8, "e4m3": 1.6e9, "e5m2": 1.6e9, "s8": 1.6e9}  # per microsecond
+FASTER = {100: 2.3}  # than these, by NVIDIA's figures of both
 BANDWIDTH = 4.0e6  # bytes per microsecond
 
 
 def estimate(op: Operation, p: Arranged, target: Target) -> float:
     """Microseconds, by a model of the card: waves of tiles, or the bytes that move."""
     batch, m, n, k = (max(1, h) for h in p.hints)
-    rows, columns, _ = op.tile
+    rows, columns = op.block
+    shared = clusters()[:2] if op.is_clustered_by_the_call else op.cluster
     across = [
         _up(math.ceil(size / tile), cluster)
-        for size, tile, cluster in ((m, rows, op.cluster[0]), (n, columns, op.cluster[1]))
+        for size, tile, cluster in ((m, rows, shared[0]), (n, columns, shared[1]))
     ]
     tiles = across[0] * across[1] * batch
     sms = max(1, target.sms)
@@ -213,7 +215,7 @@ def estimate(op: Operation, p: Arranged, target: Target) -> float:
     if op.is_stream_k and tiles < sms:
         waves = max(tiles / sms, 0.25)  # idle processors share the sums
     narrow = max(p.a.dtype.itemsize, p.b.dtype.itemsize)
-    peak = PEAK["f16" if narrow == 2 else "e4m3"] / sms
+    peak = PEAK["f16" if narrow == 2 else "e4m3"] * FASTER.get(op.arch, 1.0) / sms
     work = 2.0 * rows * columns * k / (peak * efficiency(op))
     moved = batch * (
         m * k * p.a.dtype.itemsize + n * k * p.b.dtype.itemsize + m * n * p.d[0].itemsize
@@ -224,7 +226,7 @@ def estimate(op: Operation, p: Arranged, target: Target) -> float:
 
 def efficiency(op: Operation) -> float:
     """The part of the peak that the kernel reaches."""
-    rows, columns, _ = op.tile
+    rows, columns = op.block
     found = TILES.get((rows, columns), 0.7)
     schedule = op.suffixes[1]
     found *= next((part for word, part in SCHEDULES if word in schedule), UNSAID)
@@ -263,7 +265,7 @@ def varied(rows: Sequence[Ranked]) -> list[Ranked]:
     first: list[Ranked] = []
     seen: dict[object, int] = {}
     for row in rows:
-        kind = row.operation.tile, row.operation.is_stream_k
+        kind = row.operation.block, row.operation.is_stream_k
         seen[kind] = seen.get(kind, 0) + 1
         if seen[kind] <= ALIKE:
             first.append(row)
@@ -273,3 +275,12 @@ def varied(rows: Sequence[Ranked]) -> list[Ranked]:
 def swizzles() -> tuple[int, ...]:
     """Orders of tiles the options name."""
     return tuple(int(n) for n in config.cuda.cutlass_max_profiling_swizzle_options.split(","))
+
+
+def clusters() -> tuple[int, int, int, int]:
+    """Rows and columns of blocks that share what they load, where the call says; and of fewer,
+    where so many do not fit. (A cluster is flat: the third number is 1.)"""
+    o = config.cuda
+    named = (o.cutlass_dynamic_cluster_shape, o.cutlass_dynamic_cluster_fallback)
+    (a, b, *_), (c, d, *_) = ([int(n) for n in text.split(",")] for text in named)
+    return a, b, c, d

@@ -66,7 +66,21 @@ class Operation:
     @property
     def is_tma(self) -> bool:
         """Whether results go through tensor descriptors: what an epilogue can be fused to."""
-        return self.is_3x and self.suffixes[2].startswith("_epi_tma")
+        return self.is_3x and self.epilogue_schedule.rpartition("::")[2].startswith("Tma")
+
+    @property
+    def block(self) -> Numbers:
+        """Rows and columns of the result that one block computes. From sm_100 on `tile` is what a
+        cluster does, and an instruction can be two blocks'."""
+        if self.arch < 100:
+            return self.tile[:2]
+        m, n = self.instruction[:2]
+        return (m // 2 if "2Sm" in self.kernel_schedule else m, n)
+
+    @property
+    def is_clustered_by_the_call(self) -> bool:
+        """Whether how many blocks share what they load is said at the call."""
+        return self.cluster[0] == 0
 
     @property
     def is_fast(self) -> bool:

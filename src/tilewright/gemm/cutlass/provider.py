@@ -29,6 +29,7 @@ MOST: dict[Effort, int | None] = {"none": 1, "quick": 4, "default": 8, "max": No
 ORDERS: dict[Effort, int | None] = {"none": 1, "quick": 1, "default": 2, "max": None}
 PREFERRED = (2, 1, 4, 8)  # orders, for a result of more tiles than a card has processors
 LATER = 0.004  # part of the time that an order is guessed to be behind the one before it
+RENDERED = (90, 100)  # architectures
 OPS = ("mm", "addmm", "bmm", "int_mm", "scaled_mm", "sparse_semi_structured_mm")
 _OPTION_OF = {
     "baddbmm": "bmm",
@@ -77,7 +78,8 @@ class CutlassCandidate:
         p = self.row.problem
         finish = p.fused if p.fused is not None and self.operation.is_tma else p.plain
         assert finish is not None
-        return rendered(Request(self.operation, p.a, p.b, p.sizes, finish, p.meta))
+        shared = filter.clusters() if self.operation.is_clustered_by_the_call else ()
+        return rendered(Request(self.operation, p.a, p.b, p.sizes, finish, p.meta, shared))
 
     @cached_property
     def source(self) -> NvccSource:
@@ -196,8 +198,8 @@ class Cutlass:
             return "nothing is measured without max_autotune or max_autotune_gemm"
         if not install.try_import_cutlass():
             return f"CUTLASS is not there: {install.HOW}"
-        if _arch(problem) != 90:
-            return f"kernels are rendered for sm_90, and not for {problem.target.arch}"
+        if _arch(problem) not in RENDERED:
+            return f"kernels are rendered for sm_90 and sm_100, and not for {problem.target.arch}"
         return ""
 
     def _unwanted(self, problem: GemmProblem) -> str:
@@ -262,7 +264,7 @@ def _orders(row: Ranked, problem: GemmProblem, effort: Effort | None) -> list[in
     if effort is None:
         return list(named)
     batch, m, n, _ = row.problem.hints
-    rows, columns, _ = row.operation.tile
+    rows, columns = row.operation.block
     if effort != "max" and batch * -(-m // rows) * -(-n // columns) <= problem.target.sms:
         return [1] if 1 in named else [named[0]]
     order = sorted(named, key=lambda s: PREFERRED.index(s) if s in PREFERRED else len(PREFERRED))

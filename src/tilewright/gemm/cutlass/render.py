@@ -23,6 +23,7 @@ NAME = "KERNEL_NAME"  # in the text until its hash is known
 LAYOUTS = {"t": "cutlass::layout::RowMajor", "n": "cutlass::layout::ColumnMajor"}
 ROUND = "cutlass::FloatRoundStyle::round_to_nearest"
 TMA = {"f32": 4, "f16": 8, "bf16": 8, "e4m3": 16, "e5m2": 16, "s8": 16, "s32": 4, "void": 8}
+CLUSTERS = ("cluster_shape", "cluster_shape_fallback")  # of CUTLASS's hardware information
 NAMED_OPS = 4  # of an epilogue, in the name of its kernel
 
 Value = Expr | float | Literal["swizzle", "sms"]
@@ -48,6 +49,7 @@ class Request:
     sizes: tuple[Expr, Expr, Expr, Expr]  # batch, m, n, k
     finish: Epilogue | Plain
     meta: Matrix | None = None  # of a sparse left operand
+    clusters: tuple[int, ...] = ()  # blocks that share what they load, where the call says
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,9 @@ class _Text:
             compute = CPP[r.operation.accumulator]
             fusion = f"cutlass::epilogue::fusion::LinearCombination<ElementD, {compute}, ElementC, {compute}>"  # noqa: E501
         swizzle, sms = self.number("swizzle", "swizzle"), self.number("sms", "sms")
+        names = [f"{name}_{side}" for name in CLUSTERS for side in "mn"]
+        for name, blocks in zip(names, r.clusters, strict=False):
+            self.number(name, ix.as_index(blocks))
         body = [
             *self._head(),
             *types,
@@ -135,8 +140,8 @@ class _Text:
     def _head(self) -> list[str]:
         op, finish = self.request.operation, self.request.finish
         shapes = {
-            name: ", ".join(f"_{n}" for n in part)
-            for name, part in (("Tile", op.tile), ("Cluster", op.cluster))
+            name: ", ".join(f"_{n}" if n else "int" for n in part)
+            for name, part in ((self.tile, self._shape()), ("Cluster", op.cluster))
         }
         c, d = self._source(), finish.d.access if isinstance(finish, Epilogue) else finish.d
         layout_c = LAYOUTS[c.major if c is not None else op.layouts[2]]
@@ -159,6 +164,16 @@ class _Text:
             "",
         ]
 
+    @property
+    def tile(self) -> str:
+        """The type of the tile that a multiplication of matrices computes: from sm_100 on it can be
+        that of two blocks, and epilogues are told what one block does."""
+        return "Tile" if self.request.operation.arch < 100 else "MmaTile"
+
+    def _shape(self) -> tuple[int, ...]:
+        op = self.request.operation
+        return op.tile if op.arch < 100 else (*op.instruction[:2], op.tile[2])
+
     def _source(self) -> Matrix | Access | None:
         finish = self.request.finish
         if isinstance(finish, Plain):
@@ -178,13 +193,13 @@ class _Text:
         )
         return [
             "using Epilogue = typename collective::CollectiveBuilder<",
-            f"    {arch}, Tile, Cluster, collective::EpilogueTileAuto,",
+            f"    {arch}, {self.tile}, Cluster, collective::EpilogueTileAuto,",
             f"    ElementAccumulator, {self._compute()}, ElementC, LayoutC, {c}, ElementD, LayoutD, {d},",  # noqa: E501
             f"    EpilogueSchedule, {fusion}>::CollectiveOp;",
             "using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<",
             f"    {arch},",
             f"    ElementA, LayoutA, {op.aligned[0]}, ElementB, LayoutB, {op.aligned[1]},",
-            "    ElementAccumulator, Tile, Cluster,",
+            f"    ElementAccumulator, {self.tile}, Cluster,",
             f"    cutlass::gemm::collective::{stages},",
             f"    {op.kernel_schedule}>::CollectiveOp;",
             "using Kernel = cutlass::gemm::kernel::GemmUniversal<",
@@ -219,7 +234,15 @@ class _Text:
             f"      {ends},",
             f"      {{0, int({sms}), 0}}, {{}}}};",
             f"  arguments.scheduler.max_swizzle_size = int({swizzle});",
+            *self._clusters(),
             *_CALL,
+        ]
+
+    def _clusters(self) -> list[str]:
+        return [
+            f"  arguments.hw_info.{name} = dim3(unsigned({name}_m), unsigned({name}_n), 1);"
+            for name in CLUSTERS
+            if self.request.clusters
         ]
 
     def _signature(self) -> list[str]:
@@ -361,12 +384,33 @@ class _Nodes:
         edges = ", ".join(f"seq<{', '.join(map(str, e))}>" for e in self.edges)
         nodes = ", ".join(f"Node{k}" for k in range(len(self.edges)))
         return [
+            *self._descriptor(),
             *_EACH,
             *self.lines,
             f"using Fusion = fusion::Sm90TopologicalVisitor<float, cute::tuple<{edges}>,",
             f"    {nodes}>;",
             "",
         ]
+
+    def _descriptor(self) -> list[str]:
+        if self.text.request.operation.arch < 100:
+            return [
+                "using Descriptor = collective::detail::EpilogueDescriptor<",
+                "    Tile, collective::EpilogueTileAuto, ElementC, ElementD, EpilogueSchedule>;",
+            ]
+        return [
+            "using Descriptor = collective::detail::Sm100EpilogueDescriptor<",
+            "    cutlass::arch::OpClassTensorOp, MmaTile, collective::EpilogueTileAuto,",
+            "    ElementAccumulator, ElementC, ElementD, EpilogueSchedule,",
+            "    cutlass::detail::TagToStrideC_t<LayoutC>,",
+            "    cutlass::detail::TagToStrideC_t<LayoutD>, false, false>;",
+            "using Tile = typename Descriptor::TileShape;",
+        ]
+
+    @property
+    def _generation(self) -> str:
+        """In names of what describes memory beside C and D; nodes keep those of sm_90."""
+        return "" if self.text.request.operation.arch < 100 else "Sm100"
 
     def _add(self, node: tuple[str, str], inputs: tuple[int, ...]) -> int:
         kind, arguments = node
@@ -414,7 +458,7 @@ class _Nodes:
                 f"{x.alignment}, false>"
             ), arguments
         self.lines.append(
-            f"using Load{k} = collective::detail::AuxLoadDescriptor<"
+            f"using Load{k} = collective::detail::{self._generation}AuxLoadDescriptor<"
             f"Descriptor, {stride}, {element}>;"
         )
         return (
@@ -434,7 +478,7 @@ class _Nodes:
                 f"{x.alignment}, false>"
             ), arguments
         self.lines.append(
-            f"using Store{k} = collective::detail::AuxStoreDescriptor<"
+            f"using Store{k} = collective::detail::{self._generation}AuxStoreDescriptor<"
             f"Descriptor, {stride}, {element}>;"
         )
         return (
@@ -481,8 +525,6 @@ _INCLUDES_2X = (
 )
 
 _EACH = (
-    "using Descriptor = collective::detail::EpilogueDescriptor<",
-    "    Tile, collective::EpilogueTileAuto, ElementC, ElementD, EpilogueSchedule>;",
     "CUTLASS_HOST_DEVICE float rounded_f16(float x) { return float(cutlass::half_t(x)); }",
     "CUTLASS_HOST_DEVICE float rounded_bf16(float x) { return float(cutlass::bfloat16_t(x)); }",
     "template <class F, class T> struct Each {};",
