@@ -30,6 +30,13 @@ def main() -> None: ...
 _FILE = click.Path(path_type=Path)
 
 
+def _need_folder() -> None:
+    """A folder for this process alone is of no use to a command, which then ends."""
+    if not store.is_lasting():
+        raise TilewrightError("there is no cache folder that can be written to",
+                              hint="set TILEWRIGHT_CACHE_DIR to one")  # fmt: skip
+
+
 @main.command(help="What the cache folder holds.")
 def show() -> None:
     files = list(store.files(store.root()))
@@ -50,6 +57,7 @@ def export() -> None:
 @main.command(help="Write the cache folder to a file.")
 @click.argument("file", type=_FILE)
 def pack(file: Path) -> None:
+    _need_folder()
     made = sharing.pack(file)
     click.echo(f"{file}: {len(made.files)} files, {len(made.records['choices'])} choices")
 
@@ -58,6 +66,7 @@ def pack(file: Path) -> None:
 @click.argument("file", type=_FILE)
 @click.option("--force", is_flag=True, help="Take the records of another kind of machine.")
 def unpack(file: Path, force: bool) -> None:
+    _need_folder()
     click.echo(f"{sharing.unpack(file, force=force)} files and records are new")
 
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import sys
 import tarfile
 import time
@@ -105,18 +106,25 @@ def unpack(path: str | Path, *, force: bool = False) -> int:
     if wrong and not force:
         hint = "tune here, or take its records alone with force=True (--force)"
         raise PackError(f"{path} is not for this machine: {'; '.join(wrong)}", hint=hint)
-    return add(found, with_files=not wrong)
+    new, lost = add(found, with_files=not wrong)
+    if lost:
+        raise PackError(f"{lost} files of {path} could not be written to {store.root()}",
+                        hint="make room, or set config.cache_dir (or TILEWRIGHT_CACHE_DIR)"
+                        )  # fmt: skip
+    return new
 
 
-def add(found: Pack, *, with_files: bool = True) -> int:
-    count = records.take(found.records)
+def add(found: Pack, *, with_files: bool = True) -> tuple[int, int]:
+    """How many files and records are new, and how many files could not be written."""
+    count, lost = records.take(found.records), 0
     for name, data in found.files.items() if with_files else ():
         key = store.split(name)
         assert key is not None  # `read` has looked
         target = store.path(*key)
         if not target.exists():
-            count += store.keep(target, data)
-    return count
+            kept = store.keep(target, data)
+            count, lost = count + kept, lost + (not kept)
+    return count, lost
 
 
 def validate(found: Pack | str | Path) -> list[str]:
@@ -189,7 +197,9 @@ def _write(path: Path, made: Pack) -> None:
     tables = json.dumps(made.records).encode()
     manifest = {"machine": made.machine, "at": time.time(), "files": sums,
                 "records": hashlib.sha256(tables).hexdigest()}  # fmt: skip
-    draft = path.with_name(f".{path.name}.tmp")
+    if not path.name:
+        raise PackError(f"{str(path)!r} is no name of a file", hint="name the file to write")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with tarfile.open(draft, "w:gz", compresslevel=3) as tar:
             _put(tar, _MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -229,7 +239,8 @@ def read(path: str | Path) -> Pack:
     except PackError:
         raise
     except Exception as error:  # whatever a damaged file has tarfile, zlib and json raise
-        raise PackError(f"{path} is not a pack that can be read: {error}",
+        why = str(error).partition("\n")[0].rstrip(":")  # tarfile tells of all that it tried
+        raise PackError(f"{path} is not a pack that can be read: {why}",
                         hint="make one with `tilewright pack FILE`") from error  # fmt: skip
 
 

@@ -88,6 +88,27 @@ def test_ma_h1_a_long_sum_in_parts(sizes: tuple[int, int, int], dtype: torch.dty
         "def triton_red_fused_decompose_k(")  # fmt: skip
 
 
+def test_ma_n4_what_several_calls_are_kept_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name, sizes, strides and what is computed: the same in every process, and of nothing else."""
+
+    def key(left: Tensor, right: Tensor, parts: int = 4) -> str:
+        return Composed(problem("mm", left, right).problem, parts).key
+
+    given = meta(32, 32768), meta(32768, 32)
+    strided = meta(32768, 64).as_strided((32768, 32), (64, 1))
+    found = {
+        "itself": key(*given),
+        "another name": key(*given, parts=8),
+        "other sizes": key(meta(64, 32768), meta(32768, 32)),
+        "other strides": key(given[0], strided),
+        "another dtype": key(*(meta(*t.shape, dtype=BF16) for t in given)),
+    }
+    assert key(*(t.clone() for t in given)) == found["itself"]
+    monkeypatch.setattr(composed, "_TEXT", composed._TEXT + "\n# another graph")
+    found["another graph"] = key(*given)
+    assert len(set(found.values())) == 6, found
+
+
 def test_ma_h2_sizes_that_may_be_anything() -> None:
     """Nothing says that k is long."""
     seen = noted()

@@ -198,6 +198,41 @@ def test_the_command_line(packed, tmp_path, monkeypatch):
         assert "files" in call(cli.main, ["pack", str(tmp_path / "p")]).output
 
 
+def test_commands_say_what_to_do(packed, tmp_path, monkeypatch, capsys):
+    """Bad input is told of in two lines; nothing is left behind, or seems to be done."""
+
+    def said(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["tilewright", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.run()
+        assert ended.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0].startswith("error: ") and lines[1].startswith("  hint:"), lines
+        assert len(lines) == 2
+        return lines[0]
+
+    one = packed / "one.pack"
+    (tmp_path / "text").write_text("no pack")
+    for command in ("unpack", "validate"):
+        assert "not a pack" in said(command, tmp_path / "text")
+        assert "not a pack" in said(command, tmp_path)
+        assert "not a pack" in said(command, tmp_path / "nowhere")
+    assert "not a pack" in said("diff", one, tmp_path / "text")
+    assert "not a pack" in said("merge", tmp_path / "m", one, tmp_path / "text")
+    assert not (tmp_path / "m").exists()
+    assert "no name of a file" in said("pack", "")
+    assert "cannot be written" in said("pack", tmp_path / "no" / "folder")
+    assert "cannot be written" in said("merge", tmp_path, one)
+    monkeypatch.setattr(store, "keep", lambda *_, **__: False)
+    with machine(tmp_path / "full"):
+        assert "could not be written" in said("unpack", one)
+    with config.patch(cache_dir="/proc/nowhere"):
+        caches.clear()
+        for command in ("pack", "unpack"):
+            assert "no cache folder" in said(command, tmp_path / "file")
+    caches.clear()
+
+
 def test_torchs_own_artefacts_carry_ours(tmp_path):
     from torch.compiler._cache import CacheArtifactManager
 

@@ -4,6 +4,7 @@ user's process lives, the result is right, and the reason is recorded."""
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 import time
@@ -267,6 +268,16 @@ def test_without_any_time_it_is_the_librarys_call(clock: Any) -> None:
     assert "is gone" in verdict.rejected["a"]
     with pytest.raises(NoValidChoicesError):
         choose(Fake("a", 1.0, crash=lost), Fake("b", 1.0, crash=lost))
+
+
+def test_cu_g9_infinite_times_of_all_but_the_library(clock: Any) -> None:
+    """Neither an error nor remembered: the library is there."""
+    infinite = [Fake(f"cutlass_{k}", math.inf, provider="CUTLASS", estimate=1.0) for k in range(4)]
+    verdict = choose(*infinite, aten(100.0))
+    assert (verdict.winner.name, verdict.source) == ("mm", "measured")
+    assert set(verdict.rejected) == {c.name for c in infinite}
+    assert all("no finite time" in why for why in verdict.rejected.values())
+    assert [r.name for r in records.measured(subject()).values()] == ["mm"]
 
 
 def test_free_memory_is_what_the_control_group_leaves(tmp_path: Any) -> None:

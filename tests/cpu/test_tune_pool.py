@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -104,6 +106,27 @@ def test_ma_m9_which_cards_are_timed_on(monkeypatch):
             TuningProcessPool.get_device_list()
 
 
+@pytest.mark.parametrize("named", [None, "1,2", "0"])
+@pytest.mark.parametrize("many", [False, True])
+def test_ma_m9_each_process_sees_its_card_alone(monkeypatch, named, many):
+    """And without several, whatever the program itself sees."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    with config.patch(autotune_multi_device=many):
+        made = TuningProcessPool()
+    try:
+        expected = (named or "0,1").split(",") if many else [named]
+        assert [d if d is None else str(d) for d in made.devices] == (expected if many else [None])
+        for process, device in zip(made._all, expected, strict=True):
+            process.put(tuning_jobs.visible)
+            assert process.get() == device
+    finally:
+        made.shutdown()
+
+
 def test_ma_m12_several_cards_each_with_its_own_process(monkeypatch):
     """CU-G12 too."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -181,8 +204,6 @@ def test_ma_m14_m17_m18_m19_products_are_timed_in_the_background(monkeypatch):
 
 def test_ma_m1_cu_g13_what_is_sent_holds_no_tensor():
     """And the overhead of asking is not that of making inputs again."""
-    import pickle
-
     seen: list[bytes] = []
     with fresh_cache(), config.patch(max_autotune=True):
         choose = select.AlgorithmSelectorCache.__call__
@@ -198,6 +219,78 @@ def test_ma_m1_cu_g13_what_is_sent_holds_no_tensor():
     assert len(seen) >= 2
     assert all(len(data) < x.numel() for data in seen)
     assert all(b"_rebuild_tensor" not in data and b"storage" not in data for data in seen)
+
+
+def two(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return a @ b + c @ d
+
+
+def test_ma_m1_the_librarys_sum_of_two_products_in_another_process(monkeypatch):
+    """Four buffers of six numbers: what is sent pickles, is timed and compared there, and the
+    process ends as processes should."""
+    found: list[Any] = []
+    choose = select.AlgorithmSelectorCache.__call__
+
+    def spy(self, subject, trials):
+        found.extend(t for t in trials if t.is_library)
+        return choose(self, subject, trials)
+
+    monkeypatch.setattr(select.AlgorithmSelectorCache, "__call__", spy)
+    given = [torch.randn(2, 3), torch.randn(3, 2), torch.randn(2, 3), torch.randn(3, 2)]
+    with fresh_cache():
+        done = torch.compile(two, backend="tilewright", options={"max_autotune": True})(*given)
+        torch.testing.assert_close(done, two(*given))
+        plan = next(t for t in found if all(f"{s}" in repr(t.remote()) for s in "ab"))
+        memory = plan.remote().memory
+        sizes = {tuple(int(e.arg) for e in b.size) for b in memory.buffers}
+        assert sizes == {(2, 3), (3, 2), (2, 2)}, sizes
+        process = child.TuningProcess()
+        process.put(functools.partial(child.whole, pickle.loads(pickle.dumps(plan.remote())), 3))
+        samples, wrong = process.get(120)
+        assert wrong == "" and len(samples) == 3 and all(0 < us < 1e6 for us in samples)
+    assert process._process is not None and process._process.stdin is not None
+    process._process.stdin.close()
+    assert process._process.wait(60) == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ma_m3_a_product_of_what_is_computed_first(dynamic):
+    """Timed in the other process: sizes that vary, and a producer that may be fused."""
+    a, b = torch.randn(100, 10), torch.randn(10, 100)
+    options = {"max_autotune": True, "autotune_in_subproc": True,
+               "max_autotune_gemm_backends": "ATEN,CPP"}  # fmt: skip
+    asked: list[Any] = []
+    ask = child.asked
+    with fresh_cache(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "asked", lambda *given: asked.append(given[0]) or ask(*given))
+        compiled = torch.compile(lambda a, b: torch.sin(a) @ b, backend="tilewright",
+                                 dynamic=dynamic, options=options)  # fmt: skip
+        for rows in (100, 60) if dynamic else (100,):
+            expected = torch.sin(a[:rows]) @ b
+            torch.testing.assert_close(compiled(a[:rows], b), expected, rtol=1e-4, atol=1e-4)
+    assert {job.func for job in asked} >= {child.sample, child.check}
+
+
+def test_ma_m14_two_problems_of_two_choices_are_four_timings():
+    """The library and one kernel each; equal problems are timed once."""
+    AsyncAutotuner.clear()
+    AutotuneProcessPool._shutdown_for_inactivity = False
+    a, b, c = torch.randn(128, 64), torch.randn(64, 256), torch.randn(256, 128)
+    options: dict[str, Any] = {
+        "max_autotune_gemm": True, "pipeline_max_autotune_gemm": True,
+        "max_autotune_gemm_backends": "ATEN,CPP", "test_configs.max_mm_configs": 1,
+    }  # fmt: skip
+
+    def three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a @ b, a.clone() @ b, c @ a
+
+    with fresh_cache():
+        compiled = torch.compile(three, backend="tilewright", options=options)
+        for found, expected in zip(compiled(a, b, c), three(a, b, c), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert len(AsyncAutotuner.choice_hash_to_future) == 4
+    AutotuneProcessPool.get_instance().shutdown()
+    AsyncAutotuner.clear()
 
 
 ORPHAN = """

@@ -6,6 +6,7 @@ Their twins without one are `tests/compile/test_cutlass_*.py`.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from tilewright.gemm.cutlass.words import (
     cuda_standalone_runner_compile_command,
 )
 from tilewright.testing import fresh_cache, run_and_get_code
+from tilewright.tune.choices import ChoiceCaller, CUTLASSTemplateCaller
+from tilewright.tune.select import AlgorithmSelectorCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -265,6 +268,20 @@ def test_cu_c4_g9_g10_g11_with_the_library() -> None:
     options = {**configs(4), "max_autotune_gemm_backends": "CUTLASS,ATEN"}
     f = torch.compile(torch.addmm, backend="tilewright", options=options)
     torch.testing.assert_close(f(bias, x, w), torch.addmm(bias, x, w), rtol=2e-2, atol=0.5)
+
+
+def test_cu_g9_times_that_are_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all of CUTLASS's choices: the library computes it."""
+    sample = AlgorithmSelectorCache.benchmark_choice
+
+    def infinite(self: AlgorithmSelectorCache, choice: ChoiceCaller, tuning: Any) -> float:
+        took = sample(self, choice, tuning)
+        return math.inf if isinstance(choice, CUTLASSTemplateCaller) else took
+
+    monkeypatch.setattr(AlgorithmSelectorCache, "benchmark_choice", infinite)
+    x, w = r(256, 3520, dtype=BF16), r(3520, 2048, dtype=BF16)
+    options = {**configs(4), "max_autotune_gemm_backends": "CUTLASS,ATEN"}
+    same(torch.mm, x, w, options=options, rtol=2e-2, atol=0.5)
 
 
 APART = {"autotune_in_subproc": True, "compile_threads": 4}

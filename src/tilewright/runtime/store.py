@@ -75,6 +75,14 @@ def root() -> Path:
     return folder
 
 
+def is_lasting() -> bool:
+    """Whether what is kept is there for later processes."""
+    return root() not in _of_this_process
+
+
+_of_this_process: set[Path] = set()
+
+
 def _wanted() -> Path | None:
     try:
         return config.cache_root()
@@ -197,6 +205,8 @@ def _temporary(where: str | None) -> Path:
 
 
 def _remove_at_exit(folder: Path, pid: int) -> None:
+    _of_this_process.add(folder)
+
     def remove() -> None:
         if os.getpid() == pid:  # a forked child must not delete its parent's folder
             shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tilewright import caches, config
 from tilewright.tune.failures import Crashed
@@ -146,7 +146,8 @@ class TuningProcess:
             self._process, self._pid = None, os.getpid()
         self.kill()
         # programs have paths and what else in this list
-        found = [os.fspath(p) for p in sys.path if p and isinstance(p, (str, os.PathLike))]
+        given = cast("list[Any]", sys.path)
+        found = [os.fspath(p) for p in given if p and isinstance(p, (str, os.PathLike))]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.fsdecode, found))}
         if self._device is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(self._device)

@@ -58,8 +58,13 @@ def agreed(subject: Subject, offered: str, measure: Callable[[], Verdict]) -> Ve
         _adopted[subject.key, offered] = Choice(found["trial"], found["description"])
         return measure()
     metrics.counters["ranks"]["measured"] += 1
-    with question.alive():
-        verdict = measure()
+    try:
+        with question.alive():
+            verdict = measure()
+    except BaseException:  # another's turn: nobody is to wait for an answer that does not come
+        with contextlib.suppress(Exception):
+            question.give_up()
+        raise
     said = {"trial": verdict.winner.key, "description": verdict.winner.description,
             "rows": records.rows_of(subject)}  # fmt: skip
     with contextlib.suppress(Exception):
@@ -96,9 +101,11 @@ class _Question:
             beat = f"{owner} {self._read('beat')}"
             if beat != heard:
                 heard, since = beat, time.monotonic()
-            if time.monotonic() - since > config.autotune_rank_timeout_seconds:
-                log.warning("rank %s was not heard of for %g s: its tuning is taken over", owner,
-                            config.autotune_rank_timeout_seconds)  # fmt: skip
+            gave_up = self._read("given up") == owner
+            if gave_up or time.monotonic() - since > config.autotune_rank_timeout_seconds:
+                log.warning("the tuning of rank %s is taken over: %s", owner, "it failed" if gave_up
+                            else f"nothing was heard of it for "
+                            f"{config.autotune_rank_timeout_seconds:g} s")  # fmt: skip
                 owner = self._claim(owner)
                 if owner == self.me:
                     metrics.counters["ranks"]["taken over"] += 1
@@ -117,6 +124,9 @@ class _Question:
     def tell(self, answer: str) -> None:
         # of two that measured the same for want of news the first one's counts
         self.board.compare_set(f"{self.name}/done", "", answer)
+
+    def give_up(self) -> None:
+        self.board.set(f"{self.name}/given up", self.me)
 
     @contextlib.contextmanager
     def alive(self) -> Generator[None]:

@@ -90,8 +90,9 @@ def measured(subject: Subject) -> dict[str, Row]:
 
 def _row(trial: str, name: str, provider: str, reason: str, median: float | None,
          spread: float | None, samples: int | None, *marks: int) -> Row:  # fmt: skip
-    known = isinstance(median, (int, float)) and isinstance(spread, (int, float))
-    time = Timing(median, spread, samples) if known and isinstance(samples, int) else None
+    time = None  # also where a file of others has text for numbers
+    if isinstance(median, float) and isinstance(spread, float) and isinstance(samples, int):
+        time = Timing(median, spread, samples)
     return Row(trial, name, provider, time, reason, *map(bool, marks))
 
 
