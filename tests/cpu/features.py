@@ -424,6 +424,8 @@ FEATURES: dict[str, list[Feature]] = {
                 note="`aot_compile` saves programs for Python"),
         Feature("AOTInductor's packages", REFUSED, around.ahead_of_time,
                 note="the same"),
+        Feature("`torch.compiler.precompile`", REFUSED, around.precompiled,
+                note="by torch, for every backend but its own"),
         Feature("errors with the user's line", NATIVE, around.the_users_line),
         Feature("`freezing`", NATIVE, frozen_weights,
                 note="what is made of weights alone is made once, until they change"),

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,6 +109,16 @@ def ahead_of_time() -> None:
     program = torch.export.export(Scaled(), (values,))
     with pytest.raises(Exception, match="aot_compile"):
         compiled(program.module(), options={"aot_inductor.output_path": "x"})(values)
+
+
+def precompiled() -> None:
+    """Since torch 2.15, and a prototype."""
+    precompile = getattr(torch.compiler, "precompile", None)
+    assert (precompile is None) == (torch.__version__ < "2.15")
+    if precompile is not None:
+        with tempfile.TemporaryDirectory() as folder, pytest.raises(Exception, match="backend"):
+            precompile.capture(torch.sin, artifact_path=f"{folder}/a", cache_path=f"{folder}/b",
+                               backend="tilewright")  # fmt: skip
 
 
 def quantised() -> None:
