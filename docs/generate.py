@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.ao.quantization.fx._decomposed  # defines the operators of quantised programs
 
 from tests import behaviours, traffic
 from tilewright import config, known_options

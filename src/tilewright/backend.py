@@ -129,9 +129,10 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
                 monitor.happened("compilation", "the gradients of a graph compiled before")
             if recording is not None and boundary.role == "backward":
                 recording.backward_graph = capture.graph_bytes(graph)
-            freezes = config.freezing and compile_one is compile_graph and not saves
-            freezes = freezes and len(weights) > 0
-            program = compile_frozen(graph, weights) if freezes else compile_one(graph, boundary)
+            if config.freezing and weights and not saves:
+                program = compile_frozen(graph, weights, compile_one)
+            else:
+                program = compile_one(graph, boundary)
             if recording is not None:
                 recording.compiled(boundary.role, program)
             return program

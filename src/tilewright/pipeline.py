@@ -96,7 +96,9 @@ def compile_graph(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING) -> 
     return _loaded(found, origin, cached, start)
 
 
-def compile_frozen(gm: torch.fx.GraphModule, static: Sequence[int]) -> Compiled:
+def compile_frozen(gm: torch.fx.GraphModule, static: Sequence[int],
+                   compile_one: Callable[[torch.fx.GraphModule, Boundary], Compiled]
+                   ) -> Compiled:  # fmt: skip
     """A graph of inference whose arguments `static` are weights: what is computed of them alone is
     not computed again while they stay the same (`config.freezing`)."""
     with stage("graph"):
@@ -107,8 +109,8 @@ def compile_frozen(gm: torch.fx.GraphModule, static: Sequence[int]) -> Compiled:
             channels_last(gm.graph)
         found = parted(gm, static)
     if found is None:
-        return compile_graph(gm)
-    once, rest = compile_graph(found.once), compile_graph(found.rest)
+        return compile_one(gm, EVERYTHING)
+    once, rest = (compile_one(part, EVERYTHING) for part in (found.once, found.rest))
     metrics.counters["freezing"]["graphs parted"] += 1
     return Frozen(once, rest, found.weights, found.kept)
 

@@ -22,6 +22,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as mapped
 from torch.utils.checkpoint import checkpoint
 
+from tests.cpu import features_around as around
 from tilewright import metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
@@ -289,7 +290,7 @@ def profiled() -> None:
     f(values)
     with torch.profiler.profile() as profile:
         f(values)
-    assert profile.events() is not None
+    assert any(event.name.startswith("cpp_fused_cos_add") for event in profile.events())
 
 
 FEATURES: dict[str, list[Feature]] = {
@@ -311,6 +312,10 @@ FEATURES: dict[str, list[Feature]] = {
                 lambda x: torch.view_as_real(torch.complex(x, x) * 1j), x()),
         Feature("random numbers", NATIVE, lambda x: torch.rand_like(x) * 0, x()),
         Feature("random numbers, eager's with `fallback_random`", ATEN, eagers_numbers),
+        Feature("NumPy", NATIVE, around.of_numpy),
+        Feature("tensor subclasses", NATIVE, around.subclasses),
+        Feature("`torch.export`'s programs", NATIVE, around.exported),
+        Feature("quantised programs of pt2e", NATIVE, around.quantised),
     ],
     "Operators": [
         Feature("pointwise, fused", NATIVE, lambda a, b: F.gelu(a) * b.sigmoid() + 1, two()),
@@ -337,6 +342,8 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("linear algebra", ATEN, lambda x: torch.linalg.det(x), x(4, 4)),
         Feature("Fourier transforms", ATEN, lambda x: torch.fft.rfft(x).abs(), x(8)),
         Feature("custom operators", ATEN, custom_op),
+        Feature("custom operators with gradients", ATEN, around.custom_op_with_gradient),
+        Feature("`flex_attention`", NATIVE, around.flexible),
         Feature("sparse tensors", EAGER, sparse_operand),
         Feature("jagged nested tensors", NATIVE, jagged),
     ],
@@ -355,6 +362,9 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("the same with gradients", NATIVE, lambda x: region(region(x)), grad()),
         Feature("`torch.compiler.disable`", NATIVE, disabled_part),
         Feature("`torch.compiler.set_stance`", NATIVE, stances),
+        Feature("`set_stance(\"fail_on_recompile\")`", NATIVE, around.recompiles_are_errors),
+        Feature("`torch.compiler.allow_in_graph`", NATIVE, around.allowed),
+        Feature("`nonstrict_trace`", NATIVE, around.not_strict),
     ],
     "Gradients": [
         Feature("forward and backward", NATIVE, lambda x: (x.sin() * x).softmax(-1), grad()),
@@ -369,12 +379,21 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("gradients of gradients", REFUSED,
                 double_backward, note="by AOTAutograd, for every backend"),
         Feature("optimisers", NATIVE, optimizer_step),
+        Feature("clipping of gradients", NATIVE, around.clipped),
+        Feature("`torch.func`: jvp, jacrev, hessian", NATIVE, around.transforms),
+        Feature("`torch.func.functional_call`", NATIVE, around.functional_call),
+        Feature("`torch.autograd.grad` inside", NATIVE, around.gradient_inside),
+        Feature("compiled autograd", NATIVE, around.compiled_autograd),
+        Feature("selective checkpointing", ATEN, around.kept_by_choice,
+                note="the products of it"),
+        Feature("hooks on saved tensors", NATIVE, around.kept_elsewhere),
     ],
     "Sizes": [
         Feature("`dynamic=True`", NATIVE,
                 lambda x: (x * 2).sum(0), x(5, 4), lambda: {"dynamic": True}),
         Feature("sizes that change", NATIVE, dynamic_by_itself),
         Feature("`mark_dynamic`", NATIVE, marked_dynamic),
+        Feature("`mark_unbacked`", ATEN, around.unbacked, note="the check of the size"),
         Feature("sizes that are data", ATEN, data_dependent_size),
         Feature("numbers read from tensors", NATIVE, number_from_tensor),
     ],
@@ -385,20 +404,36 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("hooks", ATEN, hooks),
         Feature("`state_dict` of a compiled module", NATIVE, state_dicts),
         Feature("autocast", ATEN, cast, two((6, 8), (8, 5))),
+        Feature("`inference_mode`", NATIVE, around.inference_mode),
+        Feature("copies of compiled modules", NATIVE, around.copied),
+    ],
+    "Several processes": [
+        Feature("DDP of a compiled module", ATEN, around.ddp, note="its products"),
+        Feature("FSDP2 (`fully_shard`) of compiled modules", ATEN, around.fsdp,
+                note="their products"),
+        Feature("DTensor", NATIVE, around.dtensor),
+        Feature("functional collectives", ATEN, around.collectives),
     ],
     "Around it": [
         Feature("`mode=\"max-autotune\"`", NATIVE, lambda x: x.sin() + 1, x(),
                 lambda: {"mode": "max-autotune"}),
+        Feature("`mode=\"reduce-overhead\"`", NATIVE, around.recordings,
+                note="CUDA graphs on a card, nothing on a CPU"),
         Feature("`aot_compile`, saved and loaded", NATIVE, saved_and_loaded),
         Feature("options of the reference's C++ programs", REFUSED, unknown_option,
                 note="`aot_compile` saves programs for Python"),
+        Feature("AOTInductor's packages", REFUSED, around.ahead_of_time,
+                note="the same"),
+        Feature("`torch.compiler.precompile`", REFUSED, around.precompiled,
+                note="by torch, for every backend but its own"),
+        Feature("errors with the user's line", NATIVE, around.the_users_line),
         Feature("`freezing`", NATIVE, frozen_weights,
                 note="what is made of weights alone is made once, until they change"),
         Feature("passes of your own over the graph", NATIVE, passes_over_graphs,
                 note="before gradients, joint, after; [options](config.md)"),
         Feature("`save_cache_artifacts`", NATIVE, carried_caches),
         Feature("calls from several threads", NATIVE, threads),
-        Feature("`torch.profiler`", NATIVE, profiled),
+        Feature("`torch.profiler`", NATIVE, profiled, note="kernels have their names"),
     ],
 }  # fmt: skip
 

@@ -72,6 +72,15 @@ def test_integers_are_not_pooled_adaptively(pool: Any):
         torch.compile(lambda x: pool(x, 2), backend="tilewright")(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool])
+@pytest.mark.parametrize("pool", [F.avg_pool1d, F.avg_pool2d, F.avg_pool3d])
+def test_averages_of_narrow_integers_are_refused(pool: Any, dtype: torch.dtype):
+    x = torch.ones(1, 2, *[4] * int(pool.__name__[-2]), dtype=dtype)
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match="not implemented for"):
+        torch.compile(lambda x: pool(x, 2), backend="tilewright")(x)
+
+
 def test_a_plane_without_elements_takes_nothing():
     x, places = torch.randn(1, 2, 2, 2), torch.zeros(1, 2, 2, 2, dtype=torch.int64)
     check(lambda x, places: aten.max_unpool2d(x, places, [0, 4]), x, places)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tilewright
 from tilewright import metrics
 from tilewright.host.frozen import Frozen
 
@@ -197,6 +198,13 @@ def test_training_is_as_without(folds: list[int]):
         wanted = torch.autograd.grad(m(x).sum(), m.weight)[0]
     torch.testing.assert_close(m.weight.grad, wanted)
     assert folds == []
+
+
+def test_a_report_shows_what_runs_at_every_call():
+    report = tilewright.explain(Scaled(), options={"freezing": True})(torch.randn(3, 4))
+    once, rest = report.graphs
+    assert [part.is_kernel for part in once.parts] == [True]
+    assert [part.name for part in rest.parts] == ["mm"]
 
 
 def test_sizes_may_change(folds: list[int]):

@@ -89,7 +89,7 @@ def test_a_quantised_layer():
 
 
 def test_limits_that_do_not_fit_are_refused():
+    f = torch.compile(lambda x: ops.quantize_per_tensor(x, 1.0, 0, 0, 300, torch.uint8),
+                      backend="tilewright")  # fmt: skip
     with pytest.raises(Exception, match="out of bound"):
-        f = torch.compile(lambda x: ops.quantize_per_tensor(x, 1.0, 0, 0, 300, torch.uint8),
-                          backend="tilewright")  # fmt: skip
         f(torch.randn(3))

@@ -12,6 +12,7 @@ import torch
 from tilewright.errors import TilewrightError
 from tilewright.gemm.provider import Argument
 from tilewright.host import support
+from tilewright.host.profiled import asking
 from tilewright.host.text import argument, number, numbers, target_path, view
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, syms
@@ -81,7 +82,7 @@ class HostProgram:
              locations: Mapping[str, str], grids: Mapping[str, str] | None = None
              ) -> Callable[[list[Any]], Any]:  # fmt: skip
         namespace: dict[str, Any] = {**self.constants, **kernels, **attributes}
-        text = self.filled(locations, grids or {})
+        text = asking(self.filled(locations, grids or {}), namespace, kernels)
         exec(compile(text, "<tilewright host program>", "exec"), namespace)
         call: Any = namespace["call"]
         flags = tuple(v for v in namespace.values() if isinstance(v, support.DeviceFlag))

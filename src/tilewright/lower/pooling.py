@@ -497,6 +497,8 @@ def _avg_pool(n: int) -> Callable[..., Tensor]:
                  ceil_mode: bool = False, count_include_pad: bool = True,
                  divisor_override: Any = None) -> Tensor:  # fmt: skip
         out = _result_size(ctx)
+        if not (x.dtype.is_floating_point or x.dtype == torch.int64):
+            raise Unsupported("eager averages floats and 64-bit integers alone, and says so")
         axes = _strided(x.size[-n:], out[-n:], kernel_size, stride, padding,
                         count_pad=count_include_pad)  # fmt: skip
         return _sum_inputs(ctx, x, out, axes, _divisor(divisor_override))
