@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tilewright.gemm import fuse
 from tilewright.gemm.choose import Implementation
-from tilewright.ir.program import Buffer, Node
+from tilewright.gemm.roofline import LAUNCH, bandwidth, roofline
+from tilewright.ir.program import Buffer, Node, Program
 from tilewright.ir.show import brief
 from tilewright.schedule.group import Group
 from tilewright.schedule.plan import Schedule
+from tilewright.target import Target
 
 LIBRARY = "a library call takes its operands from memory, and leaves its results there"
 PRODUCT = "the product's kernel was fastest with this apart, or cannot take it in"
@@ -30,6 +33,9 @@ class Part:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     chosen: str = ""  # of a product: who computes it, and why
+    nearest: int = 0  # parts between the arguments and it, on the shortest way
+    farthest: int = 0  # and on the longest
+    at_best: float = 0.0  # microseconds on a card like that, at best; of a CPU nothing is said
 
     @property
     def name(self) -> str:
@@ -84,12 +90,43 @@ def graph(role: str, plan: Schedule) -> Graph:
     def named(buffers: set[str]) -> tuple[str, ...]:
         return tuple(names[b] for b in sorted(buffers) if b in names)
 
+    away = _distances(groups)
     parts = tuple(
         Part(k, _ops(group), _location(group), group.is_kernel, b.moved, b.least,
-             named(group.reads - group.local), named(group.writes - group.local), _chosen(group))
+             named(group.reads - group.local), named(group.writes - group.local), _chosen(group),
+             *away[k], _at_best(plan.program, group, b.moved))
         for k, (group, b) in enumerate(zip(groups, plan.bytes, strict=True))
     )  # fmt: skip
     return Graph(role, parts, tuple(_refusals(groups, names)))
+
+
+def _distances(groups: list[Group]) -> list[tuple[int, int]]:
+    """Of each group, in the order they run: how many are on the shortest and on the longest way
+    from an argument to it."""
+    found: list[tuple[int, int]] = []
+    made: dict[str, tuple[int, int]] = {}
+    for group in groups:
+        used = [made.get(b, (-1, -1)) for b in group.reads - group.local]
+        ends = [n for n, _ in used], [n for _, n in used]
+        found.append((min(ends[0], default=-1) + 1, max(ends[1], default=-1) + 1))
+        made |= dict.fromkeys(group.writes, found[-1])
+    return found
+
+
+def _at_best(program: Program, group: Group, moved: int) -> float:
+    """Microseconds, by what a card sustains: arithmetic of a product, or bytes."""
+    written = next((program.buffers[b] for b in sorted(group.writes) if b in program.buffers), None)
+    if written is None or written.device.type != "cuda" or not moved:
+        return 0.0
+    target = Target.of(written.device)
+    call = group.call
+    if call is not None and isinstance(call.target, Implementation):
+        return roofline(call.target.problem)
+    if call is not None and fuse.is_product(group):
+        alone = fuse.alone(program, call)
+        if not isinstance(alone, str):
+            return roofline(alone.problem)
+    return moved / bandwidth(target) + LAUNCH
 
 
 def _chosen(group: Group) -> str:

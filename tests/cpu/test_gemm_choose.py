@@ -206,7 +206,7 @@ def test_an_unfused_candidate_leaves_the_loops(register: Callable[[ToyProvider],
 
 
 def test_fused_and_unfused_compete_on_the_whole(register: Callable[[ToyProvider], None]) -> None:
-    """MA-J5, MA-J6, MA-J7, MA-J18: whoever takes less with all that has to be done."""
+    """MA-J5, MA-J6, MA-J7, MA-J18, BM-7: whoever takes less with all that has to be done."""
     register(ToyProvider(toy(seconds=9.0), toy()))
     code = check(layer, inputs(), options=TUNED)
     assert "cpp_fused" in code, "the fused one is slower than both kernels together"
@@ -492,10 +492,29 @@ def _shaped(flat: Tensor, buffer: Buffer) -> Tensor:
 def test_empty_products(
     register: Callable[[ToyProvider], None], shape: tuple[int, int, int]
 ) -> None:
-    """MA-I2, MA-I3, MA-I4: nothing to compute, nothing to choose."""
+    """MA-I2, MA-I3, MA-I4: nothing to compute, nothing to choose, and nothing is timed."""
+    register(ToyProvider(toy(), toy()))
     m, k, n = shape
     args = (torch.randn(m, k), torch.randn(n, k), torch.randn(n))
-    check(layer, args, options={"max_autotune": True})
+    check(layer, args, options={**TUNED, "max_autotune_gemm_backends": "ATEN,TOY"})
+    timed = metrics.counters["inductor"]["benchmarking.Benchmarker.benchmark_cpu"]
+    assert not calls and timed == (k == 0)  # of zeros too: the library alone
+
+
+class Dividing(ToyCandidate):
+    def kernel(self) -> Kernel:
+        raise ZeroDivisionError(f"{1} // {0}")
+
+
+def test_ma_i4_a_rendering_that_divides_by_zero_is_no_choice(
+    register: Callable[[ToyProvider], None],
+) -> None:
+    register(ToyProvider(Dividing(NOTHING, 0.0), toy()))
+    assert "cpp_fused" in check(layer, inputs(), options=TUNED)
+    register(ToyProvider(Dividing(NOTHING, 0.0), None))
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match=r"ZeroDivisionError\('1 // 0'\)"):
+        run(layer, *inputs(), options=TUNED)
 
 
 def test_tuning_leaves_the_users_random_numbers_alone(

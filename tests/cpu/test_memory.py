@@ -63,6 +63,12 @@ def test_rows_are_overwritten_by_their_softmax() -> None:
     assert allocations(text) == 0
 
 
+def test_what_is_scanned_is_not_overwritten() -> None:
+    """How far ahead a scan reads is its kernel's own affair."""
+    assert allocations(host(lambda x: (x @ x).cumsum(0), torch.randn(16, 16))) == 1
+    assert allocations(host(lambda x: (x @ x).cumsum(1), torch.randn(16, 16))) == 1
+
+
 def test_a_value_read_elsewhere_in_the_kernel_is_not_overwritten() -> None:
     text = host(lambda x: (lambda m: m + m.t())(x @ x), torch.randn(16, 16))
     assert allocations(text) == 1
