@@ -183,6 +183,10 @@ def test_all_of_a_problem_is_in_its_key() -> None:
         replace(scaled, fast=True), replace(base, target=Target("sm_100")),
         replace(base, bias=None), replace(base, result=replace(base.result, offset=ix.ONE)),
     ]  # fmt: skip
+    fused = most(site(lambda x, w: (x @ w).sin(), r(6, 5), r(5, 8)))
+    (store,) = fused.epilogue
+    apart = replace(store, value=build.op("neg", store.value)), replace(store, mode="add")
+    others += [fused, *(replace(fused, epilogue=(s,)) for s in apart)]
     assert len({p.key for p in (base, *others)}) == 1 + len(others)
     assert replace(base).key == base.key
 

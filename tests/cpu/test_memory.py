@@ -69,6 +69,15 @@ def test_what_is_scanned_is_not_overwritten() -> None:
     assert allocations(host(lambda x: (x @ x).cumsum(1), torch.randn(16, 16))) == 1
 
 
+def test_what_is_folded_with_more_is_not_overwritten() -> None:
+    """It is read again for every element of the fold."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ x)[..., None] * w).sum(-1)
+
+    assert allocations(host(function, torch.randn(16, 16), torch.randn(16, 16, 40))) == 1
+
+
 def test_a_value_read_elsewhere_in_the_kernel_is_not_overwritten() -> None:
     text = host(lambda x: (lambda m: m + m.t())(x @ x), torch.randn(16, 16))
     assert allocations(text) == 1
