@@ -143,6 +143,8 @@ def test_gathers_by_extent() -> None:
         (lambda a, b: a[:5] @ b, "f32[10,10] f32[10,10]", 250, 200),
         # C2: an unfused kernel at most its iterations
         (lambda a: a[:5] + 1, "f32[10,10]", 100, 100),
+        (lambda a: a[:5] + a[5:], "f32[10,10]", 150, 150),  # for each way it walks a buffer
+        (lambda a: a[:2] + a[2:4], "f32[10,10]", 60, 60),
         (lambda a: a + a.t(), "f32[10,10]", 200, 200),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tilewright import metrics
 from tilewright.gemm import aten
 from tilewright.gemm.aten import AtenCall
 from tilewright.testing import fresh_cache, run_and_get_code
+from tilewright.tune import select
 
 BOTH: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": " aten, Cpp "}
 
@@ -153,6 +155,36 @@ def test_ma_i1_empty_sums_of_products(dynamic: bool, space: str) -> None:
             found = call(*args)
             assert found.shape == (rows, 1536) and found.dtype == torch.float32
             torch.testing.assert_close(found, both(*args), rtol=1e-4, atol=1e-3)
+
+
+EMPTY: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "MA-I2": (lambda a, b: torch.sin(a) @ b, ((0, 10), (10, 100))),
+    "MA-I3": (torch.addmm, ((100,), (0, 10), (10, 100))),
+}
+
+
+@pytest.mark.parametrize("ids", EMPTY)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_no_rows(ids: str, dynamic: bool) -> None:
+    function, sizes = EMPTY[ids]
+    args = [torch.randn(s) for s in sizes]
+    found = compiled(function, options={"max_autotune": True}, dynamic=dynamic)(*args)
+    assert found.shape == (0, 100) and found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_ma_q2_no_choice_takes_a_finite_time(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Whether the choice waits for what surrounds the product or not."""
+    lookup = select.AlgorithmSelectorCache.lookup
+
+    def never(self: Any, *args: Any) -> Any:
+        return dict.fromkeys(lookup(self, *args), math.inf)
+
+    monkeypatch.setattr(select.AlgorithmSelectorCache, "lookup", never)
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "CPP",
+               "benchmark_epilogue_fusion": waits, "test_configs.max_mm_configs": 2}  # fmt: skip
+    with fresh_cache(), pytest.raises(BackendCompilerFailed, match="NoValidChoicesError"):
+        compiled(lambda x: (x @ x).relu(), options=options)(torch.zeros(16, 16))
 
 
 @pytest.mark.parametrize("backends", ["ATEN", "CPP", "ATEN,CPP"])
