@@ -484,13 +484,13 @@ def test_every_stage_grows_with_the_graph(family: str) -> None:
         return calls_of(lambda: deciding_seconds(gm))
 
     effort(60)
-    assert effort(400) <= 2.3 * effort(200)
+    assert effort(240) <= 2.3 * effort(120)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_few_questions_are_asked_for_each_node(family: str) -> None:
     """Pairs of groups tried, and groups looked at to keep them in order."""
-    gm = FAMILIES[family](400)
+    gm = FAMILIES[family](200)
     simplify(gm)
     program = lower(gm)
     search = Search(program, program.nodes)
