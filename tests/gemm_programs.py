@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.programs import compiled
-from tilewright import metrics
+from tilewright import config, metrics
 from tilewright.testing import fresh_cache, run_and_get_code
 from tilewright.tune.choices import ChoiceCaller
 
@@ -93,6 +93,7 @@ def gathered(x: Tensor, at: Tensor, y: Tensor) -> Tensor:
     return x[at] @ y
 
 
+THREE = {"max_epilogue_benchmarked_choices": 3}
 REALISED = {"realize_reads_threshold": 1, "realize_opcount_threshold": 1}
 
 PROGRAMS = [
@@ -132,11 +133,16 @@ PROGRAMS = [
     Program("MA-J6", lambda a, b: (a @ b).float() + 1.0,
             lambda: (r(64, 128, dtype=BF16), r(128, 64, dtype=BF16)), 1, 1, 2,
             ("_to_copy_add_mm",)),
-    Program("MA-J14", two_products, lambda: (r(64, 16), r(64, 32)), 2, 2, 3, ("mm", "mm_mul")),
-    Program("MA-J14 relu", lambda x: F.relu(x @ x), lambda: (r(64, 64),), 1, 1, 1, ("mm_relu",)),
-    Program("MA-J15", both_cast, lambda: (r(64, 64, dtype=F16),), 1, 1, 1, ("_to_copy_mm_relu",)),
+    Program("MA-J14", two_products, lambda: (r(128, 16), r(128, 32)), 2, 2, 3, ("mm", "mm_mul"),
+            THREE),
+    Program("MA-J14 relu", lambda x: F.relu(x @ x), lambda: (r(128, 128),), 1,
+            fused=("mm_relu",), options=THREE),
+    Program("MA-J15", both_cast, lambda: (r(128, 128, dtype=F16),), 1,
+            fused=("_to_copy_mm_relu",), options=THREE),
     Program("MA-J16", chains, lambda: tuple(r(*s, dtype=BF16) for s in ((64, 128), (128, 64)) * 2),
             2, fused=("_to_copy_div_mm_sub", "_to_copy_add_mm_mul_relu_tanh")),
+    Program("MA-K1 padded", lambda x, y: F.pad(x, (0, 3)) @ y, lambda: (r(30, 21), r(24, 40)),
+            1, 1, 2, ("constant_pad_nd_mm",)),
     Program("one row", quantised, lambda: (r(1, 64, dtype=BF16), int8(48, 64), r(48, dtype=BF16)),
             1, 1, 3),
     Program("one column", quantised, lambda: (r(24, 64), int8(1, 64), r(24, 1)), 1, 1, 3),
@@ -155,7 +161,8 @@ or has another shape than its reader (MA-K15), the specification has two: here t
 computes it while loading and the one that stores it are both offered, and the faster is taken. Rows
 that are looked up (MA-K3, optional there) are stored first: a position out of range is reported by
 the kernel that looks it up. With `z + 1` and a concatenation of the same product (MA-P12) it has
-three: here one kernel stores both."""
+three: here one kernel stores both. A bare padding (MA-K1) is computed while it is loaded where its
+elements have four bytes: it reads no more than it would store."""
 
 
 def all_most_fused(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
@@ -169,13 +176,15 @@ def most_fused(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
     return all_most_fused(choices)[:1]
 
 
-def check(program: Program, backends: str) -> tuple[int, str]:
+def check(program: Program, backends: str, mode: str = "max-autotune-no-cudagraphs"
+          ) -> tuple[int, str]:  # fmt: skip
+    """In a mode of torch.compile's, which takes no options beside it."""
     torch.manual_seed(0)
     inputs = program.inputs()
-    options = {"max_autotune": True, "max_autotune_gemm_backends": backends, **program.options}
+    options = {"max_autotune_gemm_backends": backends, **program.options}
     before = metrics.generated_kernel_count
-    with fresh_cache():
-        call = compiled(program.fn, options=options, dynamic=program.dynamic)
+    with fresh_cache(), config.patch(options):
+        call = compiled(program.fn, mode=mode, dynamic=program.dynamic)
         result, code = run_and_get_code(call, *inputs)
     torch.testing.assert_close(result, program.fn(*inputs), rtol=0.05, atol=0.05)
     return metrics.generated_kernel_count - before, "\n".join(code)

@@ -374,8 +374,9 @@ max_autotune_subproc_result_timeout_seconds: float = option(
 )
 precompilation_timeout_seconds: int = option(
     300,
-    "Accepted and ignored: each compiler has a time limit of its own.",
+    "Seconds after which the candidates of a product that are not built yet are not awaited.",
     affects_code=False,
+    check=at_least(0),
 )
 pipeline_max_autotune_gemm: bool = option(
     False,

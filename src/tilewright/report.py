@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tilewright.codegen.triton.launch import Summary
+from tilewright.gemm import fuse
 from tilewright.gemm.place import Implementation
-from tilewright.ir.program import Buffer, Node
+from tilewright.gemm.roofline import LAUNCH, bandwidth, roofline
+from tilewright.ir.program import Buffer, Node, Program
 from tilewright.ir.show import brief
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.plan import Schedule
+from tilewright.target import Target
 
 LIBRARY = "a library call takes its operands from memory, and leaves its results there"
 PRODUCT = "the product's kernel was fastest with this apart, or cannot take it in"
@@ -32,6 +35,9 @@ class Part:
     writes: tuple[str, ...]
     chosen: str = ""  # of a product: who computes it, and why
     plan: Summary | None = None  # of a loop kernel of a card: how it is written, and why not so
+    nearest: int = 0  # parts between the arguments and it, on the shortest way
+    farthest: int = 0  # and on the longest
+    at_best: float = 0.0  # microseconds on a card like that, at best; of a CPU nothing is said
 
     @property
     def name(self) -> str:
@@ -88,10 +94,11 @@ def graph(role: str, plan: Schedule, plans: Mapping[int, Summary] | None = None)
     def named(buffers: set[str]) -> tuple[str, ...]:
         return tuple(names[b] for b in sorted(buffers) if b in names)
 
+    away = _distances(groups)
     parts = tuple(
         Part(k, _ops(group), _location(group), group.is_kernel, b.moved, b.least,
              named(group.reads - group.local), named(group.writes - group.local), _chosen(group),
-             (plans or {}).get(k))
+             (plans or {}).get(k), *away[k], _at_best(plan.program, group, b.moved))
         for k, (group, b) in enumerate(zip(groups, plan.bytes, strict=True))
     )  # fmt: skip
     return Graph(role, parts, tuple(_refusals(groups, names)))
@@ -107,6 +114,35 @@ def _planned(plan: Summary) -> list[str]:
         plan.config,
         *(f"not {', '.join(strategies)}: {reason}" for reason, strategies in alike.items()),
     ]
+
+
+def _distances(groups: list[Group]) -> list[tuple[int, int]]:
+    """Of each group, in the order they run: how many are on the shortest and on the longest way
+    from an argument to it."""
+    found: list[tuple[int, int]] = []
+    made: dict[str, tuple[int, int]] = {}
+    for group in groups:
+        used = [made.get(b, (-1, -1)) for b in group.reads - group.local]
+        ends = [n for n, _ in used], [n for _, n in used]
+        found.append((min(ends[0], default=-1) + 1, max(ends[1], default=-1) + 1))
+        made |= dict.fromkeys(group.writes, found[-1])
+    return found
+
+
+def _at_best(program: Program, group: Group, moved: int) -> float:
+    """Microseconds, by what a card sustains: arithmetic of a product, or bytes."""
+    written = next((program.buffers[b] for b in sorted(group.writes) if b in program.buffers), None)
+    if written is None or written.device.type != "cuda" or not moved:
+        return 0.0
+    target = Target.of(written.device)
+    call = group.call
+    if call is not None and isinstance(call.target, Implementation):
+        return roofline(call.target.problem)
+    if call is not None and fuse.is_product(group):
+        alone = fuse.alone(program, call)
+        if not isinstance(alone, str):
+            return roofline(alone.problem)
+    return moved / bandwidth(target) + LAUNCH
 
 
 def _chosen(group: Group) -> str:

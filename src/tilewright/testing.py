@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -37,6 +39,41 @@ def run_and_get_code(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> t
     finally:
         metrics.on_code.remove(listen)
     return result, codes
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What can be read off the text of a Triton kernel. `kind` is by the family of its name; loads,
+    stores, loops and atomics are those in the text: a loop's count once."""
+
+    name: str
+    kind: str
+    arguments: int
+    loads: int
+    stores: int
+    loops: int
+    atomics: int
+
+
+_KINDS = {"poi": "pointwise", "red": "reduction", "per": "persistent reduction", "tem": "template"}
+
+
+def kernel_facts(code: str) -> list[KernelFacts]:
+    """Of the Triton kernels in a generated program (`run_and_get_code`), in order."""
+    found: list[KernelFacts] = []
+    for text in re.split(r"^@triton\.jit\n", code, flags=re.M)[1:]:
+        head = re.match(r"def (triton_(\w{3})_\w+)\(([^)]*)\):\n", text)
+        if head is None:
+            continue
+        body = re.match(r"(?:(?:[ \t].*)?\n)*", text[head.end() :])
+        lines = body[0] if body else ""
+        arguments = [a for a in head[3].split(",") if a.strip() and "constexpr" not in a]
+        counts = (len(re.findall(p, lines, re.M)) for p in (
+            r"\btl\.load\(|\bdesc_\w+\.load\(", r"\btl\.store\(|\bdesc_\w+\.store\(",
+            r"^ *for ", r"\btl\.atomic_"))  # fmt: skip
+        kind = _KINDS.get(head[2], "other")
+        found.append(KernelFacts(head[1], kind, len(arguments), *counts))
+    return found
 
 
 @contextlib.contextmanager

@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from tilewright import metrics
+from tests.compile.as_cuda import as_cuda
+from tilewright import config, metrics
 from tilewright.host import cudagraphs, support
 from tilewright.host.cudagraphs import Facts, Graph, Recording, Replayed
 from tilewright.runtime import native
+from tilewright.testing import run_and_get_code
 
 Call = Callable[[list[Any]], Any]
 
@@ -377,6 +379,29 @@ def test_recordings_work_in_the_same_memory_which_outlives_them(card: FakeCard):
     assert first is not None and third is not None
     assert first is second is not third
     assert {first.data_ptr(), third.data_ptr()} < {*worked_in}
+
+
+@pytest.mark.parametrize("space", ["DEFAULT", "EXHAUSTIVE"])
+def test_ma_b4_a_template_is_recorded(space: str) -> None:
+    """By `mode="max-autotune"`: halves in a batch with a bias, smaller than the specification's."""
+    card, bias = FakeCard(), torch.randn(2, 1, 48).half()
+    weight = torch.randn(2, 32, 48).half() / 8
+    inputs = [torch.randn(2, 20, 32).half() for _ in range(5)]  # all at once: each has its place
+    asked = {"max_autotune_gemm_backends": "TRITON", "max_autotune_gemm_search_space": space,
+             "test_configs.max_mm_configs": 1}  # fmt: skip
+    with (
+        as_cuda(),
+        mock.patch.object(cudagraphs, "Cuda", mock.Mock(return_value=card)),
+        config.patch(asked),
+    ):
+        call = torch.compile(lambda x: torch.baddbmm(bias, x, weight), backend="tilewright",
+                             mode="max-autotune")  # fmt: skip
+        _, code = run_and_get_code(call, inputs[0])
+        for x in inputs[1:]:
+            torch.testing.assert_close(call(x), torch.baddbmm(bias, x, weight), rtol=2e-3,
+                                       atol=2e-3)  # fmt: skip
+    assert "triton_tem_fused_baddbmm" in "\n".join(code)
+    assert (card.recorded, card.replayed) == (1, 4)
 
 
 def test_what_kernels_count_with_is_of_one_stream(monkeypatch: pytest.MonkeyPatch):

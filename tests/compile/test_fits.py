@@ -120,12 +120,15 @@ PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
     "norm of columns": lambda x: x / x.square().sum(0).sqrt(),
     "scan": lambda x: torch.cumsum(x, -1),
     "turned": lambda x: x.t() + x.t().exp(),
+    "rows and columns": lambda x: (x.sum(1), x.sum(0)),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("shared", [1024, 0])
 def test_programs_on_a_card_with_little_shared_memory(name: str, shared: int) -> None:
+    """RD-8: what folds rows and columns at once, too."""
+
     def poor(*args: Any) -> TritonSource:
         return replace(made(*args), shared_memory=shared)
 
@@ -214,7 +217,7 @@ def test_rows_that_have_to_be_whole_run_with_less() -> None:
 
 @pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 65536, 1), (1, 1, 65536), (2**32, 1, 1)])
 @pytest.mark.parametrize("native", [True, False])
-def test_grids_beyond_the_limit(grid: tuple[int, ...], native: bool,
+def test_ck_6_grids_beyond_the_limit(grid: tuple[int, ...], native: bool,
                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A number of programs is never cut to 32 bits: the call goes elsewhere, or is refused."""
     if not native:

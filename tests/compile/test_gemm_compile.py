@@ -62,13 +62,20 @@ def test_the_first_choice_for_large_products(arch: str) -> None:
         found["ptx"])  # fmt: skip
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_configuration_that_is_said_to_exceed_does(bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("bias", "dtype", "name"),
+    [(False, torch.bfloat16, "mm"), (True, torch.float32, "mm"),
+     (False, torch.bfloat16, "mm_persistent_tma"),
+     pytest.param(True, torch.bfloat16, "mm", marks=pytest.mark.slow),
+     pytest.param(False, torch.float32, "mm", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_configuration_that_is_said_to_exceed_does(
+    bias: bool, dtype: torch.dtype, name: str
+) -> None:
     """MA-O9, MA-O10: none that fits is left out, and none that is kept needs more than said."""
     a, b = meta(512, 512, dtype=dtype), meta(512, 512, dtype=dtype)
     made = problem("addmm" if bias else "mm", a, b, bias=meta(512, dtype=dtype) if bias else None)
-    template = TritonTemplate.all_templates["mm"]
+    template = TritonTemplate.all_templates[name]
     fits = GemmConfig(128, 128, 64 if dtype == torch.bfloat16 else 32, 4, 8)
     exceeding = replace(fits, num_stages=5, block_k=2 * fits.block_k)
     assert heuristics.exceeds(made.problem, fits) == ""
@@ -89,15 +96,16 @@ MANY = [GemmConfig(m, n, k, stages, 8) for m in (64, 128, 256) for n in (64, 128
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["mm", "mm_persistent_tma"])
 def test_ma_o9_o10_what_is_said_of_shared_memory_is_true(
-    bias: bool, dtype: torch.dtype, transposed: bool
+    bias: bool, dtype: torch.dtype, transposed: bool, name: str
 ) -> None:
     """All configurations of the specification: none needs more than is said of it, so what fits by
     the estimate fits."""
     a, b = meta(512, 512, dtype=dtype), meta(512, 512, dtype=dtype)
     a, b = (a.t(), b.t()) if transposed else (a, b)
     made = problem("addmm" if bias else "mm", a, b, bias=meta(512, dtype=dtype) if bias else None)
-    template = TritonTemplate.all_templates["mm"]
+    template = TritonTemplate.all_templates[name]
     for c in MANY:
         needed = compiled(TritonCandidate(made.problem, template, c, "triton_mm_0", 0.0))["shared"]
         assert needed <= heuristics.get_shared_memory_estimation(made.problem, c, epilogue=True)

@@ -141,13 +141,14 @@ def test_ma_h5_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r", s\d+\)", call) and re.search(r"\(\(s\d+\*2, 64,\)", code)
 
 
-def test_ma_h6_in_a_backward_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copies", [32, pytest.param(256, marks=pytest.mark.slow)])
+def test_ma_h6_in_a_backward_graph(monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
     monkeypatch.setattr(composed, "too_short", lambda problem: "")
     a, b = (torch.randn(8, 64) / 64).to(BF16), (torch.randn(64, 128) / 8).to(BF16)
     torch._dynamo.mark_dynamic(a, 0)
 
     def function(a: Tensor, b: Tensor) -> Tensor:
-        return (torch.cat([a] * 32) @ b).relu().sum()
+        return (torch.cat([a] * copies) @ b).relu().sum()
 
     def decomposed(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
         return [c for c in choices if "decompose_k" in c.name] or choices
@@ -167,7 +168,7 @@ def test_ma_h6_in_a_backward_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             found.append(right.grad)
     torch.testing.assert_close(found[1], found[0], rtol=5e-2, atol=5e-2)
     assert len(code) == 2 and re.search(r"decompose_k_mm_\d+_split_\d+\(.*, s\d+\)", code[1])
-    assert re.search(r"s\d+\*32", code[1])
+    assert re.search(rf"s\d+\*{copies}\b", code[1])
 
 
 def test_ma_h7_the_result_has_strides_of_its_own() -> None:

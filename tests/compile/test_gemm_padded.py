@@ -13,7 +13,7 @@ from tests.problems import case
 from tests.products import problem
 from tests.programs import compiled
 from tilewright import config, metrics
-from tilewright.gemm import padded
+from tilewright.gemm import padded, triton
 from tilewright.gemm.padded import PaddedCall
 from tilewright.gemm.problem import GemmProblem
 from tilewright.runtime import triton_worker
@@ -21,6 +21,8 @@ from tilewright.runtime.interpret import Interpreted
 from tilewright.runtime.triton_build import TritonSource
 from tilewright.target import Target
 from tilewright.testing import fresh_cache
+from tilewright.tune import select
+from tilewright.tune.choices import ChoiceCaller
 
 
 def through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -217,6 +219,34 @@ def test_a_head_with_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch, dynamic:
             for a, b in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=2e-2)
     assert metrics.counters["gemm"]["padded_mm by the model"] == 3
+
+
+@pytest.mark.parametrize("size", [509, pytest.param(50257, marks=pytest.mark.slow)])
+def test_ma_a9_a_vocabulary_on_a_small_card(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """No template is offered: what is chosen among are libraries' calls; fewer
+    and shorter rows than the specification's."""
+    monkeypatch.setattr(triton, "FEWEST_SMS", 1000)
+    seen: list[ChoiceCaller] = []
+    select.add_preprocessing_fn(lambda choices: seen.extend(choices) or choices)
+    x, targets = torch.randn(4, 16).bfloat16(), torch.randint(0, size, (4,))
+    w, b = torch.randn(size, 16).bfloat16() / 4, torch.randn(size).bfloat16()
+
+    def loss(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, w, b).float(), targets)
+
+    try:
+        with as_cuda(), fresh_cache():
+            call = compiled(loss, options={"max_autotune": True, "force_shape_pad": True})
+            mine, theirs = ([t.clone().requires_grad_() for t in (x, w, b)] for _ in range(2))
+            found, expected = call(*mine), loss(*theirs)
+            found.backward()
+            expected.backward()
+    finally:
+        select.clear_preprocessing_fns()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-2, atol=1e-2)
+    assert len(seen) >= 3 and {c.provider for c in seen} == {"ATEN"}
 
 
 def ptx(source: TritonSource) -> str:

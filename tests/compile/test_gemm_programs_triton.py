@@ -28,6 +28,7 @@ def cuda() -> Generator[None]:
 
 @pytest.mark.parametrize("program", RUN, ids=lambda p: p.ids)
 def test_kernels_of_a_program(program: Program) -> None:
+    """MA-A2."""
     kernels, code = check(program, "TRITON")
     exactly(program, kernels, code)
     named = re.findall(r"^ *triton_tem_fused_(\w+?)_\d+\(", host(code), re.M)
@@ -35,6 +36,17 @@ def test_kernels_of_a_program(program: Program) -> None:
     assert "extern_" not in code
     # a sum over one k is no product at all: one loop multiplies (MA-K12)
     assert ("triton_tem_fused_" in code) == (program.ids != "MA-K12")
+
+
+POOLED = ("MA-J14", "MA-J16", "MA-K7", "MA-K8", "MA-K10")
+
+
+@pytest.mark.parametrize("program", [p for p in RUN if p.ids in POOLED], ids=lambda p: p.ids)
+def test_kernels_are_the_same_whoever_compiles_them(program: Program) -> None:
+    """One compiler at a time (MA-J14, MA-J16, MA-K7, MA-K8, MA-K10); elsewhere many."""
+    with config.patch(compile_threads=1):
+        kernels, code = check(program, "TRITON")
+    exactly(program, kernels, code)
 
 
 def test_a_choice_may_have_no_card_to_be_measured_on() -> None:

@@ -220,6 +220,22 @@ def test_quantised_after() -> None:
     assert (near == 0).double().mean() > 0.9
 
 
+@pytest.mark.parametrize("template", ["mm", "mm_persistent", "mm_persistent_tma"])
+@pytest.mark.parametrize("out", [E4, E5])
+def test_ma_a8_results_of_eight_bits(out: torch.dtype, template: str) -> None:
+    """Of scaled products alone, which then are what rounding the sums gives."""
+    made, wanted = made_of(33, 48, 64, "tensor/tensor", dtype=out)
+    assert PROVIDER.supports(made.problem) == "" and PROVIDER.candidates(made.problem, "quick")
+    ran(made, template)
+    rounded = wanted.float().to(out).double()
+    found = made.tensors["c"].view(33, 48).double()
+    step = float(torch.finfo(out).eps)
+    assert ((found - rounded).abs() <= step * rounded.abs() + 2e-3).all()
+    assert (found == rounded).double().mean() > 0.99
+    plain = problem("mm", torch.randn(32, 32).half(), torch.randn(32, 32).half(), dtype=out)
+    assert "no template multiplies" in PROVIDER.supports(plain.problem)
+
+
 def test_quantised_before() -> None:
     """The left operand is cast where it is read: the matrix units get what memory would have."""
     x, step = torch.randn(20, 90), torch.tensor(100.0)

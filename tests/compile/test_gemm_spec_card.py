@@ -24,7 +24,7 @@ from tests.programs import compiled
 from tilewright import caches, config, metrics
 from tilewright.errors import BuildError
 from tilewright.gemm import choose as choosing
-from tilewright.gemm import cublaslt, plan
+from tilewright.gemm import cublaslt, heuristics, plan
 from tilewright.gemm.analysis import Resources
 from tilewright.gemm.heuristics import GemmConfig
 from tilewright.gemm.plan import Plan
@@ -222,8 +222,11 @@ def found(ms: float) -> Future[Any]:
 
 
 @contextmanager
-def measured(monkeypatch: pytest.MonkeyPatch, library: float, triton: float) -> Iterator[None]:
-    """As if there were a card: a plan takes so many milliseconds, by who computes the product."""
+def measured(monkeypatch: pytest.MonkeyPatch, library: float, triton: float
+             ) -> Iterator[list[str]]:  # fmt: skip
+    """As if there were a card: a plan takes so many milliseconds, by who computes the product.
+    Gives the names of those that are timed, each once."""
+    timed: list[str] = []
     selector = select.get_algorithm_selector_cache()
     quiet = SimpleNamespace(
         is_quiet=True, heats=False, broken=lambda: "", bench=lambda run, sets: None
@@ -236,9 +239,15 @@ def measured(monkeypatch: pytest.MonkeyPatch, library: float, triton: float) -> 
         patch.setattr(plan.Assembly, "finish", lambda self: None)
         patch.setattr(plan.Assembly, "check", lambda self: "")
         times = {"TRITON": triton, "ATEN": library}
-        patch.setattr(selector, "benchmark_choice", lambda choice, _: times[choice.provider])
+
+        def sample(choice: ChoiceCaller, _: Any) -> float:
+            if choice.name not in timed:
+                timed.append(choice.name)
+            return times[choice.provider]
+
+        patch.setattr(selector, "benchmark_choice", sample)
         patch.setattr(select._Tuning, "ask", lambda _, choice: found(times[choice.provider]))
-        yield
+        yield timed
 
 
 ANALYSED: dict[str, Any] = {
@@ -290,6 +299,40 @@ def test_an_epilogue_is_fused_by_analysis(
     assert kind[template, separate] == found
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_ma_j12_a_template_with_descriptors(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """It alone has a configuration: where the fused kernel cannot be compiled, the cast is a
+    kernel of its own."""
+
+    def resources(self: Plan) -> Resources:
+        if fails and self.fusion.after is not None:
+            raise BuildError("shared memory", command=("triton",), stderr="")
+        return Resources(64, 0, 8)
+
+    monkeypatch.setattr(Plan, "resources", resources)
+    own = heuristics.get_template_heuristic("mm_persistent_tma", "cuda", "mm")
+    monkeypatch.setattr(own, "mm_configs", [GemmConfig(128, 64, 64, 4, 8)])
+    options = {**ANALYSED, "triton.enable_persistent_tma_matmul": True,
+               "test_configs.autotune_choice_name_regex": "^mm$|mm_persistent_tma"}  # fmt: skip
+    args = r(256, 128, dtype=BF16), r(128, 384, dtype=BF16)
+    with measured(monkeypatch, INF, 0.1):
+        code = code_of(lambda a, b: (a @ b).float(), *args, **options)
+    assert "desc_a.load(" in code and "extern_" not in code
+    assert templates(code) == (["mm"] if fails else ["_to_copy_mm"])
+    assert ("triton_poi_fused_" in code) == fails
+
+
+def test_ma_a6_the_library_and_one_configuration_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = heuristics.get_template_heuristic("mm", "cuda", "mm")
+    monkeypatch.setattr(own, "exhaustive_configs", [GemmConfig(32, 32, 32, 1, 8, group_m=8)])
+    options = {**ANALYSED, "max_autotune_gemm_search_space": "EXHAUSTIVE",
+               "benchmark_epilogue_fusion": True, "test_configs.max_mm_configs": 2}  # fmt: skip
+    with measured(monkeypatch, 0.01, 0.1) as timed:
+        code = code_of(torch.mm, r(128, 128, dtype=F16), r(128, 128, dtype=F16), **options)
+    assert len(timed) == 2 and timed[0] == "mm" and re.fullmatch(r"triton_mm_\d+", timed[1])
+    assert "extern_aten_mm" in code
+
+
 @pytest.mark.parametrize(("more", "found"), [(-0.01, True), (0.01, False)])
 def test_ma_j8_extra_reads_decide(
     monkeypatch: pytest.MonkeyPatch, more: float, found: bool
@@ -319,12 +362,31 @@ def test_ma_j13_a_prologue_is_still_decided_by_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_ma_j18_spilling_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MA-J18, BM-7."""
     spills = lambda self: Resources(64, 9 if self.fusion.after is not None else 0, 4)  # noqa: E731
     monkeypatch.setattr(Plan, "resources", spills)
     options = {**ANALYSED, "benchmark_epilogue_fusion": True}
     with measured(monkeypatch, INF, 0.1):
         code = code_of(plain, r(32, 64, dtype=BF16), r(64, 48, dtype=BF16), **options)
     assert "triton_tem_fused_" in code and "triton_poi_fused_" in code
+
+
+@pytest.mark.parametrize(("library", "triton"), [(INF, 0.1), (0.01, 0.1)])
+def test_bm_8_a_choice_that_waits_gives_the_same_program(
+    monkeypatch: pytest.MonkeyPatch, library: float, triton: float
+) -> None:
+    """Timed with its epilogue, or decided before by analysis: the same launches, allocations and
+    releases, whoever wins."""
+    monkeypatch.setattr(Plan, "resources", lambda self: Resources(64, 0, 4))
+    args = (r(32, 64, dtype=BF16), r(64, 48, dtype=BF16))
+    programs: list[str] = []
+    for waits in (False, True):
+        choosing._memo.clear()
+        with measured(monkeypatch, library, triton):
+            code = code_of(plain, *args, **{**ANALYSED, "benchmark_epilogue_fusion": waits})
+        programs.append(re.sub(r"#.*", "", host(code)))
+    assert programs[0] == programs[1]
+    assert ("extern_aten_mm" in programs[0]) == (library < triton)
 
 
 def test_ma_j1_the_choice_waits_for_what_surrounds_the_product(

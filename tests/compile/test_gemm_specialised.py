@@ -60,6 +60,15 @@ GRID = [(layout, dynamic, store, (1, 2, 4)[(k + dynamic + 2 * store) % 3])
         for store in (False, True)]  # fmt: skip
 
 
+ALL = [(layout, dynamic, store, pieces) for layout in BOTH for dynamic in (False, True)
+       for store in (False, True) for pieces in (1, 2, 4)]  # fmt: skip
+
+
+def with_the_rest(few: list[Any]) -> list[Any]:
+    """All 48, those that are not among the few with the slow sweeps."""
+    return [case if case in few else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
+
+
 def tiled(left: bool, right: bool) -> tuple[Callable[..., Any], tuple[Tensor, Tensor]]:
     """256x384 and 384x128, made in the program."""
 
@@ -75,7 +84,7 @@ def stores_of(code: str, tma_store: bool) -> int:
     return len(re.findall(r"desc_to_\w+\.store\(|tl\.store\(", kernel))
 
 
-@pytest.mark.parametrize(("layout", "dynamic", "tma_store", "pieces"), GRID)
+@pytest.mark.parametrize(("layout", "dynamic", "tma_store", "pieces"), with_the_rest(GRID))
 def test_ma_e1_e3_mm(layout: tuple[bool, bool], dynamic: bool, tma_store: bool,
                      pieces: int) -> None:  # fmt: skip
     """As many stores as pieces."""
@@ -85,7 +94,7 @@ def test_ma_e1_e3_mm(layout: tuple[bool, bool], dynamic: bool, tma_store: bool,
     assert stores_of(code, tma_store) == pieces and "warp_specialize=WARP_SPECIALIZE" in code
 
 
-@pytest.mark.parametrize(("layout", "dynamic", "tma_store", "pieces"), GRID[::3])
+@pytest.mark.parametrize(("layout", "dynamic", "tma_store", "pieces"), with_the_rest(GRID[::3]))
 def test_ma_e2_e3_addmm(layout: tuple[bool, bool], dynamic: bool, tma_store: bool,
                         pieces: int) -> None:  # fmt: skip
     _, args = tiled_mm(layout)

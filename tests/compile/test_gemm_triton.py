@@ -311,6 +311,17 @@ def test_large_buffers_have_wide_indices_at_once() -> None:
     assert not kernel.assume and "tl.int64" in kernel.source.text
 
 
+def test_ma_d16_a_result_of_more_elements_than_32_bits_count() -> None:
+    """Positions are wide; nothing multiplies rows by columns to see whether there is anything."""
+    made = problem("mm", *(torch.empty(s, dtype=torch.float16, device="meta")
+                           for s in ((65536, 32), (32, 65536))))  # fmt: skip
+    kernel = kernel_of(made, c=GemmConfig(128, 128, 32, 3, 8))
+    assert not kernel.assume and "tl.int64" in kernel.source.text
+    assert "M * N" not in kernel.source.text and "return" not in kernel.source.text
+    source = kernel.source
+    assert isinstance(source, TritonSource) and programs(made, source) == 512 * 512
+
+
 @pytest.mark.parametrize("sizes", [(0, 10, 100), (30, 0, 100), (30, 10, 0)])
 def test_empty_products(sizes: tuple[int, int, int]) -> None:
     """MA-I1, MA-I2, MA-I3 where a size turns out to be zero."""
@@ -356,6 +367,18 @@ def test_names_and_descriptions() -> None:
     assert [p.split("=")[0] for p in pairs][-2:] == ["num_stages", "num_warps"]
     assert pairs[:-2] == sorted(pairs[:-2])
     assert found[0].kernel("mm_relu").name == "triton_tem_fused_mm_relu"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.float16, "tl.float32"), (torch.bfloat16, "tl.float32"), (torch.int8, "tl.int32")],
+)
+def test_ma_b13_what_sums_are_kept_in(dtype: torch.dtype, kind: str) -> None:
+    a, b = (torch.zeros(64, 64).to(dtype) for _ in range(2))
+    made = problem("mm", a, b, dtype=torch.int32 if dtype == torch.int8 else None)
+    for c in PROVIDER.candidates(made.problem, "quick"):
+        assert isinstance(c, TritonCandidate) and f"ACC_TYPE={kind}" in c.description
+        assert f"acc = tl.full((BLOCK_M, BLOCK_N), 0, {kind})" in c.kernel().source.text
 
 
 @pytest.mark.parametrize("k", [15, 16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,6 +129,17 @@ def test_ck_9_lists() -> None:
 
     inputs = torch.randn(10, 3), torch.randn(33), torch.randn(10, 3), torch.randn(33)
     assert launched(fn, *inputs)[0] == 1
+
+
+def test_ck_6_more_programs_than_the_second_dimension_of_a_grid_takes() -> None:
+    """All parts are counted along the first, which takes 2**31."""
+    many = replace(SOURCE, grid=(("200000000", "XBLOCK0"),))
+    for c in many.configs:
+        blocks = dict(c.constants)
+        beside = -(-60 // blocks["XBLOCK1"]) + -(-50 // blocks["XBLOCK1"])
+        assert eval(many.programs(c)) == -(-200000000 // blocks["XBLOCK0"]) + beside > 65535
+    _, text = launched(lambda a, b, c: (a.cos(), b.sin(), c.exp()), *map(torch.randn, (40, 70, 9)))
+    assert set(re.findall(r"program_id\((\d)\)", text)) == {"0"}
 
 
 # ---- tuning (CK-8)

@@ -17,7 +17,7 @@ from tests.cpu.test_reductions import alike
 from tests.fuzz.build import Build
 from tests.fuzz.stages import capture, first_wrong
 from tests.programs import compiled
-from tests.traffic import Case, count
+from tests.traffic import Case, block_mask, count
 from tilewright import config, metrics
 from tilewright.codegen.triton.plan.tiling import Shape, run_along, shape_of
 from tilewright.ir import build
@@ -204,6 +204,16 @@ def test_lo_15_loops_become_one_only_where_the_map_is_undone() -> None:
     (nest,) = overlapping.program.nodes
     assert isinstance(nest, Nest)
     assert merge([nest], i, j) is None
+
+
+def test_pf_30_which_blocks_have_neighbours_is_never_stored_by_position() -> None:
+    """1024 by 1024 answers are folded into those of 8 by 8 blocks: nothing that is stored is larger
+    than a number for each position."""
+    plans = [graph.plan for graph in capture(block_mask).graphs]
+    sizes = [ix.likely(b.numel) for plan in plans for b in plan.program.buffers.values()]
+    assert max(sizes) == 1024
+    kept = {b for plan in plans for s in plan.steps for b in s.group.local}
+    assert len(sizes) - len(kept) < 40
 
 
 # ---- softmax

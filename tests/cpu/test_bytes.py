@@ -66,6 +66,32 @@ def test_bm_2_two_slices_and_the_same_slice_twice() -> None:
     assert sum(both) == 4 * MILLION + 4000
 
 
+def test_bm_2_slice_beside_what_is_computed() -> None:
+    """0.052 GB: of one operand a slice is read, and both are written beside each other."""
+    a, b = empty(1000, 3000), empty(1000, 5500)
+    found = bytes_of(lambda a, b: torch.cat([a[:, :1000] + 1, b]), a, b[:, :1000].clone())
+    assert found == [4 * (MILLION + MILLION + 2 * MILLION)]
+    whole = bytes_of(lambda a, b: torch.cat([a[:, :1000] + 1, b], 1), a, b)
+    assert sum(whole) == 4 * 2 * (MILLION + 5 * MILLION + MILLION // 2) == 52 * MILLION
+
+
+def test_bm_2_scatter() -> None:
+    """0.200 GB: places, what is added there, and the target both ways."""
+
+    def f(x: Tensor, i: Tensor, y: Tensor) -> None:
+        x.index_add_(0, i, y)
+
+    n = 8 * MILLION + MILLION // 3
+    given = empty(n), torch.zeros(n, dtype=torch.int64), empty(n)
+    found = bytes_of(f, *given)
+    assert found == [n * (8 + 4 + 4 + 4)]
+
+
+def test_bm_2_scan_of_one_row() -> None:
+    """0.400 GB: what is scanned in parts is read and written once."""
+    assert sum(bytes_of(lambda a: a.cumsum(0), empty(50 * MILLION))) == 400 * MILLION
+
+
 def test_bm_2_product_of_a_slice() -> None:
     found = bytes_of(lambda a, b: a[:500] @ b, empty(3000, 100), empty(100, 1000))
     assert found == [4 * (500 * 100 + 100 * 1000 + 500 * 1000)]
@@ -117,6 +143,8 @@ def test_gathers_by_extent() -> None:
         (lambda a, b: a[:5] @ b, "f32[10,10] f32[10,10]", 250, 200),
         # C2: an unfused kernel at most its iterations
         (lambda a: a[:5] + 1, "f32[10,10]", 100, 100),
+        (lambda a: a[:5] + a[5:], "f32[10,10]", 150, 150),  # for each way it walks a buffer
+        (lambda a: a[:2] + a[2:4], "f32[10,10]", 60, 60),
         (lambda a: a + a.t(), "f32[10,10]", 200, 200),
     ],
 )

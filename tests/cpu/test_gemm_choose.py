@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from tests.cpu.test_gemm_fuse import PROGRAMS, evaluated, filled, site
+from tests.problems import case
 from tests.programs import compiled
 from tilewright import config, metrics
 from tilewright.errors import NoValidChoicesError
@@ -26,7 +27,7 @@ from tilewright.gemm.provider import Effort, Kernel
 from tilewright.host.spare import Spare
 from tilewright.ir import index as ix
 from tilewright.ir.program import Buffer, Store
-from tilewright.runtime import store
+from tilewright.runtime import cxx, store
 from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import TritonSource
 from tilewright.target import Target
@@ -206,7 +207,7 @@ def test_an_unfused_candidate_leaves_the_loops(register: Callable[[ToyProvider],
 
 
 def test_fused_and_unfused_compete_on_the_whole(register: Callable[[ToyProvider], None]) -> None:
-    """MA-J5, MA-J6, MA-J7, MA-J18: whoever takes less with all that has to be done."""
+    """MA-J5, MA-J6, MA-J7, MA-J18, BM-7: whoever takes less with all that has to be done."""
     register(ToyProvider(toy(seconds=9.0), toy()))
     code = check(layer, inputs(), options=TUNED)
     assert "cpp_fused" in code, "the fused one is slower than both kernels together"
@@ -305,6 +306,41 @@ def test_memory_that_does_not_start_at_its_storage(candidate: Any) -> None:
     assert bool((out[0] == 7).all())
 
 
+KINDS: dict[str, Callable[[GemmProblem], Any]] = {
+    "ATen": aten.AtenCandidate,
+    "padded": padded.PaddedCandidate,
+    "C++": lambda p: provider.PROVIDERS["CPP"].candidates(p, "quick")[0],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ma_p13_a_result_may_lie_in_a_concatenation(kind: str) -> None:
+    """Whoever computes it: rows are stored apart, and nothing beside them is touched."""
+    whole = torch.full((9, 30), 7.0)
+    made = case("mm", torch.randn(4, 5), torch.randn(5, 8), whole[3:7, 10:18])
+    problem = replace(made.problem, target=Target.of("cpu"))
+    kernel = KINDS[kind](problem).kernel()
+    given = [made.tensors[name] for _, name in kernel.arguments]
+    if isinstance(kernel.source, CxxSource):
+        cxx.build([kernel.source])[0](*(t.data_ptr() for t in given))
+    else:
+        kernel.source(*given)
+    a, b = (made.tensors[name] for name in ("a", "b"))
+    torch.testing.assert_close(whole[3:7, 10:18], a.view(4, 5) @ b.view(5, 8))
+    whole[3:7, 10:18] = 7.0
+    assert bool((whole == 7.0).all())
+
+
+def test_ma_p13_what_has_no_form_with_a_result_is_copied() -> None:
+    """An op that only returns is put into a concatenation by a kernel."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([torch.linalg.inv(x), y.cos()])
+
+    _, code = run(function, torch.randn(4, 4), torch.randn(4, 4))
+    assert "cpp_fused" in code and "out=" not in code
+
+
 def test_results_are_compared_with_what_is_not_finite() -> None:
     """Not-a-number equals itself; an infinity hides no error elsewhere."""
     inf, nan = float("inf"), float("nan")
@@ -320,7 +356,8 @@ def test_results_are_compared_with_what_is_not_finite() -> None:
     assert plan.difference(found, many, 1e-4) == "", "zero but for rounding"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64,
+                                   torch.float8_e4m3fn, torch.float8_e5m2])  # fmt: skip
 def test_results_may_differ_by_roundings_and_by_no_more(dtype: torch.dtype) -> None:
     """One element that is off by a little more than allowed is found, and one by a little less is
     not: the scale is that of all of them."""
@@ -492,10 +529,29 @@ def _shaped(flat: Tensor, buffer: Buffer) -> Tensor:
 def test_empty_products(
     register: Callable[[ToyProvider], None], shape: tuple[int, int, int]
 ) -> None:
-    """MA-I2, MA-I3, MA-I4: nothing to compute, nothing to choose."""
+    """MA-I2, MA-I3, MA-I4: nothing to compute, nothing to choose, and nothing is timed."""
+    register(ToyProvider(toy(), toy()))
     m, k, n = shape
     args = (torch.randn(m, k), torch.randn(n, k), torch.randn(n))
-    check(layer, args, options={"max_autotune": True})
+    check(layer, args, options={**TUNED, "max_autotune_gemm_backends": "ATEN,TOY"})
+    timed = metrics.counters["inductor"]["benchmarking.Benchmarker.benchmark_cpu"]
+    assert not calls and timed == (k == 0)  # of zeros too: the library alone
+
+
+class Dividing(ToyCandidate):
+    def kernel(self) -> Kernel:
+        raise ZeroDivisionError(f"{1} // {0}")
+
+
+def test_ma_i4_a_rendering_that_divides_by_zero_is_no_choice(
+    register: Callable[[ToyProvider], None],
+) -> None:
+    register(ToyProvider(Dividing(NOTHING, 0.0), toy()))
+    assert "cpp_fused" in check(layer, inputs(), options=TUNED)
+    register(ToyProvider(Dividing(NOTHING, 0.0), None))
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match=r"ZeroDivisionError\('1 // 0'\)"):
+        run(layer, *inputs(), options=TUNED)
 
 
 def test_tuning_leaves_the_users_random_numbers_alone(

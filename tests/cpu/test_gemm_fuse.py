@@ -183,6 +183,10 @@ def test_all_of_a_problem_is_in_its_key() -> None:
         replace(scaled, fast=True), replace(base, target=Target("sm_100")),
         replace(base, bias=None), replace(base, result=replace(base.result, offset=ix.ONE)),
     ]  # fmt: skip
+    fused = most(site(lambda x, w: (x @ w).sin(), r(6, 5), r(5, 8)))
+    (store,) = fused.epilogue
+    apart = replace(store, value=build.op("neg", store.value)), replace(store, mode="add")
+    others += [fused, *(replace(fused, epilogue=(s,)) for s in apart)]
     assert len({p.key for p in (base, *others)}) == 1 + len(others)
     assert replace(base).key == base.key
 
@@ -267,6 +271,39 @@ def test_fusions_are_offered_from_the_largest() -> None:
     with config.patch(epilogue_fusion=False, prologue_fusion=False):
         found = site(lambda x, y: ((x - 1.1) @ (y + 1.1)) * 1.1, r(64, 12), r(12, 6))
         assert not found.fusions
+
+
+def test_ma_j19_all_fusions_of_a_product_are_offered_at_once_and_each_once() -> None:
+    """Those with the epilogue come before those with prologues alone; no pair is asked twice."""
+    found = site(lambda x, y: ((x - 1.1) @ (y + 1.1)) * 1.1, r(64, 12), r(12, 6))
+    keys = [f.problem.key for f in (found.bare, *found.fusions)]
+    assert len(keys) == len(set(keys)) == 4
+    after = [f.after is not None for f in found.fusions]
+    assert after == sorted(after, reverse=True)
+
+
+def test_ma_j19_a_nest_of_two_products_is_offered_to_both_in_turn() -> None:
+    """In the order of the program: once the first has taken it the second finds none."""
+
+    def function(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return ((a @ b) * (c @ d)).relu()
+
+    both = sites(function, *(r(8, 8) for _ in range(4)))
+    after = [[f.after for f in s.fusions] for s in both if isinstance(s, Site)]
+    assert after == [[2], [2]]
+
+
+def test_ma_j19_a_product_takes_one_epilogue() -> None:
+    """The next that uses it; what comes later finds the product in memory."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return torch.linalg.inv(y.sin()) + y
+
+    found = site(function, r(8, 5), r(5, 8))
+    assert len(found.fusions) == 1 and most(found).keeps
+    (store,) = most(found).epilogue
+    assert store.value.op == "sin"
 
 
 def test_a_sum_of_products_is_one() -> None:

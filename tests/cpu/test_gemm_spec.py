@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +14,20 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from tests.cpu.test_gemm_fuse import site
 from tests.programs import compiled
-from tilewright import metrics
+from tilewright import config, metrics
 from tilewright.gemm import aten
 from tilewright.gemm.aten import AtenCall
 from tilewright.testing import fresh_cache, run_and_get_code
+from tilewright.tune import select
 
 BOTH: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": " aten, Cpp "}
+
+
+@pytest.fixture(autouse=True)
+def _few() -> Iterator[None]:
+    """Two templates of C++ for each product: more take their compilers' time and show no more."""
+    with config.patch({"test_configs.max_mm_configs": 2}):
+        yield
 
 
 def counter(name: str) -> int:
@@ -148,11 +157,41 @@ def test_ma_i1_empty_sums_of_products(dynamic: bool, space: str) -> None:
     options = {"max_autotune": True, "max_autotune_gemm_search_space": space}
     with fresh_cache():
         call = compiled(both, options=options, dynamic=dynamic)
-        for rows in (0, 3) if dynamic else (0,):
+        for rows in (0, 3) if dynamic and space == "DEFAULT" else (0,):
             args = [torch.randn(s) for s in ((rows, 64), (64, 1536)) * 2]
             found = call(*args)
             assert found.shape == (rows, 1536) and found.dtype == torch.float32
             torch.testing.assert_close(found, both(*args), rtol=1e-4, atol=1e-3)
+
+
+EMPTY: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "MA-I2": (lambda a, b: torch.sin(a) @ b, ((0, 10), (10, 100))),
+    "MA-I3": (torch.addmm, ((100,), (0, 10), (10, 100))),
+}
+
+
+@pytest.mark.parametrize("ids", EMPTY)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_no_rows(ids: str, dynamic: bool) -> None:
+    function, sizes = EMPTY[ids]
+    args = [torch.randn(s) for s in sizes]
+    found = compiled(function, options={"max_autotune": True}, dynamic=dynamic)(*args)
+    assert found.shape == (0, 100) and found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_ma_q2_no_choice_takes_a_finite_time(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Whether the choice waits for what surrounds the product or not."""
+    lookup = select.AlgorithmSelectorCache.lookup
+
+    def never(self: Any, *args: Any) -> Any:
+        return dict.fromkeys(lookup(self, *args), math.inf)
+
+    monkeypatch.setattr(select.AlgorithmSelectorCache, "lookup", never)
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "CPP",
+               "benchmark_epilogue_fusion": waits}  # fmt: skip
+    with fresh_cache(), pytest.raises(BackendCompilerFailed, match="NoValidChoicesError"):
+        compiled(lambda x: (x @ x).relu(), options=options)(torch.zeros(16, 16))
 
 
 @pytest.mark.parametrize("backends", ["ATEN", "CPP", "ATEN,CPP"])

@@ -206,6 +206,39 @@ def test_ri_5_many_mutations_never_clone() -> None:
     assert (Ran(several, torch.randn(3)).missed, Ran(several, torch.randn(3)).allocations) == (0, 2)
 
 
+class SinAndBack(torch.autograd.Function):
+    """Both passes write into new memory, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out, other = torch.empty_like(x), torch.empty_like(x)
+        sincos_into(x, out, other)
+        sin_into(out, out)
+        ctx.save_for_backward(other)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (other,) = ctx.saved_tensors
+        first, second = torch.empty_like(g), torch.empty_like(g)
+        sincos_into(other, first, second)
+        sincos_into(first, second, first)
+        return g * first + second
+
+
+def test_ri_5_with_gradients() -> None:
+    given = [torch.randn(6, requires_grad=True) for _ in range(2)]
+    found: list[Tensor] = []
+    metrics.reset()
+    for call, x in zip((SinAndBack.apply, compiled(SinAndBack.apply)), given, strict=True):
+        x.data = given[0].data
+        call(x).square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+    assert metrics.counters["inplace"]["missed"] == 0
+
+
 def test_ri_6_a_list_of_views_of_one_base() -> None:
     """RI-6"""
 

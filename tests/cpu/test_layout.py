@@ -159,8 +159,13 @@ EXPANDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", EXPANDED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [(torch.bfloat16, False), (torch.float32, True),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         (torch.bfloat16, True), (torch.float16, False), (torch.float16, True),
+         (torch.float32, False)))],
+)  # fmt: skip
 def test_results_of_expanded_operands(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     fn = torch.compile(EXPANDED[name], backend="tilewright", dynamic=dynamic)
     for rows in (3, 5):

@@ -23,7 +23,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.program import Nest, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.memory import peak, profile
-from tilewright.schedule.order import defer
+from tilewright.schedule.order.topological import defer
 from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
 from tilewright.testing import run_and_get_code
@@ -61,6 +61,21 @@ def test_a_result_overwrites_what_a_product_returned() -> None:
 def test_rows_are_overwritten_by_their_softmax() -> None:
     text = host(lambda x: torch.softmax(x @ x, 1), torch.randn(16, 16))
     assert allocations(text) == 0
+
+
+def test_what_is_scanned_is_not_overwritten() -> None:
+    """How far ahead a scan reads is its kernel's own affair."""
+    assert allocations(host(lambda x: (x @ x).cumsum(0), torch.randn(16, 16))) == 1
+    assert allocations(host(lambda x: (x @ x).cumsum(1), torch.randn(16, 16))) == 1
+
+
+def test_what_is_folded_with_more_is_not_overwritten() -> None:
+    """It is read again for every element of the fold."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ x)[..., None] * w).sum(-1)
+
+    assert allocations(host(function, torch.randn(16, 16), torch.randn(16, 16, 40))) == 1
 
 
 def test_a_value_read_elsewhere_in_the_kernel_is_not_overwritten() -> None:

@@ -39,7 +39,7 @@ LIBRARY_OPS = frozenset(
 ATTENTION_PREFIX = "_scaled_dot_product_"
 NATIVE_SHARE = 0.98
 # Symbolic sizes make tracing slow: one transformer and one convnet stand for the rest.
-DYNAMIC = ("gpt", "resnet")
+DYNAMIC = ("gpt", pytest.param("resnet", marks=pytest.mark.slow))
 
 
 @dataclass(frozen=True)

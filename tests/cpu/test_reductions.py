@@ -19,7 +19,7 @@ from tests.programs import compiled
 from tilewright import metrics
 from tilewright.schedule.fusion import group, row_column
 from tilewright.schedule.plan import Schedule
-from tilewright.schedule.split import apply
+from tilewright.schedule.split.apply import apply
 from tilewright.target import Target
 from tilewright.testing import run_and_get_code
 
@@ -311,13 +311,16 @@ def test_no_elements_or_one(size: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_is_as_accurate_as_eager(dtype: torch.dtype, dim: int) -> None:
-    """OS-3"""
+    """OS-3: the largest element is exact, and the largest error as eager's, give or take a unit in
+    the last place: 1.17 of it along rows of float32, 0.29 along columns."""
     x = (torch.randn(600, 300) * 4).to(dtype)
     exact = x.double().softmax(dim)
     torch._dynamo.reset()
-    ours = torch.compile(lambda x: x.softmax(dim), backend="tilewright")(x)
+    program = torch.compile(lambda x: (x.softmax(dim), x.amax(dim)), backend="tilewright")
+    ours, most = program(x)
+    assert torch.equal(most, x.amax(dim))
     error = (ours.double() - exact).abs().max()
-    assert error <= 1.5 * (x.softmax(dim).double() - exact).abs().max() + 1e-9
+    assert error <= 1.2 * (x.softmax(dim).double() - exact).abs().max()
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import threading
+from concurrent import futures
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from tests.cpu.fake_trials import Fake, FakeClock, FakeTime, aten, choose, subject, use
 from tilewright import config, metrics
 from tilewright.errors import BuildError, NoValidChoicesError, TilewrightError
+from tilewright.runtime import compilers, cxx
+from tilewright.runtime.cxx import CxxSource
 from tilewright.testing import fresh_cache
 from tilewright.tune import choices as trying
 from tilewright.tune import records, select
@@ -374,6 +379,82 @@ def test_all_that_may_win_is_built_while_the_first_question_is_answered():
         assert not any(t.did("finish") for t in trials[1:])
     for k, trials in enumerate(questions):
         assert choose(*trials, key=f"question {k}").winner.name == "t0"
+
+
+@dataclass(eq=False)
+class Built(Fake):
+    """A trial that is a kernel, compiled for real."""
+
+    made: Any = None
+
+    def start(self) -> None:
+        super().start()
+        if self.made is None:
+            text = f'extern "C" void {self.name}(float* x) {{ x[0] = {self.us}; }}'
+            self.made = cxx.submit([CxxSource(text, self.name, ("ptr",))]).futures[0]
+
+    def wait(self, seconds: float) -> bool:
+        return not futures.wait([self.made], seconds).not_done
+
+    def finish(self) -> None:
+        super().finish()
+        self.made.result()
+
+
+def test_ma_l1_compilers_run_and_none_on_the_main_thread(monkeypatch):
+    ran: list[threading.Thread] = []
+    run = compilers.run
+
+    def seen(*args, **named):
+        if "kernel" in named["text"]:  # and not the module that launches them
+            ran.append(threading.current_thread())
+        return run(*args, **named)
+
+    monkeypatch.setattr(compilers, "run", seen)
+    with config.patch(compile_threads=10, autotune_in_subproc=False):
+        trials = [Built(f"kernel{k}", 50.0 + k, estimate=40.0) for k in range(10)]
+        verdict = choose(aten(100.0), *trials)
+    assert verdict.winner.name == "kernel0" and verdict.rejected == {}
+    assert [t.name for t in trials if not t.did("finish")] == []
+    assert len(ran) == 10 and threading.main_thread() not in ran
+
+
+@pytest.mark.parametrize("count", [2, 30])
+def test_ma_l4_so_many_are_built_at_once(monkeypatch, count):
+    """Twice as many as there are compilers, and no more than there are choices."""
+    trials = [Fake(f"t{k}", 50.0 + k) for k in range(count)]
+    most = 0
+    original = Fake.finish
+
+    def finish(self):
+        nonlocal most
+        under_way = sum(t.did("start") > 0 for t in trials) - sum(t.did("finish") for t in trials)
+        most = max(most, under_way)
+        original(self)
+
+    monkeypatch.setattr(Fake, "finish", finish)
+    with config.patch(compile_threads=3):
+        choose(aten(100.0), *trials)
+    assert most == min(count, 2 * 3)
+
+
+def test_ma_l4_what_is_not_built_in_time_is_rejected_and_the_rest_goes_on(clock, monkeypatch):
+    """`precompilation_timeout_seconds`: also where the model has it win, and it alone is left."""
+    now = FakeTime(monkeypatch)
+
+    def wait(self, seconds):
+        now.advance(seconds if self.slow else 0.0)
+        return not self.slow
+
+    monkeypatch.setattr(Fake, "wait", wait)
+    slow = Fake("slow", 10.0, slow=True)
+    with config.patch(precompilation_timeout_seconds=20):
+        verdict = choose(aten(100.0), slow, Fake("quick", 60.0))
+    assert verdict.winner.name == "quick" and slow.did("finish") == 0
+    assert "not built within config.precompilation_timeout_seconds = 20" in verdict.rejected["slow"]
+    assert 20.0 <= now.now < 25.0
+    again = [aten(100.0), Fake("slow", 10.0), Fake("quick", 60.0)]
+    assert choose(*again).winner.name == "slow", "it is no fault of the kernel's"
 
 
 def test_ma_l4_nothing_is_precompiled_when_all_times_are_known():

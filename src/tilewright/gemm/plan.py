@@ -38,7 +38,8 @@ LARGEST_SETS = 16
 
 # How far results may be from the library's, relative to the largest and to their own size: a few
 # roundings of the product's dtype, with sums taken in another order.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 8e-3, torch.bfloat16: 4e-2}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 8e-3, torch.bfloat16: 4e-2,
+              torch.float8_e4m3fn: 0.13, torch.float8_e5m2: 0.26}  # fmt: skip
 _TF32 = 1e-2
 # Part of the elements that may be infinite or not a number on one side alone, where such are among
 # the results at all: a logarithm of what is zero but for rounding.

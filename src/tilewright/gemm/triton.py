@@ -142,8 +142,10 @@ class TritonProvider:
         if len(dtypes) != 1 and not dtypes <= UNITS.keys():
             return "the operands have different types"
         whole = dtypes == {torch.int8} and problem.dtype == torch.int32
-        kinds = UNITS.keys() if problem.op == "_scaled_mm" else _OPERANDS
-        if not whole and not (dtypes <= kinds and problem.dtype in _RESULTS):
+        scaled = problem.op == "_scaled_mm"
+        kinds, results = (UNITS.keys(), _RESULTS | UNITS.keys()) if scaled else (
+            _OPERANDS, _RESULTS)  # fmt: skip
+        if not whole and not (dtypes <= kinds and problem.dtype in results):
             shown = " by ".join(sorted(map(str, dtypes)))
             return f"no template multiplies {shown} into {problem.dtype}"
         if any(ix.value_of(s) == 0 for s in problem.sizes[:3]):

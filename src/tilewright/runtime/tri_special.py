@@ -61,7 +61,6 @@ BERNOULLI = constant((1 / 12, -1 / 720, 1 / 30240, -1 / 1209600, 1 / 47900160, -
                       1 / 74724249600, -3617 / 10670622842880000))  # fmt: skip
 PI = constant(3.14159265358979323846)
 INF = constant(float("inf"))
-NAN = constant(float("nan"))
 GAMMA_TERMS = constant(20000)
 
 
@@ -144,7 +143,7 @@ def k1_small(x):
 @jit
 def outside_positive(x, r, at_zero):
     """`r` where x > 0; the limit at zero, and NaN below."""
-    return tl.where(x > 0.0, r, tl.where(x == 0.0, at_zero, NAN))
+    return tl.where(x > 0.0, r, tl.where(x == 0.0, at_zero, float("nan")))
 
 
 @jit
@@ -274,7 +273,7 @@ def airy_ai(x):
     g = series(AIRY_G, t) / z
     below = (f * (s + c) - g * (c - s)) * 0.70710678118654752440 / (root_pi * fourth)
     r = tl.where(a <= 2.5, middle, tl.where(x > 0.0, above, below))
-    return tl.where((a == INF) | (x != x), NAN, r)
+    return tl.where((a == INF) | (x != x), float("nan"), r)
 
 
 # ---- the error function
@@ -304,7 +303,7 @@ def erfinv(x):
     small = inside * series(ERFINV_SMALL, tl.minimum(w, 5.0) / 2.5 - 1.0)
     root = tl.sqrt(tl.maximum(w, 5.0))
     large = inside * series(ERFINV_LARGE, (2.0 * root - (hi + lo)) / (hi - lo))
-    edge = tl.where(tl.abs(x) == 1.0, libdevice.copysign(x * 0.0 + INF, x), NAN)
+    edge = tl.where(tl.abs(x) == 1.0, libdevice.copysign(x * 0.0 + INF, x), float("nan"))
     return tl.where(tl.abs(x) < 1.0, tl.where(w <= 5.0, small, large), edge)
 
 
@@ -325,7 +324,7 @@ def ndtri(p):
     high = ndtri_tail(tl.where(inside & (p > 0.87), 1.0 - p, 0.1))
     middle = 1.41421356237309504880 * erfinv(tl.where(inside, 2.0 * p - 1.0, 0.0))
     r = tl.where(p < 0.13, -low, tl.where(p > 0.87, high, middle))
-    return tl.where(inside, r, tl.where(p == 0.0, -INF, tl.where(p == 1.0, INF, NAN)))
+    return tl.where(inside, r, tl.where(p == 0.0, -INF, tl.where(p == 1.0, INF, float("nan"))))
 
 
 @jit
@@ -355,7 +354,7 @@ def digamma(x):
     z = 1.0 / (y * y)
     r = reflected + shifted + libdevice.log(y) - 0.5 / y - z * polynomial(z, DIGAMMA)
     r = tl.where(x == INF, INF, r)
-    r = tl.where(pole | (x == -INF), NAN, r)
+    r = tl.where(pole | (x == -INF), float("nan"), r)
     return tl.where(x == 0.0, libdevice.copysign(x * 0.0 + INF, x * -1.0), r)
 
 
@@ -399,7 +398,7 @@ def zeta(x, q):
     )
     even = libdevice.fmod(s, s * 0.0 + 2.0) == 0.0
     r = tl.where(far, direct + tl.where(even, below, -below), direct)
-    r = tl.where(valid, r, NAN)
+    r = tl.where(valid, r, float("nan"))
     r = tl.where((x > 1.0) & (q <= 0.0) & whole, INF, r)
     return tl.where(x == 1.0, INF, r)
 
@@ -480,9 +479,11 @@ def gamma_ratio(a, x, upper: tl.constexpr):
         r = tl.where(wide, fraction, 1.0 - sums)
     else:
         r = tl.where(wide, 1.0 - fraction, sums)
-    edge = tl.where(x == 0.0, at_zero, tl.where(a == INF, tl.where(x == INF, NAN, at_zero), at_inf))
-    edge = tl.where(a == 0.0, tl.where(x > 0.0, at_inf, NAN), edge)
-    edge = tl.where((x < 0.0) | (a < 0.0) | (a != a) | (x != x), NAN, edge)
+    edge = tl.where(
+        x == 0.0, at_zero, tl.where(a == INF, tl.where(x == INF, float("nan"), at_zero), at_inf)
+    )
+    edge = tl.where(a == 0.0, tl.where(x > 0.0, at_inf, float("nan")), edge)
+    edge = tl.where((x < 0.0) | (a < 0.0) | (a != a) | (x != x), float("nan"), edge)
     return tl.where(plain, r, edge)
 
 
@@ -588,7 +589,7 @@ def hermite(x, degree, first, step: tl.constexpr):
         p = tl.where(more, q, p)
         q = tl.where(more, r, q)
         k += 1
-    r = tl.where(n > most, NAN, q)
+    r = tl.where(n > most, float("nan"), q)
     return tl.where(n < 0, 0.0, tl.where(n == 0, 1.0, r)).to(x.dtype)
 
 

@@ -1,8 +1,12 @@
-"""Why a candidate is rejected, in words, when building or running it raised."""
+"""Why a candidate is rejected, in words, when building or running it raised; and errors that end
+the tuning."""
 
 from __future__ import annotations
 
-from tilewright.errors import BuildError
+from collections.abc import Mapping
+
+from tilewright import config
+from tilewright.errors import BuildError, NoValidChoicesError, TilewrightError
 from tilewright.tune.memory import is_short
 
 # Part of the driver's message -> what it means here.
@@ -42,3 +46,30 @@ def explained(error: BaseException) -> tuple[str, bool]:
     if type(error).__name__ == "OutOfResources":
         return f"{_DRIVER['too many resources']} ({text})", True
     return f"{type(error).__name__}: {text}", False
+
+
+def harmed(who: str, broken: str) -> TilewrightError:
+    """A candidate left the card so that nothing runs on it any more."""
+    return TilewrightError(
+        f"{who} left the card unusable for this process: {broken}",
+        stage="tune",
+        hint="run the program again: this candidate is remembered and will not be tried; "
+        "config.autotune_effort = 'none' tries none at all",
+    )
+
+
+def nothing_left(title: str, offered: bool, reasons: Mapping[str, str]) -> NoValidChoicesError:
+    """No choice was offered, or all were rejected."""
+    hint = (
+        "add ATEN to config.max_autotune_gemm_backends (for a convolution: "
+        "config.max_autotune_conv_backends), so that there is a library's call to take"
+    )
+    filters = config.test_configs
+    if filters.autotune_choice_name_regex or filters.autotune_choice_desc_regex:
+        hint = (
+            "config.test_configs.autotune_choice_name_regex or ..._desc_regex may leave nothing; "
+            + hint
+        )
+    why = "all were rejected" if offered else "none was offered"
+    return NoValidChoicesError(f"no choices to select for {title}: {why}", reasons=dict(reasons),
+                               hint=hint)  # fmt: skip

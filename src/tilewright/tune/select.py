@@ -23,7 +23,7 @@ from tilewright.tune import child, clock, display, memory, pool, purse, race, ra
 from tilewright.tune import choices as trying
 from tilewright.tune.choices import ChoiceCaller, Effort, Preprocessing, Saver, caller
 from tilewright.tune.clock import Clock
-from tilewright.tune.failures import explained
+from tilewright.tune.failures import explained, harmed, nothing_left
 from tilewright.tune.purse import budget
 from tilewright.tune.records import Choice, Row
 from tilewright.tune.results import (
@@ -494,7 +494,12 @@ class _Tuning:
         ready: list[ChoiceCaller] = []
         left = self._affordable(order)  # ours, then others'
         until = time.perf_counter() + GRACE
+        limit = time.perf_counter() + config.precompilation_timeout_seconds
         while left:
+            if time.perf_counter() >= limit:
+                left = self._not_built(left)
+                limit = math.inf
+                continue
             known = (c for c in self.choices if not c.reason)
             if self._late() and (ready or any(c.samples or c.trial.is_library for c in known)):
                 self._cut()
@@ -502,8 +507,8 @@ class _Tuning:
             for later in left[:ahead]:
                 self._guarded(later, later.trial.start)
             group = [c for c in left if is_foreign(c.trial) == is_foreign(left[0].trial)]
-            choice = self._next(group[:ahead], until)
-            if choice is None and self._late():
+            choice = self._next(group[:ahead], until, limit)
+            if choice is None and (self._late() or time.perf_counter() >= limit):
                 continue
             if choice is None:
                 self._not_awaited(group)
@@ -533,18 +538,32 @@ class _Tuning:
         self.complete &= len(compiled) <= most
         return [c for c in order if c not in compiled[most:]]
 
-    def _next(self, started: Sequence[ChoiceCaller], until: float) -> ChoiceCaller | None:
+    def _next(self, started: Sequence[ChoiceCaller], until: float, limit: float
+              ) -> ChoiceCaller | None:  # fmt: skip
         """The first that is built, or else the first; none where all of them are still being built
-        and not worth more time than until then, or the budget is spent and there is another."""
+        and not worth more time than until then, or the limit of all builds is reached, or the
+        budget is spent and there is another."""
         best = self._best()
         certain = best is None or any(not trying.is_doubtful(c, best) for c in started)
-        end = self.deadline if certain else min(self.deadline, until)
+        end = min(self.deadline, limit, math.inf if certain else until)
         for seconds in (0.0, max(0.0, min(end - time.perf_counter(), LONGEST))):
             started[0].trial.wait(seconds)
             for choice in started:
                 if choice.reason or choice.trial.wait(0):
                     return choice
+        if time.perf_counter() >= limit:
+            return None
         return started[0] if certain and (best is None or not self._late()) else None
+
+    def _not_built(self, choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+        """Those that are built; the others took too long, this time."""
+        self.complete = False
+        done = [c for c in choices if c.reason or c.trial.wait(0)]
+        for choice in choices:
+            if choice not in done:
+                why = f"precompilation_timeout_seconds = {config.precompilation_timeout_seconds}"
+                choice.reject(f"it was not built within config.{why}", lasting=False)
+        return done
 
     def _not_awaited(self, choices: Sequence[ChoiceCaller]) -> None:
         best = self._best()
@@ -680,31 +699,12 @@ class _Tuning:
 
     def _harmed(self, choice: ChoiceCaller, broken: str) -> TilewrightError:
         choice.lasting = True
-        return TilewrightError(
-            f"candidate {choice.name} for {self.subject.title} left the card unusable for this "
-            f"process: {broken}",
-            stage="tune",
-            hint="run the program again: this candidate is remembered and will not be tried; "
-            "config.autotune_effort = 'none' tries none at all",
-        )
+        return harmed(f"candidate {choice.name} for {self.subject.title}", broken)
 
     def _nothing(self) -> NoValidChoicesError:
         reasons = {c.name: c.reason for c in self.choices if c.reason}
-        offered = "none was offered" if not self.choices else "all were rejected"
-        hint = (
-            "add ATEN to config.max_autotune_gemm_backends (for a convolution: "
-            "config.max_autotune_conv_backends), so that there is a library's call to take"
-        )
-        filters = config.test_configs
-        if filters.autotune_choice_name_regex or filters.autotune_choice_desc_regex:
-            hint = (
-                "config.test_configs.autotune_choice_name_regex or ..._desc_regex may leave "
-                "nothing; " + hint
-            )
         display.refused(self.subject, reasons)
-        return NoValidChoicesError(
-            f"no choices to select for {self.subject.title}: {offered}", reasons=reasons, hint=hint
-        )
+        return nothing_left(self.subject.title, bool(self.choices), reasons)
 
 
 def _compilers() -> int:
