@@ -123,10 +123,28 @@ def _heads(g: Graph, x: torch.fx.Node, heads: int) -> torch.fx.Node:
     return g(aten.permute.default, parts, [1, 0, 2])
 
 
+def recurrence(count: int) -> torch.fx.GraphModule:
+    """A state that every step forgets a part of and adds to, with a product of each; all are put
+    side by side (a selective state space, unrolled)."""
+    g = Graph()
+    batch, width, states, steps = 2, 32, 8, max(1, count // 9)
+    kept, added = (g.input(batch, width, steps, states) for _ in range(2))
+    read, state = g.input(batch, steps, states), g.input(batch, width, states)
+    made: list[torch.fx.Node] = []
+    for k in range(steps):
+        past = g(aten.mul.Tensor, g(aten.select.int, kept, 2, k), state)
+        state = g(aten.add.Tensor, past, g(aten.select.int, added, 2, k))
+        column = g(aten.unsqueeze.default, g(aten.select.int, read, 1, k), -1)
+        made.append(g(aten.select.int, g(aten.bmm.default, state, column), 2, 0))
+    apart = [g(aten.unsqueeze.default, m, -1) for m in made]
+    return g.returns(g(aten.cat.default, apart, -1))
+
+
 FAMILIES: dict[str, Callable[[int], torch.fx.GraphModule]] = {
     "chain": chain,
     "ladder": ladder,
     "fan": fan,
     "reductions": reductions,
     "transformer": transformer,
+    "recurrence": recurrence,
 }

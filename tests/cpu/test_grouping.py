@@ -3,6 +3,7 @@ computes what eager does."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,14 @@ from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, var
 from tilewright.ir.program import Nest, Program, Store
+from tilewright.lower.context import Lowering
 from tilewright.lower.graph import lower
 from tilewright.schedule.fusion.group import MOST_SHARED, Search
 from tilewright.schedule.fusion.legality import Fit, Misfit, align, conflict, is_alone
 from tilewright.schedule.nests.access import disjoint, within
 from tilewright.schedule.order.topological import Order
 from tilewright.schedule.plan import schedule
-from tilewright.schedule.rewrite import improve
+from tilewright.schedule.rewrite import improve, scan_epilogue
 
 cat = torch.cat
 
@@ -485,6 +487,34 @@ def test_every_stage_grows_with_the_graph(family: str) -> None:
 
     effort(60)
     assert effort(240) <= 2.3 * effort(120)
+
+
+def test_a_loop_that_keeps_the_results_of_all_its_steps_asks_of_each_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not of each pair: what put 444 results side by side took 5 of 6.8 s to tell them apart."""
+    asked = Counter[str]()
+
+    def count(owner: Any, question: str) -> None:
+        real = getattr(owner, question)
+
+        def counting(*args: Any) -> Any:
+            asked[question] += 1
+            return real(*args)
+
+        monkeypatch.setattr(owner, question, counting)
+
+    count(improve, "disjoint")
+    count(scan_epilogue, "is_fold")
+    count(Lowering, "_is_lazy")
+
+    def effort(steps: int) -> Counter[str]:
+        asked.clear()
+        deciding_seconds(FAMILIES["recurrence"](9 * steps))
+        return Counter(asked)
+
+    few, many = effort(40), effort(80)
+    assert {question: n for question, n in many.items() if n > 2.1 * few[question]} == {}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,7 +23,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.program import Nest, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.memory import peak, profile
-from tilewright.schedule.order.topological import defer
+from tilewright.schedule.order import defer
 from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
 from tilewright.testing import run_and_get_code

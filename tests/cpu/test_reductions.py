@@ -19,7 +19,7 @@ from tests.programs import compiled
 from tilewright import metrics
 from tilewright.schedule.fusion import group, row_column
 from tilewright.schedule.plan import Schedule
-from tilewright.schedule.split.apply import apply
+from tilewright.schedule.split import apply
 from tilewright.target import Target
 from tilewright.testing import run_and_get_code
 

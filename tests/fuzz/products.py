@@ -26,6 +26,9 @@ _BEFORE = (
     "{0}.to(torch.float32).to({0}.dtype)", "F.layer_norm({0}, {0}.shape[-1:])", "{0}.contiguous()",
     "torch.where({0} > 0, {0}, 0.1 * {0})", "{0} / ({0}.abs().amax(-1, keepdim=True) + 1)",
     "{0}.clone()", "F.pad({0}, (1, 0))[..., 1:]", "{0}.flip(0)", "{0}[:]",
+    "{0}[:1]", "{0}[-1:]", "{0}[::2]", "{0}[1:]", "{0}.roll(1, 0)", "torch.cat(({0}, {0}))",
+    "{0}[:1].expand_as({0})", "F.rms_norm({0}, {0}.shape[-1:])", "{0}.mT",
+    "{0}[torch.arange({0}.shape[0] - 1, -1, -1, device={0}.device)]", "{0}.repeat(2, 1)",
 )  # fmt: skip
 _AFTER = (
     "F.gelu({0})", "F.gelu({0}, approximate='tanh')", "F.relu({0})", "torch.sigmoid({0}) * {0}",
@@ -37,20 +40,72 @@ _AFTER = (
     "{0}.sin() + {0}.cos()", "F.dropout({0}, 0.5, training=False)", "torch.clamp({0}, -1, 1)",
     "({0} > 0).to({0}.dtype) * {0}", "torch.maximum({0}, {0}.mean(-1, keepdim=True))",
     "{0}.unsqueeze(1) * {0}.unsqueeze(-1).mean(-2, keepdim=True)",
+    "{0}.clone().relu_()", "({0} * 1).mul_(0.5).add_(1)", "{0}.add_(1)", "torch.relu_({0})",
+    "{0}.clone().index_fill_(0, torch.zeros(1, dtype=torch.int64, device={0}.device), 0.5)",
+    "torch.empty_like({0}).copy_({0}).cos_()", "{0}.chunk(2, -1)[0] * 2", "{0}.cumsum(-1) * 0.125",
+    ("{0}.new_zeros({0}.shape).index_add(0, "
+     "torch.arange({0}.shape[0], device={0}.device) // 2, {0})"),
+    "F.scaled_dot_product_attention({0}[None], {0}[None], {0}[None])[0]",
 )  # fmt: skip
 _BOTH = (
     "{0} + {1}", "{0} * {1}", "F.silu({0}) * {1}", "{0} - 0.5 * {1}", "torch.maximum({0}, {1})",
     "torch.cat(({0}, {1}), -1)", "{0} + {1}.detach()", "torch.where({0} > {1}, {0}, {1})",
-    "{0} + F.relu({1})", "{0}.add({1}, alpha=2)",
+    "{0} + F.relu({1})", "{0}.add({1}, alpha=2)", "{0}.add_({1})", "{0}.clone().mul_({1})",
+    "torch.addcmul({0}, {0}, {1}, value=0.5)", "torch.lerp({0}, {1}.expand_as({0}), 0.25)",
 )  # fmt: skip
 _QUANTISED = (
     "{0}.to(DTYPE)", "{0}.to(DTYPE) * 0.0625", "{0}.to(torch.float32) * 0.0625",
     "({0} - 3).to(DTYPE) / 16", "{0}.to(torch.float32).to(DTYPE)",
+    "{0}.to(DTYPE) * (torch.arange({0}.shape[1], device={0}.device) % 3 + 1).to(DTYPE)",
+    "{0}.to(DTYPE) * (torch.arange({0}.shape[0], device={0}.device) % 3 + 1).to(DTYPE)[:, None]",
 )  # fmt: skip
 _PACKED = (
     "(torch.stack(({0} & 15, {0} >> 4), -1).flatten(-2).to(DTYPE) - 8) * 0.125",
     "torch.cat(({0} & 15, {0} >> 4), -1).to(DTYPE) * 0.0625 - 0.5",
     "((torch.stack(({0} >> 4, {0} & 15), -1).reshape({0}.shape[0], -1)) - 8.0).to(DTYPE) / 16",
+)  # fmt: skip
+# W is a right operand, LINEAR its transpose; both may be texts that unpack a quantised one.
+_MATRICES = (
+    "torch.mm({0}, W)", "torch.addmm({2}, {0}, W)", "torch.addmm({2}, {0}, W, alpha=0.5, beta=2)",
+    "torch.mm({0}, W) + {2}", "torch.addmm({2}, {0}, W, beta=0)",
+    "torch.einsum('mk,kn->nm', {0}, W)", "torch.mm({0}, W) + torch.mm({0} * 0.5, W)",
+    "torch.mm((W).mT, {0}.mT)", "torch.baddbmm({2}, {0}[None], (W)[None])",
+    "torch.bmm({0}[None].expand(2, -1, -1), (W).expand(2, -1, -1))[1]",
+    "torch.baddbmm({2}, {0}[None].expand(2, -1, -1), (W)[None].expand(2, -1, -1))",
+    "torch.bmm(torch.stack(({0}, {0} + 1)), torch.stack((W, (W) * 0.5)))",
+    # few rows, vectors, nothing at all
+    "torch.mm({0}[:1], W)", "torch.matmul({0}[0], W)", "torch.mv((W).mT, {0}[-1])[None]",
+    "torch.addmv({2}, LINEAR, {0}[0])[None]", "torch.cat((torch.mm({0}[:0], W), torch.mm({0}, W)))",
+    "torch.mm({0}[:, :0], (W)[:0]) + {2}", "torch.addmm({2}, {0}[:, :0], (W)[:0])",
+    "torch.mm({0}[:, 1:], (W)[1:])", "torch.mm({0}[::2], W)", "torch.inner({0}, LINEAR)",
+    # several that share operands
+    "torch.cat((torch.mm({0}, W), F.linear({0}, LINEAR) * 2), -1)",
+    "F.silu(torch.mm({0}, W)) * torch.mm({0}, (W) + 1)",
+    "torch.stack([torch.mm(part, W) for part in (torch.relu({0}), {0}, {0} * 2)]).sum(0)",
+    "torch.mm({0}, torch.cat((W, (W) * 2), -1)).chunk(2, -1)[1] + 1",
+    "torch.cat([F.linear({0}, part) for part in (LINEAR).chunk(2)], -1)",
+    "torch.linalg.multi_dot(({0}, W, (W).mT))",
+    # other names of a product
+    "F.conv1d({0}.mT[None], (LINEAR)[..., None])[0].mT",
+    "F.conv2d({0}.mT[None, :, :, None], (LINEAR)[..., None, None])[0, ..., 0]",
+    "F.conv2d({0}[:, :, None, None], (LINEAR)[..., None, None], {2}).relu()[..., 0, 0]",
+    "torch.tensordot({0}, W, 1)", "torch.einsum('mk,nk->mn', {0}, LINEAR)",
+    "torch.einsum('mk,kn,mk->mn', {0}, W, {0})", "({0}[:, :, None] * (W)[None]).sum(1)",
+    # written into something
+    "torch.mm({0}, W).add_({2})", "torch.mm({0}, W).relu_().mul_(0.5)",
+    "{2}.clone().addmm_({0}, W, alpha=0.5)", "{2}.addmm_({0}, W)", "{2}.add_(torch.mm({0}, W))",
+    "{2}.clone().index_add_(0, torch.arange({0}.shape[0], device={0}.device), torch.mm({0}, W))",
+    ("{2}.index_copy_(0, torch.zeros(1, dtype=torch.int64, device={0}.device), "
+     "torch.mm({0}[:1], W))"),
+)  # fmt: skip
+_BATCHES = (
+    "torch.bmm({0}, (W).expand({0}.shape[0], -1, -1))",
+    "torch.baddbmm({2}, {0}, (W).expand({0}.shape[0], -1, -1), alpha=2)",
+    "torch.einsum('bmk,kn->bnm', {0}, W)", "torch.einsum('bmk,kn->mn', {0}, W)",
+    "torch.addbmm({2}, {0}, (W).expand({0}.shape[0], -1, -1))",
+    "F.conv1d({0}.mT, (LINEAR)[..., None], {2})", "torch.bmm({0}, {0}.mT).softmax(-1)",
+    "torch.stack([torch.mm(part, W) for part in {0}.unbind(0)])",
+    "F.linear({0}[:, -1:], LINEAR)", "F.linear({0}[:1].expand_as({0}), LINEAR)",
 )  # fmt: skip
 
 
@@ -63,16 +118,19 @@ class _Products(Growth):
     """Inputs are drawn for a chain of sizes; each line looks for values whose sizes fit."""
 
     def _sizes(self) -> dict[str, int]:
+        """Of one call; with dynamic sizes there may be a call with a single row."""
         rng = self.rng
-        rows = ROWS[1:] if self.dynamic else ROWS
         inner = INNER[1:] if self.dynamic else INNER
-        return {"A": rng.choice([n for n in rows if n > 1 or not self.dynamic]),
-                "B": rng.choice(inner), "C": rng.choice(inner), "D": rng.choice(inner)}  # fmt: skip
+        return {"A": rng.choice(ROWS), "B": rng.choice(inner), "C": rng.choice(inner),
+                "D": rng.choice(inner)}  # fmt: skip
 
     def grow(self) -> Program:
         rng = self.rng
         if self.dynamic:  # not all sizes are; the others are those of the first call
             self.fixed = {n for n in "BCD" if rng.random() < 0.7}
+            if rng.random() < 0.3:  # there and back, through a single row
+                self.sizes.insert(1, {**self.sizes[0], "A": 1})
+                self.values.append([])
             for sizes in self.sizes[1:]:
                 sizes.update({n: self.sizes[0][n] for n in self.fixed})
         else:
@@ -203,25 +261,14 @@ class _Products(Growth):
         """One of the ways to write a product; `{2}` is something to add."""
         a = self.values[0][left]
         more = [k for k, t in enumerate(self.values[0]) if t.dtype == a.dtype and t.dim() <= 2]
-        added = self.rng.choice(more or [left])
+        b = self.values[0][right]
+        results = [torch.Size((a.shape[-2], n)) for n in (b.shape[0], _columns(b))]
+        fits = [k for k in more if any(_goes(self.values[0][k].shape, r) for r in results)]
+        whole = [k for k in fits if self.values[0][k].shape in results]
+        pools = (whole if self.rng.random() < 0.5 else [], fits, more, [left])
+        added = self.rng.choice(next(pool for pool in pools if pool))
         texts = ["torch.matmul({0}, W)", "F.linear({0}, LINEAR)", "F.linear({0}, LINEAR, {2})"]
-        if a.dim() == 2:
-            texts += ["torch.mm({0}, W)", "torch.addmm({2}, {0}, W)",
-                      "torch.addmm({2}, {0}, W, alpha=0.5, beta=2)", "torch.mm({0}, W) + {2}",
-                      "torch.addmm({2}, {0}, W, beta=0)", "torch.einsum('mk,kn->nm', {0}, W)",
-                      "torch.mm({0}, W) + torch.mm({0} * 0.5, W)", "torch.mm((W).mT, {0}.mT)",
-                      "torch.bmm({0}[None].expand(2, -1, -1), (W).expand(2, -1, -1))[1]",
-                      "torch.baddbmm({2}, {0}[None], (W)[None])",
-                      ("torch.baddbmm({2}, {0}[None].expand(2, -1, -1), "
-                       "(W)[None].expand(2, -1, -1))"),
-                      ("torch.bmm(torch.stack(({0}, {0} + 1)), "
-                       "torch.stack((W, (W) * 0.5)))")]  # fmt: skip
-        else:
-            batched = "(W).expand({0}.shape[0], -1, -1)"
-            texts += [
-                f"torch.bmm({{0}}, {batched})",
-                f"torch.baddbmm({{2}}, {{0}}, {batched}, alpha=2)",
-            ]
+        texts += _MATRICES if a.dim() == 2 else _BATCHES
         text = self.rng.choice(texts)
         if ".dtype" in plain and "torch.float32)" in plain:
             text = text.replace("{0}", "{0}.to(torch.float32)")

@@ -58,6 +58,7 @@ class Lowering:
         self.detached: list[tuple[torch.fx.Node, Any]] = []  # with the values they had before
         self.based: dict[torch.fx.Node, torch.fx.Node | None] = {}  # stored for a call that writes
         self.exposed: set[str] = set()  # buffers whose memory a value we cannot see into may share
+        self._unstored: dict[torch.fx.Node, list[torch.fx.Node]] = {}  # operands, as far as known
         self._counts: dict[str, int] = {}
         self._seeds: dict[torch.device, int] = {}  # random ops so far
 
@@ -81,9 +82,21 @@ class Lowering:
             return Origin(())
         found = [self.node]
         for node in found:
-            lazy = [n for n in node.all_input_nodes if n not in found and self._is_lazy(n)]
-            found += lazy[: MOST_ORIGINS - len(found)]
+            lazy = self._lazy_inputs(node, MOST_ORIGINS)
+            found += [n for n in lazy if n not in found][: MOST_ORIGINS - len(found)]
         return Origin(tuple(n.name for n in reversed(found)), location_of(self.node))
+
+    def _lazy_inputs(self, node: torch.fx.Node, most: int) -> list[torch.fx.Node]:
+        """The first operands that are not stored. Those that are will stay so, and are not looked
+        at again: putting a thousand tensors together makes a nest of each."""
+        left, found = self._unstored.get(node, node.all_input_nodes), list[torch.fx.Node]()
+        seen = 0
+        while seen < len(left) and len(found) < most:
+            if self._is_lazy(left[seen]):
+                found.append(left[seen])
+            seen += 1
+        self._unstored[node] = [*found, *left[seen:]]
+        return found
 
     def _is_lazy(self, node: torch.fx.Node) -> bool:
         t = self.env.get(node)

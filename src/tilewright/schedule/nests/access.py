@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from weakref import WeakKeyDictionary
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
@@ -74,26 +74,103 @@ def _signature(index: Expr) -> Signature:
 
 def disjoint(a: Expr, b: Expr) -> bool:
     """Whether no iteration of one touches an element that any iteration of the other touches."""
-    known: WeakKeyDictionary[Expr, bool] = a.memo("disjoint", lambda _: WeakKeyDictionary())
-    if b not in known:
-        known[b] = _disjoint(a, b)
-    return known[b]
-
-
-def _disjoint(a: Expr, b: Expr) -> bool:
     if signature(a) == signature(b):
         return False  # they touch the same
-    ta, tb = _steps(a), _steps(b)
-    if ta is None or tb is None:
-        return False
-    if _ranges_apart(ta, tb):
-        return True
-    # parts of the same rows: apart where they are within one row
-    for step in {s for s, _ in ta[0]} & {s for s, _ in tb[0]}:
-        fine_a, fine_b = _within_rows(ta, step), _within_rows(tb, step)
-        if fine_a is not None and fine_b is not None and _ranges_apart(fine_a, fine_b):
-            return True
-    return False
+    known, other = spans(a), spans(b)
+    return any(_is_before(span, other[row]) or _is_before(other[row], span)
+               for row, span in known.items() if row in other)  # fmt: skip
+
+
+Span = tuple["Expr | int", "Expr | int"]  # the least and the greatest element
+
+
+def _is_before(a: Span, b: Span) -> bool:
+    if isinstance(a[1], int) and isinstance(b[0], int):
+        return a[1] < b[0]
+    return ix.known_lt(a[1], b[0])
+
+
+def spans(index: Expr) -> dict[Expr | None, Span]:
+    """Where an access lies: in all of memory (None), and within the rows of each of its strides,
+    where it does not leave them. Two are apart where one of these is."""
+    return index.memo("spans", _spans)
+
+
+def _spans(index: Expr) -> dict[Expr | None, Span]:
+    steps = _steps(index)
+    if steps is None:
+        return {}
+    found: dict[Expr | None, Span] = {}
+    for row in (None, *dict.fromkeys(s for s, _ in steps[0])):
+        part = steps if row is None else _within_rows(steps, row)
+        span = None if part is None else _range(part)
+        if span is not None:
+            low, high = (e.arg if e.is_const else e for e in span)
+            found[row] = low, high
+    return found
+
+
+class Touches:
+    """Nodes that touch one buffer. Those that may touch an element of an access are found without
+    asking each: of a thousand results that a loop puts side by side every one is asked about."""
+
+    def __init__(self, buffer: str) -> None:
+        self._buffer = buffer
+        self._alike: dict[frozenset[Expr | None], _Alike] = {}  # by the rows they lie within
+        self._anywhere: list[Node] = []
+
+    def add(self, node: Node) -> None:
+        indices = touched(node, self._buffer)
+        if not indices:
+            self._anywhere.append(node)
+        for index in indices:
+            known = _known_spans(index)
+            self._alike.setdefault(frozenset(known), _Alike()).add(node, known)
+
+    def near(self, index: Expr) -> list[Node]:
+        """The nodes that `disjoint` has to be asked of; all others are apart from the access."""
+        known = _known_spans(index)
+        found = list(self._anywhere)
+        for alike in self._alike.values():
+            found += alike.near(known)
+        return found
+
+
+def _known_spans(index: Expr) -> Spans:
+    """Those whose ends are numbers."""
+    return {row: (low, high) for row, (low, high) in spans(index).items()
+            if isinstance(low, int) and isinstance(high, int)}  # fmt: skip
+
+
+Spans = dict["Expr | None", tuple[int, int]]
+
+
+class _Alike:
+    """Accesses with spans of the same kinds, those of about one length in the order they begin."""
+
+    def __init__(self) -> None:
+        self._all: list[Node] = []
+        self._sorted: dict[Expr | None, dict[int, list[tuple[int, int, int]]]] = {}
+
+    def add(self, node: Node, known: Spans) -> None:
+        for row, (low, high) in known.items():
+            lengths = self._sorted.setdefault(row, {})
+            about = lengths.setdefault((high - low).bit_length(), [])
+            bisect.insort(about, (low, high, len(self._all)))
+        self._all.append(node)
+
+    def near(self, known: Spans) -> list[Node]:
+        least: list[Node] | None = None
+        for row in known.keys() & self._sorted.keys():
+            low, high = known[row]
+            found: list[Node] = []
+            for bits, about in self._sorted[row].items():
+                first = bisect.bisect_left(about, (low - (1 << bits),))
+                last = bisect.bisect_left(about, (high + 1,))
+                found += [self._all[k] for _, end, k in about[first:last] if end >= low]
+            if least is None or len(found) < len(least):
+                least = found
+        return self._all if least is None else least
 
 
 Steps = tuple[list[tuple[Expr, Expr]], Expr]  # (stride, size) of each loop, and where it starts
@@ -160,13 +237,6 @@ def within(v: Expr, mask: Expr | None) -> tuple[Expr, Expr]:
         else:  # v >= -rest, or v > rest
             low = ix.maximum(low, ix.neg(rest) if slope == 1 else ix.add(rest, 1))
     return low, high
-
-
-def _ranges_apart(a: Steps, b: Steps) -> bool:
-    ra, rb = _range(a), _range(b)
-    if ra is None or rb is None:
-        return False
-    return ix.known_lt(ra[1], rb[0]) or ix.known_lt(rb[1], ra[0])
 
 
 def _within_rows(steps: Steps, row: Expr) -> Steps | None:

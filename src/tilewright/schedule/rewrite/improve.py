@@ -26,7 +26,7 @@ from tilewright.lower.join import MAX_POINTWISE_CAT_WORK
 from tilewright.lower.opaque import INTO
 from tilewright.schedule.fusion.group import Search
 from tilewright.schedule.fusion.legality import is_alone
-from tilewright.schedule.nests.access import all_loops, disjoint, touched
+from tilewright.schedule.nests.access import Touches, all_loops, disjoint, touched
 from tilewright.schedule.nests.transform import cut_points, drop_masks, substitute_nest
 
 aten = torch.ops.aten
@@ -345,6 +345,7 @@ def placed(program: Program, nodes: Sequence[Node]) -> list[Node]:
     users = _users(nodes)
     place = {n.name: k for k, n in enumerate(nodes)}
     new: dict[str, Node | None] = {}
+    touches: dict[str, Touches] = {}  # of the buffers that copies go to
     for node in nodes:
         copied = _copied(node)
         call = makers.get(copied.arg) if copied is not None else None
@@ -354,12 +355,14 @@ def placed(program: Program, nodes: Sequence[Node]) -> list[Node]:
         out = _target(program, node, copied, node.stores[0])
         if out is None or out.buffer in call.reads:
             continue
-        between = [n for n in users[out.buffer]
+        if out.buffer not in touches:
+            touches[out.buffer] = _touches(out.buffer, users[out.buffer])
+        between = [n for n in touches[out.buffer].near(out.window)
                    if place[call.name] < place[n.name] < place[node.name]]  # fmt: skip
         if all(_keeps_off(n, out) for n in between):
             new[node.name] = None
             made = new[call.name] = replace(call, target=INTO[call.target], results=(), out=out)
-            users[out.buffer].append(made)
+            touches[out.buffer].add(made)
     changed = (new.get(n.name, n) for n in nodes)
     return [n for n in changed if n is not None]
 
@@ -370,6 +373,13 @@ def _users(nodes: Sequence[Node]) -> dict[str, list[Node]]:
         for b in node.reads | node.writes:
             users.setdefault(b, []).append(node)
     return users
+
+
+def _touches(buffer: str, nodes: Sequence[Node]) -> Touches:
+    found = Touches(buffer)
+    for node in nodes:
+        found.add(node)
+    return found
 
 
 def _keeps_off(node: Node, target: View) -> bool:

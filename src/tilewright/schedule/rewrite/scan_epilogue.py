@@ -23,14 +23,15 @@ from tilewright.target import Target
 def stored_by_scans(program: Program, nodes: Sequence[Node]) -> list[Node]:
     """The nodes with scans that store what only one nest makes of their results."""
     found = list(nodes)
+    scans = [n for n in nodes if isinstance(n, Nest) and is_fold(n, "scan")]
     for node in nodes:
-        if not isinstance(node, Nest) or not _may_follow(node):
+        if not scans or not isinstance(node, Nest) or not _may_follow(node):
             continue
-        scan = next((n for n in found if isinstance(n, Nest) and is_fold(n, "scan")
-                     and n.writes & node.reads), None)  # fmt: skip
+        scan = next((n for n in scans if n.writes & node.reads), None)
         made = None if scan is None else _joined(program, found, scan, node)
         if made is not None:
             found = [made if n is node else n for n in found if n is not scan]
+            scans = [n for n in found if isinstance(n, Nest) and is_fold(n, "scan")]
     return found
 
 
