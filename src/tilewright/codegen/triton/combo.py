@@ -14,12 +14,12 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.codegen.triton.analysis.precision import imports
 from tilewright.codegen.triton.launch import Param, TritonKernel
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.codegen.triton.tile.lower import Writer
+from tilewright.codegen.triton.tile.render import imports, params_of
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Program
 from tilewright.schedule.fusion.group import Group
@@ -75,7 +75,7 @@ class _Launch:
 
     def kernel(self, name: str) -> TritonKernel:
         first = self.made[0]
-        params = first.params()
+        params = params_of(first)
         names = [*(p.argument for p in params), *(["err"] if first.checked else [])]
         parts = self._parts(params, names)
         lines = [line for k, part in enumerate(parts) for line in self._part(k, part)]

@@ -22,7 +22,12 @@ from tilewright.ir.expr import Expr
 from tilewright.ir.program import Nest, Node, Opaque, Program
 from tilewright.schedule.fusion.cost import Footprint, Prices, Touch, footprint
 from tilewright.schedule.fusion.legality import Fit, Misfit, align, is_alone
-from tilewright.schedule.fusion.row_column import fit_in_order, shared, starved, wasteful
+from tilewright.schedule.fusion.row_column import (
+    cooperating_programs,
+    fit_in_order,
+    starved,
+    wasteful,
+)
 from tilewright.schedule.fusion.suitability import combo_kind, rows_of, unsuited
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.dependences import dependences
@@ -66,8 +71,8 @@ class Group:
     serial: tuple[Expr, ...] = ()
     call: Opaque | None = None
     parts: tuple[Group, ...] = ()
-    shared: int = 0
-    in_turn: bool = False
+    row_programs: int = 0
+    ticketed: bool = False
     back: bool = False
     local: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
@@ -411,7 +416,7 @@ class Search:
         if not target.is_gpu:
             return True
         return (self.prices.bytes(self.touch[k]) <= most
-                and shared(fit, target) < 2 and not starved(fit, target))  # fmt: skip
+                and cooperating_programs(fit, target) < 2 and not starved(fit, target))  # fmt: skip
 
     def _share_launches(self, ks: Sequence[int], most: int) -> None:
         open_: list[int] = []

@@ -313,7 +313,7 @@ def is_coarse(fit: Fit, target: Target) -> bool:
     return min(beside, chunks(fit, target) * _programs(fit, target)) < target.sms
 
 
-def shared(fit: Fit, target: Target) -> int:
+def cooperating_programs(fit: Fit, target: Target) -> int:
     """How many programs of a card should walk each row together; none: each row has its own.
 
     All of them have to be at work at once, for they wait for each other's folds."""
@@ -332,7 +332,7 @@ def shared(fit: Fit, target: Target) -> int:
     return min(target.sms // rows, longest // SHARE)
 
 
-def in_turn(fit: Fit, target: Target) -> int:
+def ticketed_programs(fit: Fit, target: Target) -> int:
     """How many programs of a card should walk each row together where rows are walked again, and
     are too long to be in cache until then: so many that those at work, two on each processor, have
     half of the cache (H200: batch norm of 256 rows of 200704 bfloat16 77.5 us by fours, 80.3 us by

@@ -7,7 +7,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import Fit
-from tilewright.schedule.fusion.row_column import LONGEST_KEPT, shared
+from tilewright.schedule.fusion.row_column import LONGEST_KEPT, cooperating_programs
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.hints import hint_product, work
 from tilewright.target import Target
@@ -22,7 +22,7 @@ def unsuited(group: Fit, target: Target) -> str:
     """Why the target should not run these nests as one kernel, or an empty string."""
     lanes = hint_product(v.src[0] for v in group.outer)
     long = lanes < FEWEST_LANES and any(_is_long(m) for m in group.members)
-    if long and shared(group, target) < 2:
+    if long and cooperating_programs(group, target) < 2:
         return "too few shared iterations to run in parallel"
     if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
         return "the loops left to the members are too long to keep their values near"

@@ -23,7 +23,7 @@ from tilewright.schedule.nests.hints import hint_bytes
 Kind = tuple[Hashable, ...]
 
 
-def together(program: Program, groups: Sequence[Group]) -> list[Group]:
+def share_launches(program: Program, groups: Sequence[Group]) -> list[Group]:
     """The groups in an order that respects their dependences, those that are many of a kind as
     parts of one: each runs as early as what it needs allows it to."""
     kinds = [_kind(program, group) for group in groups]
@@ -81,7 +81,7 @@ def _kind(program: Program, group: Group) -> Kind | None:
     if config.combo_kernels_pointwise_only or group.call is not None:
         return None
     for part in group.kernels:
-        if part.serial or part.shared or any(is_alone(m) for m in part.members):
+        if part.serial or part.row_programs or any(is_alone(m) for m in part.members):
             return None
         if not any(m.reduce for m in part.members) or not all(map(_is_along, part.members)):
             return None

@@ -13,7 +13,7 @@ from tilewright.schedule.nests.transform import rename
 MOST = 4  # tensors
 
 
-def put_together(program: Program, nodes: Sequence[Node]) -> list[Node]:
+def merge_scatters(program: Program, nodes: Sequence[Node]) -> list[Node]:
     """The nodes, on a card, with such nests as one (H200: 32768 rows of 1024 bfloat16 put to pages
     of two caches 70.0 us, 71.2 us by two kernels)."""
     found: list[Node] = []

@@ -16,7 +16,7 @@ from tilewright.ir.expr import Expr, loads, rewrite
 from tilewright.ir.program import Nest, Node, Program, Store
 from tilewright.schedule.fusion.legality import is_alone
 from tilewright.schedule.nests.access import terms
-from tilewright.schedule.nests.transform import is_fold, substitute_nest
+from tilewright.schedule.nests.transform import reduces_or_scans, substitute_nest
 from tilewright.target import Target
 
 
@@ -26,7 +26,7 @@ def stored_by_scans(program: Program, nodes: Sequence[Node]) -> list[Node]:
     for node in nodes:
         if not isinstance(node, Nest) or not _may_follow(node):
             continue
-        scan = next((n for n in found if isinstance(n, Nest) and is_fold(n, "scan")
+        scan = next((n for n in found if isinstance(n, Nest) and reduces_or_scans(n, "scan")
                      and n.writes & node.reads), None)  # fmt: skip
         made = None if scan is None else _joined(program, found, scan, node)
         if made is not None:

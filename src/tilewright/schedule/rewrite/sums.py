@@ -25,7 +25,7 @@ from tilewright.schedule.nests.hints import hint_product
 from tilewright.target import Target
 
 
-def summed_apart(program: Program, nodes: Sequence[Node]) -> list[Node]:
+def split_sums(program: Program, nodes: Sequence[Node]) -> list[Node]:
     """The nodes with such sums in two: a fold that waits for no other, and what is made of it. The
     buffers this takes become the program's."""
     folds: dict[str, Nest] = {}  # by what they write

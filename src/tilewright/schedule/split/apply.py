@@ -37,27 +37,27 @@ from tilewright.schedule.fusion.row_column import (
     LARGE,
     SHORTEST_CHUNK,
     chunks,
+    cooperating_programs,
     dependents,
     folds_over,
     idles,
-    in_turn,
     is_coarse,
-    shared,
     shortest_chunk,
     starved,
     stays_apart,
+    ticketed_programs,
 )
-from tilewright.schedule.launch.horizontal import together
-from tilewright.schedule.launch.small_reductions import side_by_side
+from tilewright.schedule.launch.horizontal import share_launches
+from tilewright.schedule.launch.small_reductions import join_small_reductions
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.hints import hint, hint_product, work
 from tilewright.schedule.nests.segments import segments_of
 from tilewright.schedule.nests.transform import merge, substitute_nest
-from tilewright.schedule.split.cyclic import around_rows, dealt, in_pieces, in_tiles
+from tilewright.schedule.split.cyclic import around_rows, cyclic_chunks, in_pieces, in_tiles
 from tilewright.schedule.split.online_softmax import (
-    computed_again,
     is_pair,
-    paired,
+    online_softmax,
+    recomputed_members,
     relative_to,
     scaled,
     sums,
@@ -86,7 +86,7 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
     program with the buffers this takes: the one given is not changed."""
     buffers: dict[str, Buffer] = {}
     order = _Order()
-    groups = paired(program, groups)
+    groups = online_softmax(program, groups)
     waiting = list(reversed(groups))
     private = _private(program, groups)
     while waiting:
@@ -102,7 +102,7 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
             continue
         buffers.update(_cut_into(order, program, parts[0], target, private))
     program = replace(program, buffers={**program.buffers, **buffers})
-    return program, together(program, side_by_side(program, order.all()))
+    return program, share_launches(program, join_small_reductions(program, order.all()))
 
 
 def _cut_into(order: _Order, program: Program, group: Group, target: Target, private: set[str]
@@ -144,9 +144,9 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     """The group with serial loops to cut, if it would leave the target idle; what needs its folds
     comes after it."""
     fit = Fit(group.members, group.outer)
-    count = shared(fit, target)
+    count = cooperating_programs(fit, target)
     if count > 1:
-        return [replace(group, shared=count)]
+        return [replace(group, row_programs=count)]
     loops = starved(fit, target)
     reordered = None if loops else _reordered(group, target, private)
     if reordered is not None:
@@ -155,11 +155,11 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     if coarse and (apart := _apart(group, target)):
         return [*_fed(program, apart[0], target, private), *apart[1:]]
     if not loops:
-        count = in_turn(fit, target)
-        return [replace(group, shared=count, in_turn=True) if count > 1 else group]
+        count = ticketed_programs(fit, target)
+        return [replace(group, row_programs=count, ticketed=True) if count > 1 else group]
     members = group.members
     if dependents(members):
-        members = computed_again(program, members, private & group.writes)
+        members = recomputed_members(program, members, private & group.writes)
     later = dependents(members)
     first = tuple(m for m in members if m not in later)
     folded = sums(later, first)
@@ -221,7 +221,7 @@ def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:
     if max(work(m) for m in group.members) < LARGE or dependents(group.members):
         return None
     members, loops = _merged(group.members, loops)
-    if dealt(replace(fit, members=members, serial=loops), target, private, starved=False):
+    if cyclic_chunks(replace(fit, members=members, serial=loops), target, private, starved=False):
         return replace(group, members=members, serial=loops)
     if in_pieces(replace(fit, members=members, serial=loops[:-1]), target):
         return replace(group, members=members, serial=loops[:-1])
@@ -349,7 +349,7 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
     loop, *rest = serial
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
-    in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
+    in_turn = 0 if pairs else cyclic_chunks(whole, target, private, starved=count > 1)
     if not (in_turn or pairs) and len(segments_of(members, outer)) > 1:
         in_turn = in_tiles(whole, target)
     if target.is_gpu and not in_turn:

@@ -60,7 +60,7 @@ class _Rows:
     element: int
 
 
-def dealt(fit: Fit, target: Target, private: Set[str], starved: bool) -> int:
+def cyclic_chunks(fit: Fit, target: Target, private: Set[str], starved: bool) -> int:
     """Into how many chunks the rows of the one serial loop are to be dealt; none: they are not.
     What goes along rows that are folded does the rows that are in no chunk in a kernel of its own,
     in which `private` buffers are other ones: none of these is folded."""

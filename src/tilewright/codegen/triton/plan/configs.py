@@ -10,25 +10,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tilewright.codegen.triton.analysis.work import has_long_code
+from tilewright.codegen.triton.analysis.accesses import reads_rows, sizes, vector_of, writes_rows
+from tilewright.codegen.triton.analysis.work import has_long_code, is_heavy
 from tilewright.codegen.triton.plan.column_configs import (
     of_columns,
     of_long_columns,
     of_scanned_columns,
     of_slid_columns,
 )
-from tilewright.codegen.triton.plan.config import (
-    LONG_ROW,
-    MOST_WARPS,
-    Config,
-    clamp,
-    is_heavy,
-    power,
-    reads_rows,
-    sizes,
-    vector_of,
-    writes_rows,
-)
+from tilewright.codegen.triton.plan.config import LONG_ROW, MOST_WARPS, Config, clamp, power
 from tilewright.codegen.triton.plan.grid_order import columns_at_once
 from tilewright.codegen.triton.plan.row_configs import (
     of_held_rows,
@@ -44,7 +34,7 @@ from tilewright.codegen.triton.plan.tiling import (
     is_narrow,
 )
 from tilewright.codegen.triton.strategies.unrolled_columns import of_unrolled
-from tilewright.codegen.triton.tile.interleaved import is_even, pairs, step
+from tilewright.codegen.triton.tile.interleaved import interleaved, is_even, step
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
@@ -70,27 +60,27 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         found = [Config(((shape.parallel[0].block, 1),), 1)]
     elif shape.family == "poi":
         x = shape.parallel[0]
-        if shape.looked_up:
+        if shape.gathered:
             few = columns_at_once(program.buffers, shape, target)
             found = [*_columns_first(shape, vector, few), *_row_pieces(shape, vector, target)]
         else:
             many = 1 if heavy else _at_once(program, shape, vector)
             found = (_tiled(program, shape, target) if shape.rank > 1 else list(_sampled(shape))
                      or [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
-    elif shape.held:
+    elif shape.chunk:
         found = of_held_rows(program, shape)
-    elif shape.slid:
+    elif shape.staged:
         found = of_slid_columns(shape)
     elif shape.unrolled:
         found = of_unrolled(program, shape)
-    elif shape.alone:
+    elif shape.column_threads:
         found = of_scanned_columns(program, shape)
-    elif shape.under_way:
-        (x,), (r,), size = shape.parallel, shape.inner, shape.under_way
-        found = [Config(((x.block, 1), (r.block, size)), size // (32 * r.piece))]
-    elif shape.walked:
+    elif shape.preloaded:
+        (x,), (r,), size = shape.parallel, shape.inner, shape.preloaded
+        found = [Config(((x.block, 1), (r.block, size)), size // (32 * r.vector))]
+    elif shape.prefetched_scan:
         found = of_walked_rows(program, shape, target)
-    elif shape.shared:
+    elif shape.row_programs:
         found = of_shared_rows(shape, vector)
     elif not shape.persistent:
         found = (
@@ -123,7 +113,7 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
     if shape.scattered:  # halves of rotary embeddings of 80 bfloat16: 44.9 us, 50.5 us by eight
         return 2
     flat = shape.flat()
-    known, _ = pairs(flat, program.buffers, frozenset())
+    known, _ = interleaved(flat, program.buffers, frozenset())
     axis = flat.parallel[-1]
     apart = {n.arg for m in flat.members for n in loads(*m.exprs)
              if n not in known and 2 <= step(n.src[0], axis) <= 8}  # fmt: skip
@@ -298,7 +288,7 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         for registers in (32, None):
             yield Config(((y.block, 1), (x.block, 512 * vector)), 8, registers=registers)
     # of rows that begin anywhere longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
-    lengths = (64, 128, 32) if x.lean is not None else (16, 128, 32)
+    lengths = (64, 128, 32) if x.start is not None else (16, 128, 32)
     most: list[int | None] = [32, None, None, None]  # as many threads as there is room for
     for piece, registers in zip((n * vector for n in (lengths[0], *lengths)), most, strict=True):
         bx = min(even, piece) if even >= 16 * vector else min(power(size), piece)

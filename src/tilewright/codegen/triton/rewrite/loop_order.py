@@ -15,7 +15,7 @@ from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import all_loops
 from tilewright.schedule.nests.hints import hint, hint_product
-from tilewright.schedule.nests.transform import is_fold
+from tilewright.schedule.nests.transform import reduces_or_scans
 
 SECTORS = 64  # bytes that memory is read by
 LONGEST_PIECE = 512  # bytes of a row in which those at its ends matter
@@ -120,7 +120,7 @@ def ordered_loops(members: list[Nest], outer: tuple[Expr, ...]
     strides = {**_reaches(main, every), **_beside_others(members, main, outer)}
     ordered: list[Nest] = []
     for m in members:
-        if is_fold(m, "scan"):
+        if reduces_or_scans(m, "scan"):
             ordered.append(m)
             continue
         own = _main_access([m])

@@ -18,7 +18,7 @@ MOST_READ = 32  # elements that a point looks up then
 FEWEST = 1 << 17  # points that keep a card busy
 
 
-def without_channels(members: list[Nest], outer: tuple[Expr, ...]
+def unroll_channels(members: list[Nest], outer: tuple[Expr, ...]
                      ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
     """The members and the loops they share without such a loop, if there is one. As an axis of a
     tile its points would be as many as a power of two, and all threads would compute the places

@@ -24,15 +24,15 @@ from tilewright.schedule.split.cyclic import may_slide
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Fold
+    from tilewright.codegen.triton.tile.reduce import Reduction
 
 
-def sliding(facts: KernelFacts) -> Shape | str:
+def misaligned_columns(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are loaded so, where they are only folded."""
     shape = facts.shape
     if reason := facts.not_columns or facts.draws:
         return reason
-    if shape.shared or shape.alone or shape.walked:
+    if shape.row_programs or shape.column_threads or shape.prefetched_scan:
         return "threads or programs have parts of columns"
     walks = [segment for segment, axis in facts.flat.segments if axis is not None]
     if len(walks) != 1:
@@ -48,7 +48,7 @@ def sliding(facts: KernelFacts) -> Shape | str:
         return "rows are aligned"
     if not may_slide(kinds, x.likely, length, rows, size, facts.target):
         return "rows are too short or too few, or the reduction needs places"
-    return replace(shape, slid=length, persistent=False, ahead=False)
+    return replace(shape, staged=length, persistent=False, pipelined=False)
 
 
 def _tiles(members: Sequence[Nest], x: Axis, r: Axis) -> list[Expr]:
@@ -94,11 +94,11 @@ def walk_ahead(w: Writer, r: Axis, taken: Mapping[Expr, str], fetch: Callable[[s
         round_()
 
 
-class Sliding:
+class MisalignedColumns:
     """The text of one kernel's columns that are loaded so."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.slid
+        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
         walks = [segment for segment, axis in kernel.shape.segments if axis is not None]
         self.nodes = _tiles(walks[0].members, self.x, self.r)
@@ -150,7 +150,7 @@ class Sliding:
             mask = f"({first} + {a}base < {a}numel) & xinside"
             w.line(f"{name} = tl.load({start} + (xstart + xlane), {mask}, other=0)")
 
-    def end(self, folds: Sequence[Fold]) -> None:
+    def end(self, folds: Sequence[Reduction]) -> None:
         for fold in folds:
             self.w.line(f"{fold.name} = tri_rows.slid_back({fold.name}, xslide)")
 

@@ -5,18 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.triton.plan.config import folds, is_heavy, power, reads_rows
-from tilewright.codegen.triton.plan.tiling import (
-    LONGEST_PASS,
-    MANY,
-    SHORTEST_LEAN,
-    Axis,
-    Shape,
-    is_looked_up,
-    scatters,
-    sorts,
-    uses,
-)
+from tilewright.codegen.triton.analysis.accesses import reads_rows
+from tilewright.codegen.triton.analysis.operations import is_gathered, scatters, sorts, uses
+from tilewright.codegen.triton.analysis.work import is_heavy, reduces
+from tilewright.codegen.triton.plan.config import power
+from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MANY, SHORTEST_LEAN, Axis, Shape
 from tilewright.codegen.triton.strategies.packed_rows import is_packed
 from tilewright.codegen.triton.tile.lower import RANDOM
 from tilewright.codegen.triton.tile.paired import PAIR
@@ -37,7 +30,7 @@ LONGEST_PAIRS = 4096  # elements of a row that is not walked in pieces for its w
 WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
 
 
-def leaning(program: Program, group: Group, shape: Shape) -> Shape:
+def misaligned_rows(program: Program, group: Group, shape: Shape) -> Shape:
     """The shape with an axis that leans, where that lets most of what it moves move at once."""
     flat = shape.flat()
     axis = _last(shape)
@@ -47,14 +40,14 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
         axis, guide = shape.parallel[0], _end(group, shape)
     if guide is None:
         odd = _is_odd(program, group, shape, flat)
-        tiled = shape.held and (shape.inner[0].size or 0) >= SHORTEST_TILED
+        tiled = shape.chunk and (shape.inner[0].size or 0) >= SHORTEST_TILED
         if odd and not tiled and is_packed(program, group, shape, flat):
             return _turned(shape)
         guide = _pairs(program, group, shape, flat) if odd else None
         if guide is None:
-            return replace(shape, odd=odd)
-        shape, axis = replace(shape, odd=True), shape.inner[0]
-    new = replace(axis, lean=guide[0], piece=guide[1])
+            return replace(shape, misaligned=odd)
+        shape, axis = replace(shape, misaligned=True), shape.inner[0]
+    new = replace(axis, start=guide[0], vector=guide[1])
     return replace(
         shape, parallel=tuple(new if a is axis else a for a in shape.parallel),
         segments=tuple((s, new if a is axis else a) for s, a in shape.segments))  # fmt: skip
@@ -70,9 +63,9 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
     size = held.inner[0].size or 0
     if not held.persistent or size <= LONGEST_PASS:
         return False
-    if not held.again:
+    if not held.reread:
         return True
-    flat, leans = held.flat(), any(a.lean is not None for a in walked.inner)
+    flat, leans = held.flat(), any(a.start is not None for a in walked.inner)
     axes = {a.var for a in flat.axes}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
     rows = {n.arg: n.dtype.itemsize for n in nodes if axes <= free_vars(n.src[0])}
@@ -80,22 +73,22 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
         return True
     if len(rows) != 1 or max(rows.values()) > WIDEST:
         return False
-    return folds(held, "welford") or (leans and 4 * size <= 3 * power(size))
+    return reduces(held, "welford") or (leans and 4 * size <= 3 * power(size))
 
 
 def _last(shape: Shape) -> Axis | None:
     """The axis that memory runs along, where it is one that is worth leaning. Weights are loaded by
     single elements from every eighth place then: worse than all that way if rows are held (H200:
     layer norm of 3001 bfloat16 139 us, 235 us leaning; softmax of 1501 97 us, 89 us leaning)."""
-    if not _may_lean(shape) or (_scans(shape) and (shape.back or not shape.persistent)):
+    if not _may_lean(shape) or (_scans(shape) and (shape.reverse_scan or not shape.persistent)):
         return None
     if not shape.inner:
-        axis = shape.parallel[1] if shape.looked_up else None
+        axis = shape.parallel[1] if shape.gathered else None
         shortest = SHORTEST_FOUND if reads_rows(shape) else SHORTEST_LEAN
         return axis if axis is not None and axis.likely >= shortest else None
-    if len(shape.inner) > 1 or looks_up(shape):
+    if len(shape.inner) > 1 or has_computed_places(shape):
         return None
-    if shape.persistent and not shape.held and rows_alike(shape.flat()):
+    if shape.persistent and not shape.chunk and rows_alike(shape.flat()):
         return None
     shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
     return shape.inner[0] if shape.inner[0].likely >= shortest else None
@@ -113,8 +106,8 @@ def _turned(shape: Shape) -> Shape:
 def _may_lean(shape: Shape) -> bool:
     if shape.rank != 2 or shape.across or shape.serial or shape.ragged or sorts(shape.members):
         return False
-    apart = shape.shared and not shape.held
-    if apart and (shape.again or not shape.in_turn or folds(shape, "welford")):
+    apart = shape.row_programs and not shape.chunk
+    if apart and (shape.reread or not shape.ticketed or reduces(shape, "welford")):
         return False
     return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
 
@@ -124,10 +117,10 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
     for pieces. Weights are loaded twice then, which many rows have to make up for (H200: layer norm
     of 131 bfloat16 112 us by single elements, 130 us so; of 249 179 us, 148 us so; of 5001 such
     rows 4.0 us, 4.6 us so; of 1501 108 us, 101 us so)."""
-    if not shape.persistent or _scans(shape) or not _may_lean(shape) or looks_up(shape):
+    if not shape.persistent or _scans(shape) or not _may_lean(shape) or has_computed_places(shape):
         return None
     (axis,) = shape.inner
-    size, shortest = axis.size or 0, SHORTEST_TILED if shape.held else SHORTEST_PAIRS
+    size, shortest = axis.size or 0, SHORTEST_TILED if shape.chunk else SHORTEST_PAIRS
     if rows_alike(flat):
         shortest = SHORTEST_WEIGHED
         if hint_product(a.extent for a in shape.axes) < MANY:
@@ -144,7 +137,7 @@ def _scans(shape: Shape) -> bool:
     return any(segment.scans for segment, _ in shape.segments)
 
 
-def looks_up(shape: Shape) -> bool:
+def has_computed_places(shape: Shape) -> bool:
     """Whether each element of a row has a place to compute for something else, as its channel's
     scale: that of eight neighbours a thread would load eight times (H200: group norm of rows of
     2890 bfloat16, channels of 289, 126 us by single elements, 257 us so)."""
@@ -196,7 +189,7 @@ def moved_singly(shape: Shape) -> set[str]:
     be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145 us,
     187 us so; its backward pass 245 us, 270 us). Where places are looked up, all (group norm of
     channels of 289 126 us, 164 us with pairs of neighbours)."""
-    if looks_up(shape):
+    if has_computed_places(shape):
         return {b for m in shape.members for b in m.reads | m.writes}
     return rows_alike(shape)
 
@@ -212,7 +205,7 @@ def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple
     moved: dict[tuple[Expr, int], int] = {}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
     if not flat.inner:  # rows that are looked up are slid to where others begin
-        nodes = [n for n in nodes if not is_looked_up(n.src[0])]
+        nodes = [n for n in nodes if not is_gathered(n.src[0])]
     stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
     accesses = [*((n.arg, n.src[0]) for n in nodes), *((s.buffer, s.index) for s in stores)]
     for buffer, index in dict.fromkeys(accesses):

@@ -17,9 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.column_configs import at_once
-from tilewright.codegen.triton.plan.config import sizes
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.strategies.misaligned_columns import length_of, walk_ahead
 from tilewright.codegen.triton.strategies.small_matrices import is_matrix
@@ -29,7 +29,7 @@ from tilewright.ir.program import Store
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Fold
+    from tilewright.codegen.triton.tile.reduce import Reduction
 
 PIECE = 8  # elements of sixteen bytes
 SHORTEST, LONGEST = 48, 1024  # elements of a row
@@ -37,7 +37,7 @@ FEWEST = 64  # rows of a matrix: few of a part of it are beyond its end
 TOGETHER = 2  # matrices for each processor
 
 
-def stacking(facts: KernelFacts) -> Shape | str:
+def misaligned_scans(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are scanned so, where all that is moved are such matrices."""
     program, shape, flat = facts.program, facts.shape, facts.flat
     (x,), (r,) = flat.parallel, flat.inner
@@ -57,15 +57,15 @@ def stacking(facts: KernelFacts) -> Shape | str:
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
     segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
-    return replace(shape, slid=length, persistent=False, ahead=False, segments=segments,
+    return replace(shape, staged=length, persistent=False, pipelined=False, segments=segments,
                    parallel=(axes[shape.parallel[0]],))  # fmt: skip
 
 
-class Stacked:
+class MisalignedScans:
     """The text of one kernel's matrices."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.slid
+        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
         (self.node,) = {n for m in kernel.shape.members for n in loads(*m.exprs)}
 
@@ -103,7 +103,7 @@ class Stacked:
         rows = f"tl.minimum({a}numel - {first}, {self.r.block})"
         return f"(fstart + {first} * {n} + flat)", f"fpiece < {rows} * {n}"
 
-    def end(self, folds: Sequence[Fold]) -> None:
+    def end(self, folds: Sequence[Reduction]) -> None:
         """Nothing is folded."""
 
     def stores(self, store: Store, value: str) -> bool:

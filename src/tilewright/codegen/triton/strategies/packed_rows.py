@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.codegen.triton.analysis.operations import scatters, uses
 from tilewright.codegen.triton.analysis.quantise import is_far_from_zero
-from tilewright.codegen.triton.plan.tiling import MANY, Shape, scatters, uses
+from tilewright.codegen.triton.plan.tiling import MANY, Shape
 from tilewright.codegen.triton.tile.lower import RANDOM, is_index
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
@@ -37,7 +38,13 @@ WIDEST = 2  # bytes of elements: wider ones fill lines as they are
 
 def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
     """Whether all that a kernel loads and stores of its rows lies so."""
-    if not shape.persistent or shape.serial or shape.shared or shape.ragged or shape.rank != 2:
+    if (
+        not shape.persistent
+        or shape.serial
+        or shape.row_programs
+        or shape.ragged
+        or shape.rank != 2
+    ):
         return False
     if uses(shape.members, *RANDOM) or any(s.scans for s, _ in shape.segments):
         return False

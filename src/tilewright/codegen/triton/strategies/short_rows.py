@@ -13,18 +13,19 @@ from dataclasses import replace
 
 import torch
 
+from tilewright.codegen.triton.analysis.accesses import reduces_pairs_of_rows
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.work import along
-from tilewright.codegen.triton.plan.config import below, in_pairs, is_heavy, power
-from tilewright.codegen.triton.plan.tiling import (
-    MANY,
-    Shape,
-    cannot_hand_over,
-    is_looked_up,
+from tilewright.codegen.triton.analysis.operations import is_gathered
+from tilewright.codegen.triton.analysis.work import along, is_heavy
+from tilewright.codegen.triton.plan.config import below, power
+from tilewright.codegen.triton.plan.tiling import MANY, Shape, cannot_hand_over
+from tilewright.codegen.triton.strategies.misaligned_rows import (
+    has_computed_places,
+    misaligned_rows,
+    rows_alike,
 )
-from tilewright.codegen.triton.strategies.misaligned_rows import leaning, looks_up, rows_alike
 from tilewright.codegen.triton.tile.paired import PAIR
-from tilewright.codegen.triton.tile.reduce import folded_type
+from tilewright.codegen.triton.tile.reduce import reduced_type
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
@@ -39,16 +40,16 @@ FEW_PAIRS = 96  # elements of a row that few threads fold
 WARP = 256  # elements of a tile that a warp moves at once
 
 
-def in_tiles(facts: KernelFacts) -> Shape | str:
+def short_rows(facts: KernelFacts) -> Shape | str:
     """The shape with rows in tiles, where they are many and short."""
     if reason := _unsuited(facts):
         return reason
     shape, group, size = facts.shape, facts.group, facts.length
-    form = leaning(facts.program, group, replace(shape, held=size))
-    piece = form.inner[0].piece
+    form = misaligned_rows(facts.program, group, replace(shape, chunk=size))
+    piece = form.inner[0].vector
     if form.packed:
         return "rows lie one after the other: several are moved as one piece"
-    if form.odd and not piece and size > FEWEST:
+    if form.misaligned and not piece and size > FEWEST:
         return "rows are misaligned, and not all of them alike"
     if size <= FEWEST:
         tile = _of_few(group, form, size)
@@ -60,7 +61,7 @@ def in_tiles(facts: KernelFacts) -> Shape | str:
         tile = _of_odd(shape, size)
     if not tile:
         return "rows are as fast in one block"
-    return replace(form, tiled=True, held=tile)
+    return replace(form, short=True, chunk=tile)
 
 
 def _of_even(shape: Shape, size: int) -> int:
@@ -83,9 +84,9 @@ def _of_even(shape: Shape, size: int) -> int:
     quantized = any(
         n.op == "cast" and n.dtype.itemsize == 1 for n in nodes if n.dtype != torch.bool
     )
-    if empty and 2 * WARP < size < 4 * WARP and sum(is_looked_up(n.src[0]) for n in rows) > 1:
+    if empty and 2 * WARP < size < 4 * WARP and sum(is_gathered(n.src[0]) for n in rows) > 1:
         return WARP
-    tiled = folded or in_pairs(shape) or (empty and (masked or short or quantized))
+    tiled = folded or reduces_pairs_of_rows(shape) or (empty and (masked or short or quantized))
     return max(FEWEST, power(size / MOST)) if tiled else 0
 
 
@@ -99,7 +100,7 @@ def _of_few(group: Group, form: Shape, size: int) -> int:
     own = set(form.inner[0].loops)
     stored = any(own & free_vars(s.index) for m in form.members for s in m.stores
                  if s.buffer not in group.local)  # fmt: skip
-    return LEAST if wide and empty and (form.odd or not stored) else 0
+    return LEAST if wide and empty and (form.misaligned or not stored) else 0
 
 
 def _of_pairs(shape: Shape, size: int) -> int:
@@ -149,7 +150,7 @@ def _unsuited(facts: KernelFacts) -> str:
     shape = facts.shape
     if reason := facts.not_rows or facts.not_plain or facts.finds_places or facts.draws:
         return reason
-    if shape.shared:
+    if shape.row_programs:
         return "several programs share a row"
     if not shape.persistent:
         return "rows do not fit in registers"
@@ -159,9 +160,9 @@ def _unsuited(facts: KernelFacts) -> str:
         return f"all rows have fewer than {MANY} elements"
     if is_heavy(shape):
         return "a special function makes for long code"
-    if looks_up(shape):
+    if has_computed_places(shape):
         return "each element has a place of its own to compute in some operand"
     nodes = [n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"]
-    if any(folded_type(n.src[0].dtype) != torch.float32 for n in nodes):
+    if any(reduced_type(n.src[0].dtype) != torch.float32 for n in nodes):
         return "a reduction is not computed in float32"
     return cannot_hand_over(facts.group, replace(shape, persistent=False))

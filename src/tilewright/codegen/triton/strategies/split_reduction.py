@@ -11,7 +11,7 @@ SHORTEST = 1 << 13  # elements of a part worth a program
 TOGETHER = 9  # programs of four warps that a processor surely runs at once
 
 
-def in_parts(facts: KernelFacts) -> Shape | str:
+def split_reduction(facts: KernelFacts) -> Shape | str:
     """The shape with rows in parts, where they are folded once and too few for processors to have
     equally much to do: as many parts as all run at once (H200: smoothed losses of 151 rows of
     100277 floats 20.4 us by seven, 23.6 us by eight, of which some wait, 24.3 us by one; losses of
@@ -21,9 +21,9 @@ def in_parts(facts: KernelFacts) -> Shape | str:
     shape = facts.shape
     if reason := facts.not_rows or facts.not_plain or facts.draws:
         return reason
-    if shape.again:
+    if shape.reread:
         return "rows are read again after a reduction"
-    if shape.shared and not shape.in_turn:
+    if shape.row_programs and not shape.ticketed:
         return "all programs of a row run at once already"
     if shape.persistent:
         return "rows fit in registers"
@@ -37,5 +37,5 @@ def in_parts(facts: KernelFacts) -> Shape | str:
     count = min(TOGETHER * facts.target.sms // x.size, r.size // SHORTEST)
     if count < 2:
         return "there are enough rows for all SMs, or rows are too short for parts"
-    new = replace(shape, shared=count, in_turn=True, ahead=False)
+    new = replace(shape, row_programs=count, ticketed=True, pipelined=False)
     return cannot_share(new) or new

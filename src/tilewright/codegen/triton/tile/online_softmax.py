@@ -15,7 +15,7 @@ import torch
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.tile.lower import Writer
 from tilewright.codegen.triton.tile.ops import cast
-from tilewright.codegen.triton.tile.reduce import Fold
+from tilewright.codegen.triton.tile.reduce import Reduction
 from tilewright.codegen.triton.tile.weighted_sums import Matching, Terms, Weighted
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, substitute, walk
@@ -109,10 +109,10 @@ def _weighted(shape: Shape, sums: Sequence[Expr], first: int, axis: Axis
     return found if len({w.largest for w in found if w}) == len(found) else []
 
 
-class OnlineFold(Fold):
+class OnlineReduction(Reduction):
     """The accumulators of a pair; it takes the place of the fold of the largest value."""
 
-    def __init__(self, pair: Pair | Weighted, fold: Fold, w: Writer, side: int, apart: bool
+    def __init__(self, pair: Pair | Weighted, fold: Reduction, w: Writer, side: int, apart: bool
                  ) -> None:  # fmt: skip
         """`side`: how many values of a thread are taken together, and whether they lie `apart`."""
         super().__init__(pair.largest, fold.axis, w)
