@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.pretend import cuda
+from bench.pretend import cuda
 
 cuda("sm_90")  # before torch is imported
 
