@@ -1,10 +1,11 @@
 """Kernels that need nothing of each other as one launch: its programs are divided among them.
 
-Each is a function, with its own blocks, held rows or walked ones; those that differ in nothing but
-the buffers they are given are one function, called with those of the kernel whose program this is:
-code that each had for itself would be read anew by every processor, and a program's first
-instructions come from memory. Kernels whose blocks are chosen from the same list share the choice,
-so that they are tuned together; those with most work come first, in the text as in tuning.
+Each is a function, with its own blocks, held rows or walked ones; those that differ in nothing
+but the buffers they are given are one function, called with those of the kernel whose program
+this is: code that each had for itself would be read anew by every SM, and a program's first
+instructions come from memory. Kernels whose blocks are chosen from the same list share the
+choice, so that they are tuned together; those with most work come first, in the text as in
+tuning.
 """
 
 from __future__ import annotations
@@ -182,11 +183,11 @@ def _joined(chosen: Sequence[Config]) -> Config:
 
 
 def _by_all(own: Sequence[Config], warps: int) -> tuple[Config, ...]:
-    """Configurations of one of the kernels by as many threads as all have: the text depends on it,
-    as where several threads have an element. What folds nothing has longer blocks then, so that a
-    thread has as much under way as it was to have (H200: AdamW of 45 parameters, some of them one
-    short row, 650 us by half of it). Blocks have an element for every thread: of a row of fewer
-    that is folded each thread would load all."""
+    """Configurations of one of the kernels by as many threads as all have: the text depends on
+    it, as where several threads have an element. What reduces nothing has longer blocks then, so
+    that a thread has as much under way as it was to have (H200: AdamW of 45 parameters, some of
+    them one short row, 650 us by half of it). Blocks have an element for every thread: of a row
+    of fewer that is reduced each thread would load all."""
     found: list[Config] = []
     for c in (c for c in own if c.num_warps <= warps):
         times = warps // c.num_warps if len(c.constants) == 1 else 1

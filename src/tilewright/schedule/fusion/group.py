@@ -60,10 +60,10 @@ class Group:
     `outer` are the loops all members share; `local` the buffers that never leave the kernel.
     `parts`, instead of members, are groups that need nothing of each other and share a launch.
     `serial` are loops all members share too, run one after the other inside `outer`: a member
-    that folds over a serial loop stores after its last iteration. `shared` is the number of
+    that reduces over a serial loop stores after its last iteration. `shared` is the number of
     programs that walk each row together, on a card, and wait for each other's folds; if
-    `in_turn`, they are more than run at once and begin one row after the other. On a card one that
-    runs `back` begins with its last block.
+    `in_turn`, they are more than run at once and begin one row after the other. On a card one
+    that runs `back` begins with its last block.
     """
 
     members: tuple[Nest, ...] = ()
@@ -217,7 +217,7 @@ class Search:
         return Misfit(f"{fit.reason}; in order: {ordered.reason}")
 
     def _in_order(self, a: int, b: int, plain: Fit | Misfit) -> Fit | Misfit:
-        """The two with the loops that some members fold run one after the other."""
+        """The two with the loops that some members reduce run one after the other."""
         if isinstance(plain, Fit) and len(segments_of(plain.members, plain.outer)) == 1:
             return Misfit("they run in one loop")
         fit = fit_in_order(self.shape[a], self.shape[b], self.position)
@@ -255,8 +255,8 @@ class Search:
         return ""
 
     def _is_for_many(self, buffer: str, maker: int, user: int, fit: Fit) -> bool:
-        """Whether a group reads what another writes, and many more do. Not where it is folded of
-        the row that it is used for."""
+        """Whether a group reads what another writes, and many more do. Not where it is reduced
+        of the row that it is used for."""
         one, other = self.touch[maker].get(buffer), self.touch[user].get(buffer)
         if one is None or other is None or not one.writes or not other.reads:
             return False
@@ -275,9 +275,9 @@ class Search:
 
     def _gives_up_rows(self, a: int, b: int, fit: Fit) -> str:
         """A large kernel of a card is not to have fewer programs for a small value that another
-        makes of it, as the gradient of a scale for each channel is; one that folds nothing not to
-        walk its rows for it (H200: tokens mixed with those before them, and the last one kept, 164
-        us, 134 us apart)."""
+        makes of it, as the gradient of a scale for each channel is; one that reduces nothing not
+        to walk its rows for it (H200: tokens mixed with those before them, and the last one
+        kept, 164 us, 134 us apart)."""
         saved = self.prices.saving(self.touch[a], self.touch[b])
         most = max(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
         if not self._target(a).is_gpu or most < MOST_SHARED or saved * LEAST_SHARE >= most:
@@ -360,12 +360,12 @@ class Search:
     # ---- launches
 
     def combine(self) -> None:
-        """Let groups that need nothing of each other share a launch: those that fill parts of one
-        buffer (on a card if they are many: a launch takes as long as a small kernel), and all that
-        are alike where `combo_kernels` asks for it, where they are many that take arguments to
-        results, as an optimizer's step of each parameter, or where they are short and fold nothing:
-        each launch takes 1.3 us of a card beside what its kernel does (H200: AdamW of 10 small
-        parameters, 27 us by six launches)."""
+        """Let groups that need nothing of each other share a launch: those that fill parts of
+        one buffer (on a card if they are many: a launch takes as long as a small kernel), and
+        all that are alike where `combo_kernels` asks for it, where they are many that take
+        arguments to results, as an optimizer's step of each parameter, or where they are short
+        and reduce nothing: each launch takes 1.3 us of a card beside what its kernel does (H200:
+        AdamW of 10 small parameters, 27 us by six launches)."""
         ranked = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
                   if not self.shape[k].serial]  # fmt: skip
         for ks in self._writers().values():

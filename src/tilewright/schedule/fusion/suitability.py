@@ -1,4 +1,4 @@
-"""What a processor asks of a group beyond being right: parallel work, rows that stay near."""
+"""What an SM asks of a group beyond being right: parallel work, rows that stay near."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def rows_of(group: Fit) -> set[frozenset[Expr]]:
 
 
 def combo_kind(group: Fit) -> tuple[bool, int] | None:
-    """What groups have in common that may share a launch: whether they fold, and how many loops
-    their memory is contiguous along, but for small operands. None: this one never does."""
+    """What groups have in common that may share a launch: whether they reduce, and how many
+    loops their memory is contiguous along, but for small operands. None: this one never does."""
     folds = any(m.reduce for m in group.members)
     if folds and config.combo_kernels_pointwise_only:
         return None
@@ -63,7 +63,7 @@ def _walked(index: Expr, nest: Nest) -> int:
 
 
 def _is_long(nest: Nest) -> bool:
-    """Whether running the nest's own loops on one thread would hurt. A fold does not mind."""
+    """Whether running the nest's own loops on one thread would hurt. A reduction does not mind."""
     return not nest.reduce and work(nest) > 4096
 
 
@@ -77,11 +77,11 @@ def _inside(nest: Nest, group: Fit) -> int:
 
 
 def _more_than_rows(group: Fit) -> str:
-    """A Triton kernel holds one row per point of the grid: loops inside it are one row, folded or
-    not, and what is both looped and folded inside is short."""
+    """A Triton kernel holds one row per point of the grid: loops inside it are one row, reduced
+    or not, and what is both looped and reduced inside is short."""
     for m in group.members:
         if m.reduce and _inside(m, group) > SHORT:
-            return f"{m.name} folds inside loops of its own"
+            return f"{m.name} reduces inside loops of its own"
     rows = {_row(m, group) for m in group.members} - {1}
     if len(rows) > 1 and min(rows) > SHORT:
         return "the members' rows differ"

@@ -1,10 +1,10 @@
-"""Kernels that fold and need nothing of each other share launches, as those do that fold nothing
-(`Search.combine`): these are known once what leaves a card idle is cut into chunks.
+"""Kernels that reduce and need nothing of each other share launches, as those do that reduce
+nothing (`Search.combine`): these are known once what leaves a card idle is cut into chunks.
 
-Of each of many gradients, say, the chunks' sums are one kernel, what folds them another. They take
-less time than starting them one after the other, and each leaves most of a card idle at its end
-(H200: 41 launches for the norm of 45 gradients and what is scaled by it, 207 us; 198 us in eager
-mode).
+Of each of many gradients, say, the chunks' sums are one kernel, what reduces them another. They
+take less time than starting them one after the other, and each leaves most of a card idle at its
+end (H200: 41 launches for the norm of 45 gradients and what is scaled by it, 207 us; 198 us in
+eager mode).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _kind(program: Program, group: Group) -> Kind | None:
 
 
 def _is_along(nest: Nest) -> bool:
-    """Whether what it folds lies along memory."""
+    """Whether what it reduces lies along memory."""
     rows = nest.reduce[-1:]
     return all(ix.coefficient(i, v) is ix.ONE for indices in nest.loaded.values()
                for i in indices for v in rows if v in free_vars(i))  # fmt: skip

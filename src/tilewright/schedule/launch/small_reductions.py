@@ -1,7 +1,7 @@
 """Small folds of the same sizes, one after the other and of nothing in common, as one kernel.
 
-Means of several rows of results, as losses that are added have, take a card less time than to start
-the kernels that fold them.
+Means of several rows of results, as losses that are added have, take a card less time than to
+start the kernels that reduce them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Loops = tuple[Expr, ...]
 
 @dataclass
 class Segment:
-    """Members that run in one loop. `loops` are outside the folds, `reduce` are folded."""
+    """Members that run in one loop. `loops` are outside the reductions, `reduce` are reduced."""
 
     loops: Loops
     reduce: Loops

@@ -41,7 +41,7 @@ def _may_join(program: Program, first: Node, second: Node) -> bool:
 
 
 def _puts(program: Program, node: Node) -> bool:
-    """Whether it only stores what it reads elsewhere, at places that are looked up on a card."""
+    """Whether it only stores what it reads elsewhere, at places that are gathered on a card."""
     return isinstance(node, Nest) and not node.reduce and bool(node.loops) and all(
         loads(s.index) and s.mode == "set" and s.mask is None
         and program.buffers[s.buffer].device.type == "cuda" for s in node.stores)  # fmt: skip

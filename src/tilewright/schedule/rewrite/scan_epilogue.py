@@ -1,8 +1,9 @@
 """What is made of a scan's results, each by itself, stored by the scan.
 
-A scan runs in order, so it is grouped with no others. But what a pointwise nest makes of one of its
-results can be made where that is, and stored from the last point to the first as well as from the
-first to the last: sums over what comes later are those of rows turned around, turned around again.
+A scan runs in order, so it is grouped with no others. But what a pointwise nest makes of one of
+its results can be made where that is, and stored from the last point to the first as well as
+from the first to the last: sums over what comes later are those of rows reversed, reversed
+again.
 """
 
 from __future__ import annotations

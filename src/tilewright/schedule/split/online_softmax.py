@@ -1,8 +1,8 @@
 """Softmax over rows that several programs of a card have parts of: a largest value and a sum of
-exponentials relative to it, folded in one pass over each part.
+exponentials relative to it, reduced in one pass over each part.
 
 A part sums exponentials relative to its own largest value; once the largest of all is known, the
-parts' sums are scaled to it. What is between the folds and what they make (the exponentials
+parts' sums are scaled to it. What is between the reductions and what they make (the exponentials
 themselves) is computed again rather than stored.
 """
 
@@ -30,8 +30,8 @@ MOST_WORK = 48  # additions that take a card less time than a store and a load
 
 
 def online_softmax(program: Program, groups: Sequence[Group]) -> list[Group]:
-    """Groups that fold one row's largest value and a sum of exponentials relative to it, as one,
-    where the row would leave a card idle."""
+    """Groups that reduce one row's largest value and a sum of exponentials relative to it, as
+    one, where the row would leave a card idle."""
     found = list(groups)
     visible = program.visible
     for top in [g for g in groups if _finds_largest(program, g)]:
@@ -132,7 +132,8 @@ def sums(later: Sequence[Nest], first: Sequence[Nest]) -> list[Nest]:
 
 
 def is_pair(nest: Nest, top: Nest) -> bool:
-    """Whether all that a nest folds are exponentials relative to the largest values `top` finds."""
+    """Whether all that a nest reduces are exponentials relative to the largest values `top`
+    finds."""
     folds = [n for n in walk(*nest.exprs) if n.op == "reduce"]
     if not folds or is_alone(nest) or len(top.stores) != 1 or nest.reduce != top.reduce:
         return False

@@ -28,7 +28,7 @@ def floats_of(program: Program, shape: Shape) -> list[int]:
 
 
 def reads_rows(shape: Shape) -> bool:
-    """Whether rows are read that are looked up."""
+    """Whether rows are read that are gathered."""
     x = shape.parallel[-1]
     flat = shape.flat()
     return any(
@@ -39,7 +39,7 @@ def reads_rows(shape: Shape) -> bool:
 
 
 def writes_rows(shape: Shape, mode: StoreMode) -> bool:
-    """Whether rows are stored so at places that are looked up."""
+    """Whether rows are stored so at places that are gathered."""
     x = shape.parallel[-1]
     return any(s.mode == mode and is_gathered(s.index)
                and ix.coefficient(s.index, x.var) is ix.ONE
@@ -47,8 +47,8 @@ def writes_rows(shape: Shape, mode: StoreMode) -> bool:
 
 
 def reduces_pairs_of_rows(shape: Shape) -> bool:
-    """Whether rows are folded with others, all of which come again with others, be it that they are
-    looked up in one table: they come from the cache, and what threads do to meet is seen."""
+    """Whether rows are reduced with others, all of which come again with others, be it that they
+    are gathered in one table: they come from the cache, and what threads do to meet is seen."""
     own = {v for a in shape.inner for v in a.loops}
     outer = {v for a in shape.parallel for v in a.loops}
     rows = {n for m in shape.members for n in loads(*m.exprs) if own & free_vars(n.src[0])}

@@ -20,9 +20,9 @@ LARGEST = 2**31 - 1
 
 def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buffer],
            largest: int) -> list[Expr] | None:  # fmt: skip
-    """Numbers that must be below 2**31 at a call for 32-bit indices to do; None where they cannot.
-    Lanes outside an axis go `largest` beyond its end. Places that were found before are folded as
-    indices too, however few of them there are."""
+    """Numbers that must be below 2**31 at a call for 32-bit indices to do; None where they
+    cannot. Lanes outside an axis go `largest` beyond its end. Places that were found before are
+    reduced as indices too, however few of them there are."""
     nodes = list(walk(*exprs))
     folded = [n.src[1] for n in nodes if n.op == "reduce" and n.arg.kind in ("argmin", "argmax")]
     extents = [*extents, *(n.src[1] for n in walk(*folded) if n.op == "index")]

@@ -19,7 +19,7 @@ class Config:
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int = 2
-    ahead: int = 0  # rounds of a loop whose loads are under way, where it may run ahead
+    ahead: int = 0  # rounds of a loop whose loads are in flight, where it may run ahead
     persistent: int | None = None  # whether rows are held or walked, of a kernel that does either
     registers: int | None = None  # the most of a thread, where the compiler would take more
 

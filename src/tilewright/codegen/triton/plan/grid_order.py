@@ -1,6 +1,6 @@
 """Rows that come again: the order of the programs of a tile.
 
-Programs run through the columns of their rows first, as memory does. Rows that are looked up more
+Programs run through the columns of their rows first, as memory does. Rows that are gathered more
 than once in a table that does not fit in cache come from memory each time so. Where the rows run
 first, only a piece of each is in use at a time, and all of these pieces together do fit.
 """
@@ -52,8 +52,8 @@ def columns_at_once(buffers: Mapping[str, Buffer], shape: Shape, target: Target)
 
 
 def _tables(shape: Shape) -> tuple[dict[str, int], set[str]]:
-    """The buffers of which rows are looked up, be it to add to them, and how many rows of each the
-    kernel touches; and all others that it has rows of."""
+    """The buffers of which rows are gathered, be it to add to them, and how many rows of each
+    the kernel touches; and all others that it has rows of."""
     flat = shape.flat()
     y, x = flat.parallel
     places: list[tuple[str, Expr, bool]] = []

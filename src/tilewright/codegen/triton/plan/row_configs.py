@@ -1,4 +1,4 @@
-"""Block sizes, warps and stages of kernels that fold along rows."""
+"""Block sizes, warps and stages of kernels that reduce along rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tilewright.ir.program import Program
 from tilewright.schedule.split.cyclic import ROW_OF_TILE, TILE_ROWS
 from tilewright.target import Target
 
-LONGEST_OF_WARP = 1024  # elements of a row that one warp folds
+LONGEST_OF_WARP = 1024  # elements of a row that one warp reduces
 LEAST_MOVED = 2560  # bytes of the rows of a program
 OF_PAIRS = 4096  # elements of a tile of rows that come from the cache
 
@@ -41,11 +41,11 @@ OF_PAIRS = 4096  # elements of a tile of rows that come from the cache
 def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     """Whole rows, several of them where they are short; 16 elements per thread (H200: softmax of
     1024 floats 128 us, 133 us with four rows of 32; of 8192 bfloat16 67 us either way; of 8191
-    68 us with 32 registers and four rows on a processor, 76 us with 40 and three), 32 of longer
-    ones, or one row alone is at work on a processor (12000 bfloat16 61 us, 73 us). Of odd rows 32
-    of sixteen bits (layer norm of 389 bfloat16 106 us by two rows of a warp, 145 us by four of four
-    warps; causal softmax of 205 floats 138 us by two of a warp, 155 us by four of two), as of rows
-    of odd channels (group norm of eight of 49 67 us by two of a warp, 97 us by four of four)."""
+    68 us with 32 registers and four rows on an SM, 76 us with 40 and three), 32 of longer ones,
+    or one row alone is at work on an SM (12000 bfloat16 61 us, 73 us). Of odd rows 32 of sixteen
+    bits (layer norm of 389 bfloat16 106 us by two rows of a warp, 145 us by four of four warps;
+    causal softmax of 205 floats 138 us by two of a warp, 155 us by four of two), as of rows of
+    odd channels (group norm of eight of 49 67 us by two of a warp, 97 us by four of four)."""
     vector = vector_of(program, shape)
     x = shape.parallel[0]
     rows = [(a.block, power(a.size // max(a.vector, 1) * max(a.vector, 1) if a.size else 1))
@@ -103,7 +103,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         yield Config(((x.block, 2), *rows), 2)
     narrow = all(n.dtype.itemsize == 2 for n in _read(shape)) and not reduces_often(shape)
     if even and narrow and reduces(shape, "argmin", "argmax") and 128 <= longest <= 1024:
-        # places are folded too: by few threads (65536 rows of 1000 bfloat16 38 us, 50 us by two
+        # places are reduced too: by few threads (65536 rows of 1000 bfloat16 38 us, 50 us by two
         # rows of four warps, 41 us of two, 43 us by one row of a warp; 268800 of 80 float16 42 us,
         # 45 us by four)
         yield Config(((x.block, (4096 if longest >= 512 else 2048) // longest), *rows), 2)
@@ -118,7 +118,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         share = min(32 if shape.reread else 64, max(16, most // power(len(_read(shape)))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         if longest == LONGEST_PASS and functions_of_each(shape):
-            # two rows on a processor either way, by more threads (supervised contrast of 8192 rows
+            # two rows on an SM either way, by more threads (supervised contrast of 8192 rows
             # 147 us by sixteen warps, 155 us by eight, 168 us with all registers)
             yield Config(((x.block, 1), *rows), 16, registers=64)
         yield Config(((x.block, block), *rows), clamp(1, longest * block // (32 * share), 16))
@@ -146,7 +146,7 @@ def held_at_once(shape: Shape) -> int:
 
 def of_held_rows(program: Program, shape: Shape) -> Iterable[Config]:
     """With no more registers than let all threads run that may, if a row fits them (H200: group
-    norm of 1024 rows of 40960 bfloat16 49 us, 63 us with 73 and one row on a processor)."""
+    norm of 1024 rows of 40960 bfloat16 49 us, 63 us with 73 and one row on an SM)."""
     if shape.short:
         yield from _tiles(program, shape)
         return
@@ -211,10 +211,10 @@ def _read(shape: Shape) -> set[Expr]:
 
 
 def folds_one(shape: Shape) -> bool:
-    """Whether one row is loaded for each that is folded, and none is stored: programs are short,
-    and no more than three start in two nanoseconds (H200: squares of 269175 rows of 217 bfloat16
-    30 us by eight rows of a warp, 43 us by four; of 102912 of 461 25 us by four, 34 us by two; sums
-    of 193778 of 360 60 us by two, of which memory takes 32 us)."""
+    """Whether one row is loaded for each that is reduced, and none is stored: programs are
+    short, and no more than three start in two nanoseconds (H200: squares of 269175 rows of 217
+    bfloat16 30 us by eight rows of a warp, 43 us by four; of 102912 of 461 25 us by four, 34 us
+    by two; sums of 193778 of 360 60 us by two, of which memory takes 32 us)."""
     inner = {v for a in shape.inner for v in a.loops}
     read = {(n.arg, n.src[0]) for m in shape.members for n in loads(*m.exprs)
             if inner & free_vars(n.src[0])}  # fmt: skip
@@ -229,7 +229,7 @@ def of_rows_in_order(program: Program, shape: Shape, target: Target) -> Iterable
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
     if longest <= ROW_OF_TILE and shape.pipelined and _lie_beside(shape):
-        # several as one tile, which the next ones are under way of (missing values of 1048576 rows
+        # several as one tile, which the next ones are in flight of (missing values of 1048576 rows
         # of 40 floats 91 us, 103 us without, 153 us by one row)
         for warps, ahead in ((2, 3), (1, 3), (2, 1)):
             yield Config(((x.block, TILE_ROWS), *rows), warps, ahead=ahead)
@@ -250,7 +250,7 @@ def of_rows_in_order(program: Program, shape: Shape, target: Target) -> Iterable
 
 def _lie_beside(shape: Shape) -> bool:
     """Whether rows that run one after the other do so beside those of other programs: rows that
-    follow each other in memory were dealt out to them (`schedule.dealt`)."""
+    follow each other in memory were split cyclically to them (`schedule.dealt`)."""
     flat = shape.flat()
     x, (axis, *more) = flat.parallel[0], flat.inner
     if more or shape.total or any(free_vars(v.src[0]) for v in shape.serial):
@@ -315,10 +315,10 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
 
 
 def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
-    """Whether a thread should have 32 elements of a row that is scanned in a block which it leaves
-    empty by an eighth or more: those that have nothing are waited for too (H200: the largest so far
-    of 8192 rows of 2520 floats, and what is folded of it, 37 us by four warps, 53 us by eight; of
-    4096 rows of 4096 the running sums 55.0 us, 56.5 us)."""
+    """Whether a thread should have 32 elements of a row that is scanned in a block which it
+    leaves empty by an eighth or more: those that have nothing are waited for too (H200: the
+    largest so far of 8192 rows of 2520 floats, and what is reduced of it, 37 us by four warps,
+    53 us by eight; of 4096 rows of 4096 the running sums 55.0 us, 56.5 us)."""
     if (
         shape.misaligned
         or any(a.vector for a in shape.inner)
@@ -337,26 +337,26 @@ def _piece_of(shape: Shape, axis: Axis, most: int) -> int:
 
 def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     """Sixteen elements per thread (H200: training's cross entropy of 32000 bfloat16 127 us in
-    blocks of 2048, 132 us of 4096, 155 us of 8192; of 50257 199, 207 and 300 us), eight where each
-    has a place too (argmax of 32768 bfloat16 119 us, 187 us). What only adds up waits for memory
-    alone: all rows at work together have as much under way as the card takes, however few they are
-    (squares of 542 rows of 262144 float16 69 us in blocks of 8192, 118 us of 2048; of 2731 rows of
-    27520 floats 73 us, 80 us); of chunks that may end sooner loads are not moved ahead by the
-    compiler (254 chunks of 376832 bfloat16 47 us of 16384, 55 us of 8192). So do few rows with more
-    to compute (std and mean of 2731 rows 73 us in blocks of 4096, 80 us of 2048; cross entropy of
-    819 rows of 110087 bfloat16 51 us, 58 us; of 1400 of 128256 89 us of 4096 by four warps, 97 us
-    of 2048, 104 us of 4096 by eight, of which not all run at once). With the next block under way
-    these are half as long (of 1287 of 100277 65.6 us of 2048, 79.7 us of 4096, 66.2 us without;
-    std and mean of 1610 rows of 61992 49.5 us of 2048, 54.7 us of 4096). Rows that are walked again
-    should be in cache until then, so fewer of them are at work (log softmax of 50257 bfloat16 445
-    us with 32 warps, 497 us with 16, 605 us with 8; of 832 rows of 103720 117 us in blocks of 16384
-    with 32, 147 us of 4096 with 8, which all run at once), but not if most of the time they are
-    computed (two log softmaxes of 4096 rows of 32000 and what they differ by 224 us with 16 warps,
-    318 us with 32; int8 of 740 rows of 110021 103 us, 126 us in blocks of 4096 with eight). With
-    fewer rows than the card runs programs, each gets more threads, and more loads if it walks again
-    (group norm of 512 rows of 65536 bfloat16 43 us in blocks of 16384, 47 us of 4096). Rows that no
-    cache keeps until then are fetched ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86
-    us)."""
+    blocks of 2048, 132 us of 4096, 155 us of 8192; of 50257 199, 207 and 300 us), eight where
+    each has a place too (argmax of 32768 bfloat16 119 us, 187 us). What only adds up waits for
+    memory alone: all rows at work together have as much under way as the card takes, however few
+    they are (squares of 542 rows of 262144 float16 69 us in blocks of 8192, 118 us of 2048; of
+    2731 rows of 27520 floats 73 us, 80 us); of chunks that may end sooner loads are not moved
+    ahead by the compiler (254 chunks of 376832 bfloat16 47 us of 16384, 55 us of 8192). So do
+    few rows with more to compute (std and mean of 2731 rows 73 us in blocks of 4096, 80 us of
+    2048; cross entropy of 819 rows of 110087 bfloat16 51 us, 58 us; of 1400 of 128256 89 us of
+    4096 by four warps, 97 us of 2048, 104 us of 4096 by eight, of which not all run at once).
+    With the next block in flight these are half as long (of 1287 of 100277 65.6 us of 2048, 79.7
+    us of 4096, 66.2 us without; std and mean of 1610 rows of 61992 49.5 us of 2048, 54.7 us of
+    4096). Rows that are walked again should be in cache until then, so fewer of them are at work
+    (log softmax of 50257 bfloat16 445 us with 32 warps, 497 us with 16, 605 us with 8; of 832
+    rows of 103720 117 us in blocks of 16384 with 32, 147 us of 4096 with 8, which all run at
+    once), but not if most of the time they are computed (two log softmaxes of 4096 rows of 32000
+    and what they differ by 224 us with 16 warps, 318 us with 32; int8 of 740 rows of 110021 103
+    us, 126 us in blocks of 4096 with eight). With fewer rows than the card runs programs, each
+    gets more threads, and more loads if it walks again (group norm of 512 rows of 65536 bfloat16
+    43 us in blocks of 16384, 47 us of 4096). Rows that no cache keeps until then are fetched
+    ahead (batch norm of 256 rows of 200704 bfloat16 79 us, 86 us)."""
     x = shape.parallel[0]
     if is_one_walk(shape):
         yield from _one_walk(shape, target)
@@ -453,11 +453,11 @@ def _largest(shape: Shape) -> int:
 
 
 def _one_walk(shape: Shape, target: Target) -> Iterable[Config]:
-    """Small blocks of many threads, four rows on a processor (H200: average of 960 rows of 36864
-    bfloat16 18.1 us, 20.0 us in blocks of 4096; squares of 2731 rows of 27520 floats 68 us, 71 us
-    of 8192; of 300 of 262144 bfloat16 37 us, 45 us). Where a few rows would be left over, all of
-    them at once by fewer threads, with the next blocks under way (of 542 rows of 262144 float16 65
-    us, 69 us; of 530 of 200000 floats 98 us, 104 us)."""
+    """Small blocks of many threads, four rows on an SM (H200: average of 960 rows of 36864
+    bfloat16 18.1 us, 20.0 us in blocks of 4096; squares of 2731 rows of 27520 floats 68 us, 71
+    us of 8192; of 300 of 262144 bfloat16 37 us, 45 us). Where a few rows would be left over, all
+    of them at once by fewer threads, with the next blocks under way (of 542 rows of 262144
+    float16 65 us, 69 us; of 530 of 200000 floats 98 us, 104 us)."""
     x = shape.parallel[0]
     choices = [(2048, 16, 1), (8192, 16, 1), (2048, 4, 1)]
     if shape.pipelined and 4 * target.sms < x.likely <= 5 * target.sms:
@@ -474,7 +474,7 @@ def of_walked_rows(program: Program, shape: Shape, target: Target) -> Iterable[C
     bfloat16 84 us by 4096, 94 us by 2048)."""
     x, (r,) = shape.parallel[0], shape.inner
     wide, few = max(sizes(program, shape)) > 2, x.likely < 4 * target.sms
-    if shape.row_programs:  # two on a processor, no less
+    if shape.row_programs:  # two on an SM, no less
         yield Config(((x.block, 1), (r.block, 2048 if wide else 4096)), 8, registers=128)
         return
     choices = [(2048, 8), (1024, 4)] if wide else [(1024, 2), (2048, 4)]
@@ -485,8 +485,8 @@ def of_walked_rows(program: Program, shape: Shape, target: Target) -> Iterable[C
 
 
 def of_shared_rows(shape: Shape, vector: int) -> Iterable[Config]:
-    """One program on each processor: it alone has to keep memory busy. Of programs in turn there
-    are several (H200: batch norm of 256 rows of 200704 bfloat16, four programs each, 77.5 us in
+    """One program on each SM: it alone has to keep memory busy. Of programs in turn there are
+    several (H200: batch norm of 256 rows of 200704 bfloat16, four programs each, 77.5 us in
     blocks of 4096, 79.6 us of 8192, 80.6 us of 16384; its backward pass 161, 233 and 271 us)."""
     x = shape.parallel[0]
     choices = [(4096 * vector, 32), (2048 * vector, 16), (1024 * vector, 16), (512 * vector, 16)]

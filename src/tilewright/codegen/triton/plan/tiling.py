@@ -39,7 +39,7 @@ from tilewright.schedule.nests.transform import reduces_or_scans, rename, substi
 MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive at once
 LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as fast in a loop
 NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
-SHORTEST_COLUMN = 64  # rows below which columns are folded at once
+SHORTEST_COLUMN = 64  # rows below which columns are reduced at once
 SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
 SHORTEST_ROW = 64  # elements worth looking up where they are once
 SPARSEST_TILE = 256  # elements of a row, a quarter of them empty, that is no tile
@@ -115,7 +115,7 @@ class Shape:
     rank: int
     persistent: bool = True
     across: bool = False  # memory runs along the parallel axis, not along the rows
-    pipelined: bool = False  # loads of later rounds of its loops may be under way
+    pipelined: bool = False  # loads of later rounds of its loops may be in flight
     scattered: bool = False  # stores are in pieces, in the order of what is read
     gathered: bool = False  # of the axes of a tile, the outer ones say which rows are read
     reread: bool = False  # rows are walked more than once
@@ -124,12 +124,12 @@ class Shape:
     prefetched_scan: bool = False  # rows are scanned block by block, with the next one under way
     preloaded: int = 0  # elements of the pieces of these, where all of them are
     column_threads: bool = False  # a thread scans a column, or several
-    unrolled: bool = False  # columns are folded row by row, without a loop
+    unrolled: bool = False  # columns are reduced row by row, without a loop
     reverse_scan: bool = False  # scans run from the last point to the first
-    prefetched: bool = False  # rows are folded block by block, with the next one under way
+    prefetched: bool = False  # rows are reduced block by block, with the next one under way
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
-    misaligned: bool = False  # rows begin anywhere in memory: they are moved by single elements
+    misaligned: bool = False  # rows are misaligned in memory: they are moved by single elements
     packed: bool = False  # and lie one after the other: those of a program are loaded as one
     staged: int = 0  # columns beside each other, which are loaded in whole pieces of their rows
     chunk: int = 0  # elements of the pieces that a program holds a row in
@@ -220,13 +220,13 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     segments = segments_of([_inside(m, group.serial) for m in members], (*outer, *group.serial))
     for segment in segments:
         if segment.loops and segment.reduce:
-            return "a fold has loops of its own inside the shared ones"
+            return "a reduction has loops of its own inside the shared ones"
         if segment.scans and len(segment.inner) != 1:
             return "a scan has loops of its own beside the one it runs along"
     placed = _inner_axes(segments)
     members = [m for s, _ in placed for m in s.members]
     # loops that have the same names now are one (H200: averages of 256x384x768 float16 by a mask
-    # that is summed too 52 us, 181 us held for two folds)
+    # that is summed too 52 us, 181 us held for two reductions)
     placed = _inner_axes(segments_of(members, (*outer, *group.serial)))
     if not any(axis for _, axis in placed) and not group.serial:
         parallel, looked_up = _tiles(program, members, outer), False
@@ -283,8 +283,8 @@ def cannot_share(shape: Shape) -> str:
 
 
 def _inside(nest: Nest, serial: tuple[Expr, ...]) -> Nest:
-    """The nest at one iteration of the serial loops: what it folds over them, it accumulates, for
-    each point of the loops inside."""
+    """The nest at one iteration of the serial loops: what it reduces over them, it accumulates,
+    for each point of the loops inside."""
     if not any(v in nest.reduce for v in serial):
         return nest
     return replace(nest, loops=(*nest.loops, *nest.reduce), reduce=())
@@ -429,8 +429,8 @@ def is_one_walk(shape: Shape) -> bool:
 
 
 def _may_run_ahead(group: Group, shape: Shape) -> bool:
-    """Whether a loop is worth having later rounds' loads under way, and nothing is loaded that the
-    kernel has stored: what is read where it was just written is no load."""
+    """Whether a loop is worth having later rounds' loads in flight, and nothing is loaded that
+    the kernel has stored: what is read where it was just written is no load."""
     long = is_one_walk(shape) and all((a.size or 0) >= LONG_WALK for a in shape.inner)
     if not (group.serial or (shape.across and not shape.persistent) or _is_beyond_cache(shape)
             or long):  # fmt: skip
@@ -439,7 +439,7 @@ def _may_run_ahead(group: Group, shape: Shape) -> bool:
     made: set[tuple[str, Expr]] = set()
     for segment, axis in shape.flat().segments:
         mine: set[tuple[str, Expr]] = set()  # what only this loop knows
-        if not group.serial:  # a fold is stored after its loop
+        if not group.serial:  # a reduction is stored after its loop
             stored |= {b for m in segment.members if not m.reduce for b in m.writes} - group.local
         for m in segment.members:
             for n in loads(*m.exprs):
@@ -548,9 +548,9 @@ def _tiles(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
 
 def _sides(members: Sequence[Nest], outer: tuple[Expr, ...], turned: Expr
            ) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:  # fmt: skip
-    """The loops of the two sides of a tile, each in the order of what runs along it. A short side
-    takes the loops that memory goes on along: so 14 columns of 1024 rows are written as one (H200:
-    14x1024x95x95 bfloat16 turned around 380 us as rows of 14)."""
+    """The loops of the two sides of a tile, each in the order of what runs along it. A short
+    side takes the loops that memory goes on along: so 14 columns of 1024 rows are written as one
+    (H200: 14x1024x95x95 bfloat16 reversed 380 us as rows of 14)."""
     sides: list[tuple[Expr, ...]] = [(turned,), (outer[-1],)]
     strides = [_strides_along(members, outer, side[0]) for side in sides]
     while True:
@@ -591,10 +591,10 @@ def _rows_looked_up(members: Sequence[Nest], outer: tuple[Expr, ...]) -> tuple[A
 def _rows_of_one(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
                  ) -> tuple[Axis, ...]:  # fmt: skip
     """Rows and columns, where something is the same all along a row, as a channel's scale or the
-    largest value of a softmax: it is loaded once for the row, not once for each element of it. Or
-    along a column, if it takes computing (H200: gradient of deviations over the first dimension,
-    32768x2048 bfloat16, 67.6 us, 72.7 us with a quotient for each element). But short rows that
-    begin anywhere are moved as one."""
+    largest value of a softmax: it is loaded once for the row, not once for each element of it.
+    Or along a column, if it takes computing (H200: gradient of deviations over the first
+    dimension, 32768x2048 bfloat16, 67.6 us, 72.7 us with a quotient for each element). But short
+    misaligned rows are moved as one."""
     if len(outer) < 2 or hint(outer[-1].src[0]) < SHORTEST_ROW:
         return ()
     *rows, column = outer
@@ -651,11 +651,11 @@ def _is_mostly_wide(program: Program, members: Sequence[Nest], column: Expr) -> 
 
 
 def is_narrow(shape: Shape) -> bool:
-    """Whether tiles across a turned matrix are few, and the last one of the largest would be partly
-    empty: smaller ones then, each beside those of the same rows, which are read as a whole so
-    (H200: 683464x173 float16 146 us, 162 us; 790500x207 bfloat16 208 us, 217 us; 400000x136 60 us,
-    69 us; 300001x192 78 us, 94 us; but 500001x173, of which no row begins evenly, 176 us,
-    147 us)."""
+    """Whether tiles across a turned matrix are few, and the last one of the largest would be
+    partly empty: smaller ones then, each beside those of the same rows, which are read as a
+    whole so (H200: 683464x173 float16 146 us, 162 us; 790500x207 bfloat16 208 us, 217 us;
+    400000x136 60 us, 69 us; 300001x192 78 us, 94 us; but 500001x173, of which no row is aligned,
+    176 us, 147 us)."""
     if shape.family != "poi" or shape.gathered or len(shape.parallel) != 2:
         return False
     y, x = shape.parallel

@@ -20,7 +20,7 @@ from tilewright.schedule.nests.transform import replace_exprs
 
 
 def unmask_loads(program: Program, group: Group) -> Group:
-    """A group that folds, with such loads made everywhere, and zero where their masks say so."""
+    """A group that reduces, with such loads made everywhere, and zero where their masks say so."""
     if not any(m.reduce for m in group.members):
         return group
     shared = frozenset(group.outer)

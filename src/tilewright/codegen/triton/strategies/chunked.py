@@ -1,12 +1,12 @@
 """Long rows, held by a program in pieces.
 
-A row that is folded and then used again is read once if its program keeps it. As floats, in one
-block of a power of two, few rows fit: of 16384 elements one or two on a processor. As the sixteen
-bits they have in memory, in as many pieces as they are long, four times as many do. Each piece is a
-tile of its own. All of them are under way before the first is folded; they meet in one tile, which
-is folded among threads once. What is made of a piece is made again after each fold: a compiler
-would keep the floats instead, so it is not to know that they are the same (`tri_rows.anew`). Rows
-of floats are held as they are, half as many.
+A row that is reduced and then used again is read once if its program keeps it. As floats, in one
+block of a power of two, few rows fit: of 16384 elements one or two on an SM. As the sixteen bits
+they have in memory, in as many pieces as they are long, four times as many do. Each piece is a
+tile of its own. All of them are in flight before the first is reduced; they meet in one tile,
+which is reduced among threads once. What is made of a piece is made again after each reduction:
+a compiler would keep the floats instead, so it is not to know that they are the same
+(`tri_rows.anew`). Rows of floats are held as they are, half as many.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tilewright.schedule.nests.segments import Segment
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
 
-MOST_HELD = 40 << 10  # elements of a row of which two programs on a processor hold one each
+MOST_HELD = 40 << 10  # elements of a row of which two programs on an SM hold one each
 MOST_READ = 46 << 10  # the same of several rows, where one is made of them (H200: residual RMS norm
 # of 4211 rows of 22847 191 us, 208 us walked; gradient of softmax of 23000, of both 134 us, 115 us)
 MOST_OF_FLOATS = 64 << 10  # the same of floats, which one program there holds (H200: layer norm of
 # 1711 rows of 32768 123 us, 150 us walked; softmax 114 us, 119 us; RMS norm 113 us, 119 us; layer
 # norm of 2300 rows of 24576 135 us, 141 us)
-FEWEST = 4  # rows for each processor
+FEWEST = 4  # rows for each SM
 HELD = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = HELD[:2]
 DEAR = 20  # what an operation costs that is not done several times
@@ -146,7 +146,7 @@ class Chunked:
         return [partial(self._ends, plane) for plane in range(self.several)]
 
     def begin(self) -> None:
-        """All that is loaded of a row is under way."""
+        """All that is loaded of a row is in flight."""
         if self.parts > 1:
             self._begin_part()
         members, made = self.kernel.shape.members, self._made
@@ -156,7 +156,7 @@ class Chunked:
             self._common()
         for place in (n for row in rows for n in walk(row.src[0]) if n.op == "index"):
             if self.axis.var not in free_vars(place):
-                self.w.value(place)  # which row it is: looked up, and checked, once for all pieces
+                self.w.value(place)  # which row it is: gathered, and checked, once for all pieces
         if self.kernel.peeled is not None and self.several > 1:
             for ends in self.ends():
                 self.kernel.peeled.fetch(ends)
@@ -225,7 +225,7 @@ class Chunked:
         return not wide and is_own(self.kernel.shape, e)
 
     def segment(self, k: int, segment: Segment) -> None:
-        """Folds one after the other, and what is stored of rows piece by piece."""
+        """Reductions one after the other, and what is stored of rows piece by piece."""
         if self.kernel.shape.row_programs:
             self._shared(k, segment)
             return
@@ -249,7 +249,7 @@ class Chunked:
         fold.ends = None if self.kernel.peeled is None else self.kernel.peeled.ends
 
     def _shared(self, k: int, segment: Segment) -> None:
-        """The same where others have parts of the row too: they meet once for all folds."""
+        """The same where others have parts of the row too: they meet once for all reductions."""
         kernel, w = self.kernel, self.w
         self._store([m for m in segment.members if not m.reduce and self._is_kept(m)])
         folded = [m for m in segment.members if m.reduce]
@@ -267,7 +267,7 @@ class Chunked:
         kernel.stores(folded)
 
     def _leave(self, k: int) -> None:
-        """Once all folds are known, before rows are stored: those would be waited for."""
+        """Once all reductions are known, before rows are stored: those would be waited for."""
         left = [s for n, (s, axis) in enumerate(self.kernel.shape.segments)
                 if n > k and axis is not None and n not in self._joined]  # fmt: skip
         if not any(m.reduce for s in left for m in s.members):
@@ -305,10 +305,10 @@ class Chunked:
 
 
 def chunked_rows(facts: KernelFacts) -> Shape | str:
-    """The shape with rows in pieces, where they are many, long, and used again after a fold (H200:
-    softmax of 7000 rows of 13813 bfloat16 97 us, 113 us as floats; of 4000 of 20000 79 us, 97 us
-    walked twice; layer norm of 6000 of 9000 56 us, 71 us; log softmax of 3021 of 36440 109 us,
-    129 us; group norm of 1024 of 40960 49 us, 56 us)."""
+    """The shape with rows in pieces, where they are many, long, and used again after a reduction
+    (H200: softmax of 7000 rows of 13813 bfloat16 97 us, 113 us as floats; of 4000 of 20000 79
+    us, 97 us walked twice; layer norm of 6000 of 9000 56 us, 71 us; log softmax of 3021 of 36440
+    109 us, 129 us; group norm of 1024 of 40960 49 us, 56 us)."""
     program, group, shape = facts.program, facts.group, facts.shape
     if reason := facts.not_rows or facts.scatters or facts.finds_places or facts.draws:
         return reason
@@ -345,8 +345,8 @@ def chunked_rows(facts: KernelFacts) -> Shape | str:
 
 
 def _is_held_as_floats(shape: Shape, size: int, count: int) -> bool:
-    """Whether rows fit as one block of floats, and are no slower so: all but those that leave much
-    of it empty and are folded for their mean and deviations."""
+    """Whether rows fit as one block of floats, and are no slower so: all but those that leave
+    much of it empty and are reduced for their mean and deviations."""
     empty = 4 * size <= 3 * power(size)
     return shape.persistent and not (empty and count == 1 and reduces(shape, "welford"))
 
@@ -405,15 +405,16 @@ def _is_made_of_rows(flat: Shape, node: Expr, made: set[str]) -> bool:
 
 
 def _joins_rows(program: Program, shape: Shape) -> bool:
-    """Whether a row of sixteen bits is made before the first fold: it is held instead of others."""
+    """Whether a row of sixteen bits is made before the first reduction: it is held instead of
+    others."""
     first = next(s for s, axis in shape.segments if axis is not None)
     return any(program.buffers[s.buffer].dtype.itemsize == 2
                for m in first.members if not m.reduce for s in m.stores)  # fmt: skip
 
 
 def is_expensive_to_repeat(shape: Shape) -> bool:
-    """Whether something takes long that would be computed again after each fold, or a fold is not
-    of floats."""
+    """Whether something takes long that would be computed again after each reduction, or a
+    reduction is not of floats."""
     *before, _ = [s for s, axis in shape.segments if axis is not None]
     members = [m for s in before for m in s.members]
     folds = [n for m in members for n in walk(*m.exprs) if n.op == "reduce"]

@@ -2,11 +2,12 @@
 
 A row that is too long for one program to hold is held by several that are at work at once. Each
 folds what it has and leaves that; they meet, and each goes on with what it holds. So a row is read
-once, as long as all processors together have registers for it.
+once, as long as all SMs together have registers for it.
 
-A row may be planes that are apart in memory, as a channel of images is. Where these begin anywhere,
-each program has whole planes of it, or parts of one: they are moved from sixteen bytes to sixteen
-bytes then (`tile/peeled.py`), and what a plane has in common, as a channel's scale, is one number.
+A row may be planes that are apart in memory, as a channel of images is. Where these are
+misaligned, each program has whole planes of it, or parts of one: they are moved from sixteen
+bytes to sixteen bytes then (`tile/peeled.py`), and what a plane has in common, as a channel's
+scale, is one number.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tilewright.ir import index as ix
 from tilewright.schedule.nests.hints import hint_product
 
 SHORTEST = 1 << 17  # elements of a row: shorter ones stay in cache
-SHORTEST_IN_PLANES = 1 << 14  # the same of rows in planes that begin anywhere
+SHORTEST_IN_PLANES = 1 << 14  # the same of rows in misaligned planes
 SHORTEST_PLANE = 768  # elements of a plane for which its ends do not matter
 WARPS = 8
 MOST = 1 << 14  # elements that a program of so many warps holds
@@ -59,7 +60,7 @@ def cooperative_rows(facts: KernelFacts) -> Shape | str:
 
 
 def _planes(shape: Shape) -> Shape | None:
-    """With whole planes of a row for each program, where these begin anywhere."""
+    """With whole planes of a row for each program, where these are misaligned."""
     axis = shape.inner[0]
     *planes, last = axis.loops
     new = Axis(axis.name, (last,), axis.dim)

@@ -26,7 +26,7 @@ from tilewright.target import Target
 
 EACH = "EACH"  # elements of a program
 BLOCK, LEAST = 4096, 1024  # that are counted at once
-PROGRAMS = 8  # for each processor, of four warps
+PROGRAMS = 8  # for each SM, of four warps
 WARPS = 4
 
 

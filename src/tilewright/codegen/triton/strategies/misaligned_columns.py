@@ -1,8 +1,8 @@
-"""Columns of rows that begin anywhere in memory, folded sixteen bytes at once.
+"""Columns of misaligned rows in memory, reduced sixteen bytes at once.
 
-Rows that are as many apart as there are elements in sixteen bytes begin alike. A tile has so many
-rows, and of each of them whole pieces are loaded, from the one on that its first column is in. What
-these lanes of rows have folded in the end is moved into place, once for all rows.
+Rows that are as many apart as there are elements in sixteen bytes begin alike. A tile has so
+many rows, and of each of them whole pieces are loaded, from the one on that its first column is
+in. What these lanes of rows have reduced in the end is moved into place, once for all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def misaligned_columns(facts: KernelFacts) -> Shape | str:
-    """The shape with columns that are loaded so, where they are only folded."""
+    """The shape with columns that are loaded so, where they are only reduced."""
     shape = facts.shape
     if reason := facts.not_columns or facts.draws:
         return reason
@@ -53,7 +53,7 @@ def misaligned_columns(facts: KernelFacts) -> Shape | str:
 
 def _tiles(members: Sequence[Nest], x: Axis, r: Axis) -> list[Expr]:
     """What is loaded at all points of a tile, if nothing else goes along its columns, and all
-    members fold."""
+    members reduce."""
     roots = [n for m in members for e in m.exprs for n in walk(e) if n.op == "reduce"]
     found = [n for n in loads(*roots) if x.var in free_vars(n)]
     seen, waiting = set[Expr](found), list(roots)
@@ -134,7 +134,7 @@ class MisalignedColumns:
         w.line(f"xinside = xlane // {n} * {n} < {self.length} - xfirst + xslide")
 
     def walk(self, round_: Callable[[], None]) -> None:
-        """All rows, with those of the next round under way: else the compiler has few loads wait
+        """All rows, with those of the next round in flight: else the compiler has few loads wait
         for each other, for their registers."""
         ahead = {node: self.w.fresh("next") for node in self.nodes}
         walk_ahead(self.w, self.r, ahead, partial(self._fetch, ahead), round_)

@@ -1,4 +1,4 @@
-"""Which rows are walked from sixteen bytes to sixteen bytes though they begin anywhere in memory
+"""Which rows are walked from sixteen bytes to sixteen bytes though they are misaligned in memory
 (`tile/peeled.py` says how)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewright.schedule.nests.hints import hint, hint_product
 PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
 SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
 SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
-SHORTEST_FOUND = 512  # the same of rows that are looked up, which are slid to where they begin
+SHORTEST_FOUND = 512  # the same of rows that are gathered, which are slid to where they begin
 SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
 SHORTEST_TILED = 64  # the same of rows in tiles (H200: softmax of 85 106 us, 116 us packed)
 SHORTEST_WEIGHED = 192  # the same of rows with weights
@@ -54,12 +54,12 @@ def misaligned_rows(program: Program, group: Group, shape: Shape) -> Shape:
 
 
 def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
-    """Whether long rows that could be held should not be: those that are read once either way, for
-    exponentials and their largest at once (H200: losses of 12048 rows of 13328 bfloat16 84 us,
-    129 us held, of 13329 94 us, 159 us); odd ones beside weights, which lean only if they are
-    walked (RMS norm of 11003 bfloat16 67 us, 85 us held), and of one buffer those that leave much
-    of a block empty (softmax of 10001 63 us, 82 us) or are folded for their mean and deviations
-    (layer norm of 16384 67 us, 74 us)."""
+    """Whether long rows that could be held should not be: those that are read once either way,
+    for exponentials and their largest at once (H200: losses of 12048 rows of 13328 bfloat16 84
+    us, 129 us held, of 13329 94 us, 159 us); odd ones beside weights, which lean only if they
+    are walked (RMS norm of 11003 bfloat16 67 us, 85 us held), and of one buffer those that leave
+    much of a block empty (softmax of 10001 63 us, 82 us) or are reduced for their mean and
+    deviations (layer norm of 16384 67 us, 74 us)."""
     size = held.inner[0].size or 0
     if not held.persistent or size <= LONGEST_PASS:
         return False
@@ -175,8 +175,7 @@ def _guide(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Exp
 
 
 def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
-    """Whether most of what is moved are rows that begin anywhere, not even where half of a piece
-    does."""
+    """Whether most of what is moved are misaligned rows, not even where half of a piece does."""
     if shape.across or len(shape.inner) != 1:
         return False
     rest, piece = most_moved(program, group, flat, shape.inner[0])
@@ -184,11 +183,11 @@ def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
 
 
 def moved_singly(shape: Shape) -> set[str]:
-    """What is taken to begin anywhere beside odd rows, though it does not: their weights. A tile
-    lies over threads as suits the widest load of it, and with weights eight at once the rows would
-    be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145 us,
-    187 us so; its backward pass 245 us, 270 us). Where places are looked up, all (group norm of
-    channels of 289 126 us, 164 us with pairs of neighbours)."""
+    """What is taken to are misaligned beside odd rows, though it does not: their weights. A tile
+    lies over threads as suits the widest load of it, and with weights eight at once the rows
+    would be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145
+    us, 187 us so; its backward pass 245 us, 270 us). Where places are gathered, all (group norm
+    of channels of 289 126 us, 164 us with pairs of neighbours)."""
     if has_computed_places(shape):
         return {b for m in shape.members for b in m.reads | m.writes}
     return rows_alike(shape)
@@ -204,7 +203,7 @@ def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple
     """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
     moved: dict[tuple[Expr, int], int] = {}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
-    if not flat.inner:  # rows that are looked up are slid to where others begin
+    if not flat.inner:  # rows that are gathered are slid to where others begin
         nodes = [n for n in nodes if not is_gathered(n.src[0])]
     stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
     accesses = [*((n.arg, n.src[0]) for n in nodes), *((s.buffer, s.index) for s in stores)]
@@ -220,7 +219,7 @@ def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple
 
 
 def begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
-    """Whether rows begin anywhere."""
+    """Whether rows are misaligned."""
     if axis.var in free_vars(rest) or not ix.known_nonneg(rest):
         return False
     return not begin_evenly(rest, piece)

@@ -1,13 +1,13 @@
 """Columns of odd rows that are scanned: rows as one piece of memory, turned in shared memory.
 
-Eight rows that lie one after the other are a multiple of sixteen bytes, however long they are. So
-many, or a multiple of that, are loaded as one, sixteen bytes at once, turned such that threads have
-whole columns, and what is scanned is turned back and stored as one. A program has a matrix of such
-rows, and the next of them under way (H200: cumulative sums over 1 of 4000x128x127 bfloat16 69 us,
-126 us by single elements; of 2000x96x203 47 us, 82 us; of 300x200x1001 94 us, 128 us; of
-34538x64x71 209 us, 245 us). Matrices that begin between two places of sixteen bytes are not moved
-so: their ends would be stored one by one (of 317x351x391 91 us, 90 us; of 20000x33x65 222 us,
-62 us).
+Eight rows that lie one after the other are a multiple of sixteen bytes, however long they are.
+So many, or a multiple of that, are loaded as one, sixteen bytes at once, turned such that
+threads have whole columns, and what is scanned is turned back and stored as one. A program has a
+matrix of such rows, and the next of them in flight (H200: cumulative sums over 1 of 4000x128x127
+bfloat16 69 us, 126 us by single elements; of 2000x96x203 47 us, 82 us; of 300x200x1001 94 us,
+128 us; of 34538x64x71 209 us, 245 us). Matrices that begin between two places of sixteen bytes
+are not moved so: their ends would be stored one by one (of 317x351x391 91 us, 90 us; of
+20000x33x65 222 us, 62 us).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PIECE = 8  # elements of sixteen bytes
 SHORTEST, LONGEST = 48, 1024  # elements of a row
 FEWEST = 64  # rows of a matrix: few of a part of it are beyond its end
-TOGETHER = 2  # matrices for each processor
+TOGETHER = 2  # matrices for each SM
 
 
 def misaligned_scans(facts: KernelFacts) -> Shape | str:
@@ -104,7 +104,7 @@ class MisalignedScans:
         return f"(fstart + {first} * {n} + flat)", f"fpiece < {rows} * {n}"
 
     def end(self, folds: Sequence[Reduction]) -> None:
-        """Nothing is folded."""
+        """Nothing is reduced."""
 
     def stores(self, store: Store, value: str) -> bool:
         """Whether a store is of such rows: then it is done."""

@@ -1,11 +1,12 @@
-"""Short rows that begin anywhere, one right after the other in memory.
+"""Short misaligned rows, one right after the other in memory.
 
 So many of them as a program has are one piece of memory, which begins with sixteen bytes: it is
-loaded as one, and turned through shared memory, so that a few threads have a row and fold it almost
-alone. What is stored of rows is computed once more, from the piece as it was loaded and what its
-rows were folded to, and stored as one. Rows that are left over by pieces are the last program's, as
-other kernels have theirs (H200: log softmax of 3000000 rows of 33 bfloat16 117 us, 329 us by single
-elements; softmax of 85 116 us, 132 us; sums of 900001 rows of 71 float16 41 us, 71 us).
+loaded as one, and turned through shared memory, so that a few threads have a row and reduce it
+almost alone. What is stored of rows is computed once more, from the piece as it was loaded and
+what its rows were reduced to, and stored as one. Rows that are left over by pieces are the last
+program's, as other kernels have theirs (H200: log softmax of 3000000 rows of 33 bfloat16 117 us,
+329 us by single elements; softmax of 85 116 us, 132 us; sums of 900001 rows of 71 float16 41 us,
+71 us).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Long rows that are walked: the next block of a row is under way while one is computed.
+"""Long rows that are walked: the next block of a row is in flight while one is computed.
 
 Where all rows are at work at once their programs begin together, and would wait for memory together
 and then compute together. What is fetched first does not wait for what else a program needs.
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 SHORTEST = 8256  # elements of a row, or of a part of one: more than any block
 MOST = 2  # rows of which a thread has a second block
 LONG = 40 << 10  # elements of a row that is walked again, not held
-MANY = 8  # rows for each processor, for each of which there are as many threads as can be
+MANY = 8  # rows for each SM, for each of which there are as many threads as can be
 
 
 def prefetched_rows(facts: KernelFacts) -> Shape | str:
-    """The shape with rows that are fetched so, where more is computed of them than that they add up
-    (H200: std and mean of 1610 rows of 61992 bfloat16 49.5 us, 53.3 us without; losses of 761 rows
-    of 32768 floats 25.7 us, 27.5 us; smoothed ones of 1500 rows of 50257 bfloat16 41.5 us, 45.5 us,
-    of 151 rows of 100277 floats in parts 20.0 us, 22.8 us). Of rows that are walked again, those of
-    sixteen bits that begin anywhere, and their exponentials (log softmax of 8192 rows of 50257
-    bfloat16 420 us, 448 us; softmax of 2000 rows of 90001 225 us, 231 us; but of 6000 rows of 45000
-    284 us, 276 us; int8 of 2000 rows of 76001 210 us, 147 us)."""
+    """The shape with rows that are fetched so, where more is computed of them than that they add
+    up (H200: std and mean of 1610 rows of 61992 bfloat16 49.5 us, 53.3 us without; losses of 761
+    rows of 32768 floats 25.7 us, 27.5 us; smoothed ones of 1500 rows of 50257 bfloat16 41.5 us,
+    45.5 us, of 151 rows of 100277 floats in parts 20.0 us, 22.8 us). Of rows that are walked
+    again, those of sixteen bits that are misaligned, and their exponentials (log softmax of 8192
+    rows of 50257 bfloat16 420 us, 448 us; softmax of 2000 rows of 90001 225 us, 231 us; but of
+    6000 rows of 45000 284 us, 276 us; int8 of 2000 rows of 76001 210 us, 147 us)."""
     shape = facts.shape
     if reason := facts.not_rows or facts.not_plain or facts.finds_places or facts.draws:
         return reason

@@ -1,9 +1,10 @@
-"""Rows that are scanned by one warp, or two, with all of them under way at once.
+"""Rows that are scanned by one warp, or two, with all of them in flight at once.
 
-A row in one block of a power of two is scanned by many warps, which wait for each other, and much
-of the block may be empty. Pieces of as much as its warps load at once are as many as the row is
-long: all of them are loaded, and kept as they are in memory until they are scanned, one after the
-other. Rows that begin anywhere are loaded from the sixteen bytes on that their first element is in.
+A row in one block of a power of two is scanned by many warps, which wait for each other, and
+much of the block may be empty. Pieces of as much as its warps load at once are as many as the
+row is long: all of them are loaded, and kept as they are in memory until they are scanned, one
+after the other. Misaligned rows are loaded from the sixteen bytes on that their first element is
+in.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tilewright.codegen.triton.strategies.scan import BlockScan, is_one_scan
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 
-SHORTEST = 6144  # bytes of a row that begins anywhere: shorter ones are held by more warps
+SHORTEST = 6144  # bytes of a row that is misaligned: shorter ones are held by more warps
 EVEN = 8192  # elements of other rows
 MOST = 28  # pieces that registers have room for
 WARPS = 2
-FEWEST = 16  # rows for each processor
+FEWEST = 16  # rows for each SM
 
 
 def preloaded_scan(facts: KernelFacts) -> Shape | str:

@@ -24,7 +24,7 @@ LITTLE = 4  # the part of it that may be left
 
 
 def remainder(facts: KernelFacts) -> Shape | str:
-    """The shape with such rows, where they begin with sixteen bytes and are only folded."""
+    """The shape with such rows, where they begin with sixteen bytes and are only reduced."""
     if reason := facts.not_rows:
         return reason
     shape, flat = facts.shape, facts.flat

@@ -1,9 +1,9 @@
 """Columns that a program holds as they are in memory.
 
-Where memory runs across, a program has whole columns that are folded and then used again. As floats
-those of sixteen bits take twice the registers, and few threads would do: those that share columns
-do so by shared memory. As the sixteen bits they have in memory twice as many fit (`held`). In
-pieces, of which a thread has what it loads at once, all of them have one address.
+Where memory runs across, a program has whole columns that are reduced and then used again. As
+floats those of sixteen bits take twice the registers, and few threads would do: those that share
+columns do so by shared memory. As the sixteen bits they have in memory twice as many fit
+(`held`). In pieces, of which a thread has what it loads at once, all of them have one address.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewright.target import Target
 
 NARROW = frozenset((torch.float16, torch.bfloat16))
 FLOATS = frozenset((torch.float32,))
-FEWEST = 32  # columns for each processor
+FEWEST = 32  # columns for each SM
 IN_PIECES = range(129, 257)  # rows of columns of sixteen bits that are
 ROWS_OF_HALVES = 32  # of such a piece
 MOST_OF_FLOATS = 3072  # rows of columns of floats, of which a thread has 48 then
@@ -34,15 +34,16 @@ COLUMNS_OF_FLOATS = 8  # beside each other: 32 bytes
 
 
 def resident_columns(facts: KernelFacts) -> Shape | str:
-    """The shape with columns as they are in memory, where they are many, even, used again after a
-    fold, and so long that floats of them take too many threads (H200: norm over 1 of 32x192x96x96
-    bfloat16 59 us, 71 us as floats; of 42x384x64x64 70 us, 100 us; of 21x768x64x64 72 us, 108 us).
-    Longer ones where only one fold is before what is stored (RMS norm of 256 rows 70 us, 69 us as
-    floats; 384 69 us, 72 us; 1024 77 us, 96 us; layer norm of 256 74 us, 69 us; 512 80 us, 93 us;
-    2048 103 us, 119 us) or exponentials are (softmax of 512 rows 79 us, 71 us as floats; 768 82 us,
-    93 us; 2048 106 us, 117 us); shorter of these in pieces (norms of 32x256x64x64 35.4 us, 40.6 us
-    as floats). Columns of floats that are too long for one tile are held in pieces too (128x3000x80
-    without their mean and divided by their deviation 106 us, 142 us walked three times)."""
+    """The shape with columns as they are in memory, where they are many, even, used again after
+    a reduction, and so long that floats of them take too many threads (H200: norm over 1 of
+    32x192x96x96 bfloat16 59 us, 71 us as floats; of 42x384x64x64 70 us, 100 us; of 21x768x64x64
+    72 us, 108 us). Longer ones where only one reduction is before what is stored (RMS norm of
+    256 rows 70 us, 69 us as floats; 384 69 us, 72 us; 1024 77 us, 96 us; layer norm of 256 74
+    us, 69 us; 512 80 us, 93 us; 2048 103 us, 119 us) or exponentials are (softmax of 512 rows 79
+    us, 71 us as floats; 768 82 us, 93 us; 2048 106 us, 117 us); shorter of these in pieces
+    (norms of 32x256x64x64 35.4 us, 40.6 us as floats). Columns of floats that are too long for
+    one tile are held in pieces too (128x3000x80 without their mean and divided by their
+    deviation 106 us, 142 us walked three times)."""
     shape, group = facts.shape, facts.group
     if reason := facts.not_columns or facts.not_plain or facts.finds_places or facts.draws:
         return reason
@@ -93,8 +94,8 @@ def _rows_of_floats(group: Group, shape: Shape) -> int:
 
 
 def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
-    """128 bytes of a row, 64 of long or few columns, by few threads with 128 elements each; with 64
-    where exponentials are computed and two programs fit a processor then (H200: softmax over 1 of
+    """128 bytes of a row, 64 of long or few columns, by few threads with 128 elements each; with
+    64 where exponentials are computed and two programs fit an SM then (H200: softmax over 1 of
     16x1024x4096 bfloat16 78 us by sixteen warps, 90 us by eight), or in pieces (norms of
     32x256x64x64 35.4 us by eight warps with 64 registers, 39.7 us by four with 128)."""
     x, (axis,), size = shape.parallel[0], shape.inner, shape.chunk
@@ -109,8 +110,8 @@ def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
 
 
 def _of_pieces(shape: Shape) -> tuple[Config, ...]:
-    """A piece is what all threads load at once. Of floats each has as many as let two programs run
-    on a processor, though some of them spill then (H200: 128x3000x80 105.7 us with 64 registers,
+    """A piece is what all threads load at once. Of floats each has as many as let two programs
+    run on an SM, though some of them spill then (H200: 128x3000x80 105.7 us with 64 registers,
     111.8 us by half the threads with 128)."""
     x, (axis,), rows = shape.parallel[0], shape.inner, shape.chunk
     of_halves = rows == ROWS_OF_HALVES

@@ -2,8 +2,8 @@
 block needs is loaded before the one at hand is computed (H200: cumulative sums of 377 rows of 87913
 floats 76 us, 245 us without; of 1024 rows of 34132 bfloat16 in rows of 1219 60 us, 71 us).
 
-Rows that begin anywhere in memory are moved sixteen bytes at once: their blocks begin where pieces
-of so many bytes do, the first one before its row.
+Misaligned rows in memory are moved sixteen bytes at once: their blocks begin where pieces of so
+many bytes do, the first one before its row.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tilewright.target import Target
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.reduce import Scan
 
-TOGETHER = 2  # programs that a processor surely runs at once
+TOGETHER = 2  # programs that an SM surely runs at once
 SHORTEST_PART = 1 << 13  # elements of a row worth a program
-UNDER_WAY = 1 << 15  # bytes of loads that keep a processor's part of memory busy
-FEW_COLUMNS = 1024  # on a processor: the warps that have them do not keep memory busy by themselves
+UNDER_WAY = 1 << 15  # bytes of loads that keep an SM's part of memory busy
+FEW_COLUMNS = 1024  # on an SM: the warps that have them do not keep memory busy by themselves
 # (H200: cumulative sums over 1 of 317x351x391 bfloat16 89 us, 102 us if each waits for its loads)
 
 
@@ -71,7 +71,7 @@ def is_one_scan(shape: Shape) -> bool:
 
 
 def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
-    """Each column by one thread, if these are many. Not floats in rows that begin anywhere (H200:
+    """Each column by one thread, if these are many. Not floats in misaligned rows (H200:
     cumulative sums of 128 rows of 4425x127 floats 249 us, 204 us if threads share columns)."""
     ((segment, axis),) = shape.segments
     assert axis is not None
@@ -89,8 +89,8 @@ def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
 
 
 def _programs(shape: Shape, axis: Axis, target: Target) -> int:
-    """How many walk a row together where rows are too few, all of them at once: each folds its part
-    and then walks it again, from what those before it have folded. None: a row has one."""
+    """How many walk a row together where rows are too few, all of them at once: each reduces its
+    part and then walks it again, from what those before it have reduced. None: a row has one."""
     rows = shape.parallel[0].size
     if not rows:
         return 0
@@ -138,7 +138,8 @@ class BlockScan(Peeled):
             round_()
 
     def meet(self, scan: Scan) -> None:
-        """What the programs with a row's parts before this one fold to is what it begins with."""
+        """What the programs with a row's parts before this one reduction to is what it begins
+        with."""
         w, k, count = self.w, self.kernel, self.kernel.shape.row_programs
         totals = scan.folded(lambda round_: self.walk(False, round_))
         cells: list[str] = []

@@ -1,10 +1,10 @@
 """Short rows in tiles: a row by a few threads, several of them by a warp.
 
 A block of a power of two leaves up to half of its lanes empty, and all threads of a warp have to
-meet for each row that it folds. In as many narrow tiles as a row is long no lane is empty but in
-the last of them; tiles meet in the threads that have them, and a row has few of these. They are
-held as the chunks of long rows are (`strategies/chunked.py`), but nothing is computed again: it is
-little.
+meet for each row that it reduces. In as many narrow tiles as a row is long no lane is empty but
+in the last of them; tiles meet in the threads that have them, and a row has few of these. They
+are held as the chunks of long rows are (`strategies/chunked.py`), but nothing is computed again:
+it is little.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST = 8  # tiles of an even row
 FEWEST = 32  # elements of a tile: 64 bytes of a row, for four threads
 LEAST = 4  # the same of rows that are as short themselves
 MOST_PAIRS, FEWEST_PAIRS = 16, 16  # the same of rows that are moved two elements at once
-FEW_PAIRS = 96  # elements of a row that few threads fold
+FEW_PAIRS = 96  # elements of a row that few threads reduce
 WARP = 256  # elements of a tile that a warp moves at once
 
 
@@ -65,15 +65,15 @@ def short_rows(facts: KernelFacts) -> Shape | str:
 
 
 def _of_even(shape: Shape, size: int) -> int:
-    """Even rows are as fast as memory in a block, but for a few (H200): such as are only folded,
-    with exponentials of their elements (cross entropy of 131072 rows of 1000 bfloat16 62 us, 100
-    us; but where one is taken of two sums of a row, of 4096 of 2048, 22.9 us, the sums in a block
-    18.5 us), short ones that leave much of it empty (layer norm of 160 69 us, 85 us; but of two of
-    them 71 us, 67 us, and of 160 floats 68 us, 66 us), and such with a mask of each element that do
-    (softmax of 2504 float16 54 us, 64 us) or that are quantized (int8 of 1280 float16 105 us, 113
-    us), or that are made of several rows which are looked up (layer norm of three of 768 55 us, 62
-    us; of one 77 us, 48 us), by a warp each. Also pairs of rows (products of 27 rows of 128
-    bfloat16 174 us, 227 us)."""
+    """Even rows are as fast as memory in a block, but for a few (H200): such as are only
+    reduced, with exponentials of their elements (cross entropy of 131072 rows of 1000 bfloat16
+    62 us, 100 us; but where one is taken of two sums of a row, of 4096 of 2048, 22.9 us, the
+    sums in a block 18.5 us), short ones that leave much of it empty (layer norm of 160 69 us, 85
+    us; but of two of them 71 us, 67 us, and of 160 floats 68 us, 66 us), and such with a mask of
+    each element that do (softmax of 2504 float16 54 us, 64 us) or that are quantized (int8 of
+    1280 float16 105 us, 113 us), or that are made of several rows which are gathered (layer norm
+    of three of 768 55 us, 62 us; of one 77 us, 48 us), by a warp each. Also pairs of rows
+    (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
     nodes = [n for m in shape.members for n in walk(*m.exprs)]
     empty = 4 * size <= 3 * power(size)
     rows = _rows(shape)
@@ -105,9 +105,9 @@ def _of_few(group: Group, form: Shape, size: int) -> int:
 
 def _of_pairs(shape: Shape, size: int) -> int:
     """Not such with weights: these are taken twice, from threads that have others. Fewer threads
-    for short rows that are only folded, with less to do for each (H200: focal losses of 1048576
-    rows of 91 bfloat16 59 us, 74 us by eight; cross entropy of 65 60 us, 81 us; of 127 60 us,
-    58 us)."""
+    for short rows that are only reduced, with less to do for each (H200: focal losses of 1048576
+    rows of 91 bfloat16 59 us, 74 us by eight; cross entropy of 65 60 us, 81 us; of 127 60 us, 58
+    us)."""
     if rows_alike(shape.flat()):
         return 0
     few = size <= FEW_PAIRS and not _stores(shape)

@@ -1,9 +1,10 @@
 """Columns of small matrices with odd rows: each matrix as one piece of memory.
 
-Of rows of an odd length neighbouring threads have neighbouring elements, one at a time, and what a
-program stores of a row begins and ends within what memory is written by. A matrix that a program
-has all of is moved sixteen bytes at once, and turned in shared memory such that threads have its
-columns, and back. Where matrices begin anywhere, what is left at both ends is stored beside.
+Of rows of an odd length neighbouring threads have neighbouring elements, one at a time, and what
+a program stores of a row begins and ends within what memory is written by. A matrix that a
+program has all of is moved sixteen bytes at once, and turned in shared memory such that threads
+have its columns, and back. Where matrices are misaligned, what is left at both ends is stored
+beside.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 PIECE = 8  # elements of sixteen bytes
 LEAST, MOST = 2048, 8192  # elements of a matrix
-SHORTEST = 32  # rows of one that is folded: a thread has fewer of a column
-FEWEST = 16  # matrices for each processor
+SHORTEST = 32  # rows of one that is reduced: a thread has fewer of a column
+FEWEST = 16  # matrices for each SM
 
 
 def small_matrices(facts: KernelFacts) -> Shape | str:
@@ -95,7 +96,7 @@ class SmallMatrices:
         self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
         self.size = self.length * (self.r.size or 0)
-        self.apart = self.size % PIECE != 0  # matrices begin anywhere
+        self.apart = self.size % PIECE != 0  # matrices are misaligned
 
     @property
     def grid(self) -> list[tuple[Expr, str]]:

@@ -1,5 +1,5 @@
-"""The kernel of tensors that are turned and whose rows begin anywhere in memory: `tri_moves.py` of
-the runtime says how they are moved sixteen bytes at once."""
+"""The kernel of tensors that are turned and whose rows are misaligned in memory: `tri_moves.py`
+of the runtime says how they are moved sixteen bytes at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilewright.schedule.fusion.group import Group
 SHORTEST = 256  # elements of a row for which its ends do not matter
 FEWEST = 1 << 24  # bytes of a tensor that keep a card busy: smaller ones are in cache anyway
 MOST_PADDED = 1.2  # of tiles by what is in them, of many matrices
-KEPT = 1 << 15  # bytes of a tile: more of them leave too few programs to a processor
+KEPT = 1 << 15  # bytes of a tile: more of them leave too few programs to an SM
 KEPT_WHOLE = 1 << 16  # the same of one that is read as one piece, of whole columns too
 NARROWEST = 64  # elements of rows that are
 SECTOR = 32  # bytes that are fetched at least
@@ -99,7 +99,7 @@ class Tile:
 
     vector: int  # elements of sixteen bytes
     rows: int  # elements that are written of a column
-    over: int  # rows that are read before these, where columns begin anywhere
+    over: int  # rows that are read before these, where columns are misaligned
     columns: int
     pitch: int  # how far rows are apart in shared memory
     whole: bool = False  # they are one piece of memory

@@ -1,5 +1,5 @@
-"""The kernel of matrices with few rows that are turned: what a program writes of their columns is
-one piece of memory, though each of these begins anywhere in it."""
+"""The kernel of matrices with few rows that are turned: what a program writes of their columns
+is one piece of memory, though each of these is misaligned in it."""
 
 from __future__ import annotations
 

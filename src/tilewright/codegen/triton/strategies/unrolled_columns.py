@@ -19,7 +19,7 @@ from tilewright.ir.expr import free_vars, loads
 from tilewright.ir.program import Program
 
 WARPS = 2
-FEWEST = 4  # programs for each processor
+FEWEST = 4  # programs for each SM
 
 
 def unrolled_columns(facts: KernelFacts) -> Shape | str:

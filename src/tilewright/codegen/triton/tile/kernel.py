@@ -129,7 +129,7 @@ class Kernel:
         self._joined = {} if shape.persistent else joined(shape, self.local)
         self._passes = passes(shape, self.local)
         self._at: Segment | None = None  # the loop at hand
-        self.accumulated: dict[str, list[Reduction]] = {}  # of members that fold serial loops
+        self.accumulated: dict[str, list[Reduction]] = {}  # of members that reduce serial loops
         self.cells = 0  # of each program of a shared row
         self.meetings = 0  # of the programs that share a row
         self.left = False  # whether it has told those it shares a row with
@@ -162,7 +162,8 @@ class Kernel:
 
     @property
     def _along(self) -> set[torch.dtype]:
-        """The types of results that are no folds: the order of sums shows in a fold anyway."""
+        """The types of results that are no reductions: the order of sums shows in a reduction
+        anyway."""
         found: set[torch.dtype] = set()
         for segment, axis in self.shape.segments:
             folded = bool(self.shape.inner) and axis is None
@@ -417,7 +418,7 @@ class Kernel:
                 self.w.operand(node)
 
     def _begin_round(self) -> None:
-        """All of a row is under way before its first fold, what it has one number of first."""
+        """All of a row is in flight before its first reduction, what it has one number of first."""
         for node in sorted(self._first_loads(), key=lambda e: len(self.w.support(e.src[0]))):
             self.w.operand(node)
 
@@ -567,10 +568,10 @@ class Kernel:
         return ThreadLanes((own, rest), 0) if apart else ThreadLanes((rest, own), 1)
 
     def _apart(self, fold: Expr, axis: Axis) -> int:
-        """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
-        of a row that begins anywhere it has every so many-th element. Lengths that are not known
-        are taken to be as even as they were (H200: losses of 10000 rows of 16384 bfloat16 of any
-        length 1413 us otherwise)."""
+        """A thread has neighbours of a row where they are loaded together, sixteen bytes at
+        once; of a row that is misaligned it has every so many-th element. Lengths that are not
+        known are taken to be as even as they were (H200: losses of 10000 rows of 16384 bfloat16
+        of any length 1413 us otherwise)."""
         if self.shape.across:
             return ROWS
         for n in loads(fold):
@@ -763,7 +764,7 @@ class Kernel:
         known = self._loads_of(store)
         have, want = w.support(store.value), w.support(store.index)
         read = value
-        if known and not want <= have:  # what folds it counts its elements
+        if known and not want <= have:  # what reduces it counts its elements
             read = w.let(f"tl.broadcast_to({value}, {w.shape(want | have)})")
         for node in known:
             w.know(node, read)

@@ -1,5 +1,5 @@
-"""Softmax in one pass: a loop that folds a largest value, and a later one that folds exponentials
-relative to it, as one loop.
+"""Softmax in one pass: a loop that reduces a largest value, and a later one that reduces
+exponentials relative to it, as one loop.
 
 The pair kept is the largest value so far and the sum relative to it; what the later fold is really
 relative to is known after the loop, and the sum is scaled then.
@@ -110,7 +110,7 @@ def _weighted(shape: Shape, sums: Sequence[Expr], first: int, axis: Axis
 
 
 class OnlineReduction(Reduction):
-    """The accumulators of a pair; it takes the place of the fold of the largest value."""
+    """The accumulators of a pair; it takes the place of the reduction of the largest value."""
 
     def __init__(self, pair: Pair | Weighted, fold: Reduction, w: Writer, side: int, apart: bool
                  ) -> None:  # fmt: skip
@@ -198,8 +198,8 @@ class OnlineReduction(Reduction):
                        for t, m in zip(totals, more, strict=True))]  # fmt: skip
 
     def left(self) -> list[str]:
-        """The largest of all lanes, then the sums relative to it: two folds of one number take less
-        than one of both, with exponentials at every step."""
+        """The largest of all lanes, then the sums relative to it: two reductions of one number
+        take less than one of both, with exponentials at every step."""
         w = self.w
         top = w.let(f"tl.reduce({self.name}, 1, tri.maximum, keep_dims=True)")
         sums = (f"tri.relative({self.name}, {name}, {top})" for name in self._names[1:])

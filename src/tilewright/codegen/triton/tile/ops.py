@@ -58,7 +58,7 @@ def number(value: bool | int | float, dtype: torch.dtype) -> str:
 
 
 def neutral(kind: str, dtype: torch.dtype) -> str:
-    """What a fold starts from."""
+    """What a reduction starts from."""
     if kind in ("sum", "any", "xor", "logsumexp_sum"):
         return number(0, dtype)
     if kind in ("prod", "all"):

@@ -1,9 +1,9 @@
-"""Rows that begin anywhere in memory, moved sixteen bytes at once.
+"""Misaligned rows in memory, moved sixteen bytes at once.
 
 Of a row of an odd length no thread can load neighbours at once: most rows begin between two places
 of sixteen bytes. The lanes of an axis that leans begin at such a place, and pieces of sixteen bytes
 that are whole in the row are loaded and stored at once. What is left at the two ends of a row is a
-tile of two pieces, which is folded and stored beside: its values stay while the row is walked.
+tile of two pieces, which is reduced and stored beside: its values stay while the row is walked.
 
 Other rows may be walked beside, that begin elsewhere, as a layer's weights. Two of their pieces
 have what belongs to one of the axis (`tri_rows.slid`); the last piece of a row is part of its end
@@ -113,11 +113,11 @@ class Peeled:
         return f"{a}start + {a}lane{more}"
 
     def slides(self, node: Expr) -> bool:
-        """Whether a load walks rows that begin elsewhere, of which whole pieces are loaded (H200:
-        layer norm of 11003 bfloat16 88 us, 96 us with single weights). Beside rows that are held
-        only bytes: for others there are no registers left (softmax of 3365 with a mask 110 us,
-        120 us by single bytes). Where nothing is folded, rows that are looked up (29843 of 889
-        float16 29 us, 34 us by single elements; but 75000 of 301 32 us, 31 us)."""
+        """Whether a load walks rows that begin elsewhere, of which whole pieces are loaded
+        (H200: layer norm of 11003 bfloat16 88 us, 96 us with single weights). Beside rows that
+        are held only bytes: for others there are no registers left (softmax of 3365 with a mask
+        110 us, 120 us by single bytes). Where nothing is reduced, rows that are gathered (29843
+        of 889 float16 29 us, 34 us by single elements; but 75000 of 301 32 us, 31 us)."""
         (index, *masks), var, shape = node.src, self.axis.var, self.kernel.shape
         if self.whole or masks or self.axis.vector != PIECE or self.steps(index):
             return False
@@ -219,7 +219,7 @@ class Peeled:
             del w.ends_of_rows[self.axis]
 
     def fetch(self, ends: Callable[[], AbstractContextManager[None]]) -> None:
-        """What is loaded of the ends is under way before the rows are."""
+        """What is loaded of the ends is in flight before the rows are."""
         members = self.kernel.shape.members
         made = frozenset[str]().union(*(m.writes for m in members))
         with ends():

@@ -25,7 +25,7 @@ _NO_PLACE = {"tl.int32": str(2**31 - 1), "tl.int64": str(2**63 - 1)}
 
 
 def reduced_type(dtype: torch.dtype) -> torch.dtype:
-    """The type a fold of such values runs in: small ones have no instructions of their own."""
+    """The type a reduction of such values runs in: small ones have no instructions of their own."""
     if dtype == torch.bool or (not dtype.is_floating_point and dtype.itemsize < 4):
         return torch.int32
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
@@ -70,7 +70,8 @@ def _vanishes(fold: Reduction | Scan, e: Expr) -> bool:
 class Reduction:
     """One `reduce` node: its accumulators' names, start values and steps.
 
-    Without an axis it folds over serial loops: every point of the tile has its own accumulator.
+    Without an axis it reduces over serial loops: every point of the tile has its own
+    accumulator.
     """
 
     def __init__(self, node: Expr, axis: Axis | None, w: Writer) -> None:
@@ -83,7 +84,7 @@ class Reduction:
         self.support = w.covered(w.support(*node.src) | (NOWHERE if axis is None else {axis}))
         self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
                              else self.dtype)  # fmt: skip
-        # how values are folded before they meet the accumulators, if these shall be few
+        # how values are reduced before they meet the accumulators, if these shall be few
         self.beside: ThreadLanes | None = None
         # what has the pieces of rows, if these are in several
         self.pieces: Chunked | None = None
@@ -238,8 +239,8 @@ class ArgReduction(Reduction):
         return [(TYPE[self.dtype], self.start), (index, _NO_PLACE[index])]
 
     def left(self) -> list[str]:
-        """The extreme, then the first place that has it: two folds of one number take less than one
-        of both."""
+        """The extreme, then the first place that has it: two reductions of one number take less
+        than one of both."""
         top = self.w.let(f"tl.reduce({self.name}, 1, {self._extreme}, keep_dims=True)")
         there = self._having(top, self.name, f"{self.name}_at")
         at = self.w.let(f"tl.reduce({there}, 1, tri.minimum, keep_dims=True)")
@@ -501,7 +502,7 @@ class Scan:
         return f"{self.combine}({', '.join((*self.carry, *self._total(tiles)))})"
 
     def _whole(self, tiles: Sequence[str]) -> list[str]:
-        """What a block folds to."""
+        """What a block reduces to."""
         return self._total(tiles)
 
     @property
