@@ -187,11 +187,15 @@ class Writer:
         """With what the masks of these axes depend on."""
         return support.union(*(self.ends.get(a, NOWHERE) for a in support))
 
-    def shape(self, support: Support) -> str:
-        extents = ["1"] * self.rank
+    def extents(self, support: Support) -> list[str]:
+        """The lengths of a tile, one for each of its dimensions."""
+        found = ["1"] * self.rank
         for axis in support:
-            extents[axis.dim] = self.ends_of_rows.get(axis, (axis.block, ""))[0]
-        return f"[{', '.join(extents)}]"
+            found[axis.dim] = self.ends_of_rows.get(axis, (axis.block, ""))[0]
+        return found
+
+    def shape(self, support: Support) -> str:
+        return f"[{', '.join(self.extents(support))}]"
 
     def mask(self, support: Support, *conditions: str) -> str:
         """Where the tile is inside the axes, and the conditions hold; empty: everywhere."""

@@ -122,7 +122,7 @@ class OnlineReduction(Reduction):
         self.weighted: Weighted | None = None
         self.join(pair)
         self._top = self._total = self._product = self._middle = ""
-        self._extents = w.shape(self.support).strip("[]").split(", ")
+        self._extents = w.extents(self.support)
 
     def join(self, pair: Pair | Weighted) -> None:
         if isinstance(pair, Weighted):

@@ -153,18 +153,17 @@ class Peeled:
         """A loop over the blocks of whole pieces, and one over what may be beyond these."""
         w, a, count = self.w, self.axis.name, self.kernel.shape.row_programs
 
-        def own(blocks: str) -> str:
+        def own(first: str, end: str) -> str:
             """Those of this program's part of the row: every so many-th."""
             if not count:
-                return blocks
-            first, end = blocks.split(", ")
+                return f"{first}, {end}"
             return f"{first} + (part + {count} - {first} % {count}) % {count}, {end}, {count}"
 
         def inside() -> None:
             fetch = self.kernel.prefetch
             if fetch is not None and back:
                 fetch.begin_back()
-            with w.block(f"for {a}offset in {self.kernel.loop(own(f'0, {a}full'))}"):
+            with w.block(f"for {a}offset in {self.kernel.loop(own('0', f'{a}full'))}"):
                 if fetch is not None:
                     fetch.enter(back)
                 self.lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
@@ -173,7 +172,7 @@ class Peeled:
                 w.masked.add(self.axis)
 
         def beyond() -> None:
-            with w.block(f"for {a}offset in range({own(f'{a}full, {a}all')})"):
+            with w.block(f"for {a}offset in range({own(f'{a}full', f'{a}all')})"):
                 self.lanes(f"{a}offset", f"{a}lane < {a}tail")
                 round_()
 

@@ -54,9 +54,9 @@ def _own_rows(shape: Shape) -> list[Expr]:
     the first reduction (H200: cosine similarity of 16384 rows of 4096 bfloat16 61 us, 81 us).
     Where reductions read nothing but rows of all programs, what is read after them, or nothing
     comes from memory until then (the gradient of a supervised contrast of 8192x8192 bfloat16, in
-    which labels are compared and counted first, 122 us, 139 us). What is the same for all rows comes
-    from the cache soon enough, and would take registers until it is used (its forward pass 155
-    us with labels loaded where they are compared, 179 us before the largest value is found)."""
+    which labels are compared and counted first, 122 us, 139 us). What is the same for all rows
+    comes from the cache soon enough, and would take registers until it is used (its forward pass
+    155 us with labels loaded where they are compared, 179 us before the largest value is found)."""
     moved = any(a.start is not None or a.vector for a in shape.inner)
     if not shape.persistent or shape.chunk or shape.packed or shape.misaligned or moved:
         return []

@@ -163,7 +163,7 @@ class Reduction:
 
     @property
     def _columns(self) -> str:
-        return self.w.shape(self.support).strip("[]").split(", ")[0]
+        return self.w.extents(self.support)[0]
 
     def end(self) -> None:
         if self.axis is None:
@@ -178,7 +178,7 @@ class Reduction:
         with self.ends():
             more = self.again([self.w.let(t) for t in self._tiles()], keep="")
         made = [self.w.fresh() for _ in names]
-        rows = self.w.shape(self.support).strip("[]").split(", ")[0]
+        rows = self.w.extents(self.support)[0]
         both = [f"tri.one({t})" for t in (*(f"tl.reshape({t}, [{rows}])" for t in names), *more)]
         self.w.line(f"{', '.join(made)} = {self.combine}({', '.join(both)})")
         return made
@@ -305,7 +305,7 @@ class Welford(Reduction):
     def __init__(self, node: Expr, axis: Axis | None, w: Writer) -> None:
         super().__init__(node, axis, w)
         self.start = "0.0"
-        self.together = ThreadLanes((w.shape(self.support).strip("[]").split(", ")[-1], "1"), 1)
+        self.together = ThreadLanes((w.extents(self.support)[-1], "1"), 1)
 
     def _give(self, mean: str, m2: str) -> None:
         self.w.know(part(self.node, 0), mean)
