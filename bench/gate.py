@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.pretend import cuda
+from bench.pretend import cuda
 
 cuda("sm_90")  # before torch is imported
 
@@ -76,7 +76,7 @@ def facts_of(kernel: TritonKernel) -> Facts:
         "configs": [str((c.constants, c.num_warps, c.num_stages, c.registers))
                     for c in (kernel.config, *kernel.configs)],
         "launch": str((kernel.checked, [str(e) for e in kernel.assume], kernel.early, kernel.joins,
-                       kernel.workspace, kernel.counters, kernel.in_turn)),
+                       kernel.workspace, kernel.counters, kernel.ticketed)),
     }  # fmt: skip
 
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import argparse
 
-from tests.pretend import cuda
+from bench.pretend import cuda
 
 cuda("sm_90")  # before torch is imported
 
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from bench.cubin import build  # noqa: E402
 from bench.gpu_memory import LISTS, NO_NAME, PROGRAMS, named, run_program  # noqa: E402
 from bench.gpu_programs import GpuProgram  # noqa: E402
-from tests.compile.cubin import build  # noqa: E402
 from tilewright.backend import count_schedules  # noqa: E402
 from tilewright.codegen.triton.generate import generate  # noqa: E402
 from tilewright.schedule.plan import Schedule  # noqa: E402

@@ -113,7 +113,7 @@ def test_the_last_program_of_a_row_changes_its_running_statistics() -> None:
 def test_parts_of_a_row_are_alike() -> None:
     """Of 200704 elements eight programs have 25088 each, not whole blocks of them."""
     (kernel,) = for_card(walked, torch.empty(64, 256, 56, 56, dtype=torch.bfloat16))
-    assert kernel.in_turn
+    assert kernel.ticketed
     assert kernel.counters == 256 + 1
     assert kernel.programs({}) == 8 * 256
     assert "rfirst = part * ((rnumel + 8 * 64 - 1) // (8 * 64) * 64)" in kernel.text
@@ -137,13 +137,13 @@ def test_other_rows_have_a_program_of_their_own(name: str) -> None:
     kernels = for_card(fn, torch.empty(shape, dtype=torch.bfloat16))
     assert kernels
     for kernel in kernels:
-        assert not kernel.in_turn and not kernel.counters
+        assert not kernel.ticketed and not kernel.counters
 
 
 def test_fewer_rows_than_processors_are_shared_by_all_of_these() -> None:
     for shape, programs in (((256, 64, 112, 112), 1024), ((256, 32, 112, 112), 512)):
         (kernel,) = for_card(walked, torch.empty(shape, dtype=torch.bfloat16))
-        assert kernel.in_turn and kernel.programs({}) == programs
+        assert kernel.ticketed and kernel.programs({}) == programs
 
 
 def test_few_long_rows_are_read_twice_if_the_cache_keeps_a_part() -> None:
@@ -153,14 +153,14 @@ def test_few_long_rows_are_read_twice_if_the_cache_keeps_a_part() -> None:
     assert folds[0].programs({}) >= 256 and "tl.program_id" in last.text
     for shape in ((4, 64, 50176), (64, 256, 3136)):
         (kernel,) = for_card(batch_norm, torch.empty(shape, dtype=torch.bfloat16))
-        assert kernel.in_turn and "tri.meet(" in kernel.text
+        assert kernel.ticketed and "tri.meet(" in kernel.text
 
 
 def test_rows_of_two_buffers_have_a_program_of_their_own() -> None:
     x = torch.empty(256, 1 << 18, dtype=torch.bfloat16)
     (one,) = for_card(lambda x, y: torch.softmax(x.sin(), -1), x, x)
     (two,) = for_card(lambda x, y: torch.softmax(x.sin() * y, -1), x, torch.empty_like(x))
-    assert one.in_turn and not two.in_turn and not two.counters
+    assert one.ticketed and not two.ticketed and not two.counters
 
 
 def test_more_of_the_cache_takes_fewer_programs() -> None:

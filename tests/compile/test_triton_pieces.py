@@ -14,7 +14,7 @@ from tests.compile.card import results
 from tests.compile.cubin import build, kernels_of
 from tests.pretend import pretended
 from tilewright.codegen.triton.strategies import shifted_copy
-from tilewright.codegen.triton.strategies.misaligned_rows import leaning
+from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 
 
 def test_pieces_of_several_rows_move_sixteen_bytes_at_once() -> None:
@@ -40,8 +40,8 @@ MOVED: dict[str, Callable[..., Any]] = {
 @pretended
 def test_values_of_pieces_that_are_moved(name: str, dtype: torch.dtype) -> None:
     x, y = torch.randn(2, 2, 1301).to(dtype)
-    wrapped = mock.Mock(wraps=leaning)
-    with mock.patch.multiple(shifted_copy, FEWEST=0, SHORTEST=512, leaning=wrapped):
+    wrapped = mock.Mock(wraps=misaligned_rows)
+    with mock.patch.multiple(shifted_copy, FEWEST=0, SHORTEST=512, misaligned_rows=wrapped):
         (found,) = results(MOVED[name], x, y)
     torch.testing.assert_close(found, MOVED[name](x, y), rtol=0, atol=0)
     assert wrapped.called

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compile.card import CARD, Function, results
 from tests.pretend import pretended
-from tilewright.codegen.triton.plan.tiling import is_looked_up
+from tilewright.codegen.triton.analysis.operations import is_gathered
 from tilewright.lower.graph import lower
 from tilewright.schedule.plan import schedule
 
@@ -32,7 +32,7 @@ def puts(function: Function, *args: Tensor) -> list[int]:
         fakes = [torch.empty(t.size(), dtype=t.dtype, device="cuda") for t in args]
         gm = make_fx(lambda *a: list(function(*a)))(*fakes)
     groups = [step.group for step in schedule(lower(gm, CARD)).steps]
-    found = [sum(is_looked_up(s.index) for m in g.members for s in m.stores) for g in groups]
+    found = [sum(is_gathered(s.index) for m in g.members for s in m.stores) for g in groups]
     return [n for n in found if n]
 
 

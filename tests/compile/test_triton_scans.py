@@ -53,7 +53,7 @@ def test_long_rows_are_walked_with_the_next_block_under_way(name: str, together:
     with mock.patch.object(scan, "TOGETHER", 2 * together):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
     assert kernel.text.count("for roffset in") == 1 + together
-    assert kernel.in_turn == together
+    assert kernel.ticketed == together
     before, within = kernel.text.split("for roffset in")[-2:]
     assert "tl.load(" in before
     assert within.index("tl.load(") < within.index("scan(")

@@ -75,7 +75,7 @@ def test_parts_fill_their_blocks_and_registers() -> None:
     """Of 200704 elements in planes of 3136 fourteen programs have seven blocks each."""
     x = torch.empty(64, 256, 56, 56, dtype=BF16)
     (kernel,) = kernels_of(_batch_norm, x, torch.empty(256, dtype=BF16))
-    assert kernel.programs({}) == 14 * 256 and kernel.counters == 256 + 1 and kernel.in_turn
+    assert kernel.programs({}) == 14 * 256 and kernel.counters == 256 + 1 and kernel.ticketed
     assert (kernel.config.num_warps, kernel.config.registers) == (8, 64)
     made = build(kernel)
     assert not made.spills and made.widest("ld.global") == made.widest("st.global") == 16

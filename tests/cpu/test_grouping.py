@@ -505,7 +505,7 @@ def test_a_loop_that_keeps_the_results_of_all_its_steps_asks_of_each_once(
         monkeypatch.setattr(owner, question, counting)
 
     count(improve, "disjoint")
-    count(scan_epilogue, "is_fold")
+    count(scan_epilogue, "reduces_or_scans")
     count(Lowering, "_is_lazy")
 
     def effort(steps: int) -> Counter[str]:

@@ -22,7 +22,7 @@ from tilewright.ir.program import Handle, Opaque, Program, Store, View
 from tilewright.ir.verify import verify_nest
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.plan import Schedule, schedule
-from tilewright.schedule.split import online_softmax
+from tilewright.schedule.split.apply import online_softmax
 
 F32 = torch.float32
 
@@ -172,7 +172,7 @@ def test_what_is_written_twice_is_not_computed_again() -> None:
     (i,) = loops = b.loops(8)
     nests = (b.nest(loops, Store(t, i, b.at(x, i))), b.nest(loops, Store(t, i, const(2.0, F32))),
              b.nest(loops, Store(y, i, b.at(t, i))))  # fmt: skip
-    assert online_softmax.computed_again(b.program, nests, {t}) == nests
+    assert online_softmax.recomputed_members(b.program, nests, {t}) == nests
     groups = [Group((n,), n.loops) for n in nests]
     assert online_softmax._dropped(b.program, groups, nests[0]) == groups
 

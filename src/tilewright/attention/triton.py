@@ -21,7 +21,7 @@ from tilewright.attention.heuristics import Blocks
 from tilewright.attention.hooks import LOCAL, Hooks
 from tilewright.attention.problem import AttentionProblem
 from tilewright.attention.provider import Launch, Plan, register
-from tilewright.codegen.triton.analysis.precision import imports
+from tilewright.codegen.triton.tile.render import imports
 from tilewright.gemm.problem import takes_tf32
 from tilewright.gemm.provider import Effort, Kernel
 from tilewright.ir import index as ix

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tilewright.codegen.triton.analysis.precision import coarse, narrow, valued
+from tilewright.codegen.triton.analysis.index_width import narrow, valued
+from tilewright.codegen.triton.analysis.precision import coarse
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.tile.kernel import BAD_INDEX
 from tilewright.codegen.triton.tile.lower import Writer

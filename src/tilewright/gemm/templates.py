@@ -31,8 +31,8 @@ import jinja2
 
 from tilewright import caches, metrics
 from tilewright import config as options
-from tilewright.codegen.triton.analysis.precision import imports
 from tilewright.codegen.triton.tile.ops import TYPE
+from tilewright.codegen.triton.tile.render import imports
 from tilewright.errors import TilewrightError
 from tilewright.gemm import descriptors
 from tilewright.gemm.heuristics import GemmConfig, available_sms, power

@@ -77,7 +77,7 @@ def _source(program: Program, kernel: TritonKernel, target: Target, device: int)
     grid, *beside = (tuple((number(extent), block) for extent, block in grid)
                      for grid in (kernel.grid, *kernel.beside))  # fmt: skip
     extents = [extent for grid in (kernel.grid, *kernel.beside) for extent, _ in grid]
-    at_once = kernel.counters and not kernel.in_turn
+    at_once = kernel.counters and not kernel.ticketed
     return TritonSource(
         kernel.text,
         kernel.name,

@@ -24,7 +24,7 @@ from tilewright.schedule.fusion.legality import first_conflict
 from tilewright.schedule.fusion.take_apart import Limits
 from tilewright.schedule.nests.access import Signature, accesses, signature
 from tilewright.schedule.nests.hints import hint, hint_bytes
-from tilewright.schedule.nests.transform import is_fold, replace_exprs
+from tilewright.schedule.nests.transform import reduces_or_scans, replace_exprs
 
 MOST_DONORS = 8  # dying values that a buffer is tried in the place of
 FARTHEST = 64  # steps for which dead memory may be kept for a later buffer
@@ -218,7 +218,9 @@ def _still_right(users: Sequence[Nest], outer: Sequence[Expr], buffer: str) -> b
     """Whether nests that now read and write one buffer compute what they did with two."""
     for m in users:
         stores = [s for s in m.stores if s.buffer == buffer]
-        if any(s.mode != "set" or s.mask is not None for s in stores) or is_fold(m, "scan"):
+        if any(s.mode != "set" or s.mask is not None for s in stores) or reduces_or_scans(
+            m, "scan"
+        ):
             return False
         if stores and m.reduce and buffer in m.reads:
             return False

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from tilewright import config, metrics
 from tilewright.ir.program import Nest, Node, Program
 from tilewright.schedule.fusion.group import Group, searched
-from tilewright.schedule.fusion.take_apart import Limits, carved
+from tilewright.schedule.fusion.take_apart import Limits, taken_apart
 from tilewright.schedule.launch.direction import alternate
 from tilewright.schedule.memory import Step, peak, plan
 from tilewright.schedule.nests.transform import split_divisions
-from tilewright.schedule.order.defer import delayed
+from tilewright.schedule.order.defer import deferred
 from tilewright.schedule.order.peak_memory import orders
 from tilewright.schedule.pool import pooled
 from tilewright.schedule.rewrite.improve import improved
-from tilewright.schedule.rewrite.merge_scatters import put_together
+from tilewright.schedule.rewrite.merge_scatters import merge_scatters
 from tilewright.schedule.rewrite.rematerialise import recomputed, written_out
 from tilewright.schedule.rewrite.scan_epilogue import stored_by_scans
-from tilewright.schedule.rewrite.sums import summed_apart
+from tilewright.schedule.rewrite.sums import split_sums
 from tilewright.schedule.split.apply import cut_groups
 from tilewright.schedule.traffic import Traffic, traffic
 
@@ -48,8 +48,8 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     live = _live(program)
     program = replace(program, buffers=dict(program.buffers))
     nodes = written_out(program, [split_divisions(node) if isinstance(node, Nest) else node
-                                  for node in put_together(program, live)])  # fmt: skip
-    nodes = improved(program, summed_apart(program, stored_by_scans(program, nodes)))
+                                  for node in merge_scatters(program, live)])  # fmt: skip
+    nodes = improved(program, split_sums(program, stored_by_scans(program, nodes)))
     search = searched(program, nodes)
     for _ in range(2):  # what reads two such values takes one at a time
         again = recomputed(program, search)
@@ -60,7 +60,7 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
     program, groups = cut_groups(program, groups)
     _mark_local(program, groups)
     if limits is not None:
-        groups = carved(program, groups, limits)
+        groups = taken_apart(program, groups, limits)
         _mark_local(program, groups)
     return Grouping(program, groups)
 
@@ -70,7 +70,7 @@ def planned(grouping: Grouping, after: bool = False, limits: Limits | None = Non
     move. `after` says that arguments are likely in cache, as after a forward pass. What `limits`
     refuses is not done to save memory either."""
     program = grouping.program
-    ready = delayed(program, grouping.groups, limits)
+    ready = deferred(program, grouping.groups, limits)
     plans = [(groups, plan(program, groups, limits)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
     alternate(program, [step.group for step in steps], after)

@@ -12,7 +12,7 @@ from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import all_loops
 from tilewright.schedule.nests.hints import hint, hint_product
 from tilewright.schedule.nests.segments import Segment, merge_loops, segments_of, without_scan
-from tilewright.schedule.nests.transform import is_fold, unroll
+from tilewright.schedule.nests.transform import reduces_or_scans, unroll
 
 
 @dataclass
@@ -113,7 +113,7 @@ def _walk_cost(nest: Nest, segment: Segment, v: Expr, few: int = STRIDED) -> int
         indices |= {s.index for s in nest.stores}
     inner = set(segment.inner)
     short = hint(v.src[0]) < 8
-    in_order = v in inner and is_fold(nest, "scan")
+    in_order = v in inner and reduces_or_scans(nest, "scan")
     total = 0
     for index in indices:
         if not inner & _vars(index):

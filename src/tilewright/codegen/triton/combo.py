@@ -1,10 +1,11 @@
 """Kernels that need nothing of each other as one launch: its programs are divided among them.
 
-Each is a function, with its own blocks, held rows or walked ones; those that differ in nothing but
-the buffers they are given are one function, called with those of the kernel whose program this is:
-code that each had for itself would be read anew by every processor, and a program's first
-instructions come from memory. Kernels whose blocks are chosen from the same list share the choice,
-so that they are tuned together; those with most work come first, in the text as in tuning.
+Each is a function, with its own blocks, held rows or walked ones; those that differ in nothing
+but the buffers they are given are one function, called with those of the kernel whose program
+this is: code that each had for itself would be read anew by every SM, and a program's first
+instructions come from memory. Kernels whose blocks are chosen from the same list share the
+choice, so that they are tuned together; those with most work come first, in the text as in
+tuning.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.codegen.triton.analysis.precision import imports
 from tilewright.codegen.triton.launch import Param, TritonKernel
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.codegen.triton.tile.lower import Writer
+from tilewright.codegen.triton.tile.render import imports, params_of
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Program
 from tilewright.schedule.fusion.group import Group
@@ -75,7 +76,7 @@ class _Launch:
 
     def kernel(self, name: str) -> TritonKernel:
         first = self.made[0]
-        params = first.params()
+        params = params_of(first)
         names = [*(p.argument for p in params), *(["err"] if first.checked else [])]
         parts = self._parts(params, names)
         lines = [line for k, part in enumerate(parts) for line in self._part(k, part)]
@@ -182,11 +183,11 @@ def _joined(chosen: Sequence[Config]) -> Config:
 
 
 def _by_all(own: Sequence[Config], warps: int) -> tuple[Config, ...]:
-    """Configurations of one of the kernels by as many threads as all have: the text depends on it,
-    as where several threads have an element. What folds nothing has longer blocks then, so that a
-    thread has as much under way as it was to have (H200: AdamW of 45 parameters, some of them one
-    short row, 650 us by half of it). Blocks have an element for every thread: of a row of fewer
-    that is folded each thread would load all."""
+    """Configurations of one of the kernels by as many threads as all have: the text depends on
+    it, as where several threads have an element. What reduces nothing has longer blocks then, so
+    that a thread has as much under way as it was to have (H200: AdamW of 45 parameters, some of
+    them one short row, 650 us by half of it). Blocks have an element for every thread: of a row
+    of fewer that is reduced each thread would load all."""
     found: list[Config] = []
     for c in (c for c in own if c.num_warps <= warps):
         times = warps // c.num_warps if len(c.constants) == 1 else 1

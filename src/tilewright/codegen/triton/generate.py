@@ -18,31 +18,31 @@ from tilewright.codegen.triton.launch import TritonKernel
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.configs import configs
 from tilewright.codegen.triton.plan.plan import Declined, KernelPlan
-from tilewright.codegen.triton.plan.tiling import Shape, otherwise, shape_of
-from tilewright.codegen.triton.rewrite.unmask_loads import unmasked
-from tilewright.codegen.triton.strategies.aos_store import vectors
-from tilewright.codegen.triton.strategies.chunked import holding
-from tilewright.codegen.triton.strategies.cooperative_rows import together
+from tilewright.codegen.triton.plan.tiling import Shape, other_residency, shape_of
+from tilewright.codegen.triton.rewrite.unmask_loads import unmask_loads
+from tilewright.codegen.triton.strategies.aos_store import aos_store
+from tilewright.codegen.triton.strategies.chunked import chunked_rows
+from tilewright.codegen.triton.strategies.cooperative_rows import cooperative_rows
 from tilewright.codegen.triton.strategies.histogram import histogram
-from tilewright.codegen.triton.strategies.misaligned_columns import sliding
-from tilewright.codegen.triton.strategies.misaligned_rows import is_better_walked, leaning
+from tilewright.codegen.triton.strategies.misaligned_columns import misaligned_columns
+from tilewright.codegen.triton.strategies.misaligned_rows import is_better_walked, misaligned_rows
 from tilewright.codegen.triton.strategies.packed_rows import with_rest
-from tilewright.codegen.triton.strategies.prefetched_rows import fetching
-from tilewright.codegen.triton.strategies.preloaded_scan import under_way
-from tilewright.codegen.triton.strategies.remainder import resting
+from tilewright.codegen.triton.strategies.prefetched_rows import prefetched_rows
+from tilewright.codegen.triton.strategies.preloaded_scan import preloaded_scan
+from tilewright.codegen.triton.strategies.remainder import remainder
 from tilewright.codegen.triton.strategies.resident_columns import (
     configs_of_columns,
-    holding_columns,
+    resident_columns,
 )
-from tilewright.codegen.triton.strategies.scan import walking
-from tilewright.codegen.triton.strategies.shifted_copy import moved
-from tilewright.codegen.triton.strategies.short_rows import in_tiles
-from tilewright.codegen.triton.strategies.small_matrices import matrices
-from tilewright.codegen.triton.strategies.split_reduction import in_parts
-from tilewright.codegen.triton.strategies.stencil import windows
-from tilewright.codegen.triton.strategies.transpose import turned
-from tilewright.codegen.triton.strategies.transpose_few_rows import laid
-from tilewright.codegen.triton.strategies.unrolled_columns import unrolled
+from tilewright.codegen.triton.strategies.scan import block_scan
+from tilewright.codegen.triton.strategies.shifted_copy import shifted_copy
+from tilewright.codegen.triton.strategies.short_rows import short_rows
+from tilewright.codegen.triton.strategies.small_matrices import small_matrices
+from tilewright.codegen.triton.strategies.split_reduction import split_reduction
+from tilewright.codegen.triton.strategies.stencil import stencil
+from tilewright.codegen.triton.strategies.transpose import transpose
+from tilewright.codegen.triton.strategies.transpose_few_rows import transpose_few_rows
+from tilewright.codegen.triton.strategies.unrolled_columns import unrolled_columns
 from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.codegen.triton.tile.online_softmax import passes
 from tilewright.errors import CodegenError
@@ -81,7 +81,7 @@ def generate(program: Program, group: Group, target: Target, name: str = "",
 
 def planned(program: Program, group: Group, target: Target, wide: bool = False) -> KernelPlan:
     """How the kernel of a group will be written."""
-    group = unmasked(program, group)
+    group = unmask_loads(program, group)
     parts = [(part, _axes(program, part)) for part in group.kernels]
     if len(parts) > 1:
         own = [Kernel(program, part, shape, target, wide) for part, shape in parts]
@@ -104,7 +104,7 @@ def _axes(program: Program, part: Group) -> Shape:
     shape = shape_of(program, part)
     if isinstance(shape, str):
         raise CodegenError(f"no Triton kernel for this group: {shape}")
-    return replace(shape, again=len(passes(shape.flat(), part.local)) > 1)
+    return replace(shape, reread=len(passes(shape.flat(), part.local)) > 1)
 
 
 def _refined(facts: KernelFacts, refinements: tuple[Refinement, ...]
@@ -138,7 +138,7 @@ def _of(plan: Callable[[KernelFacts], Shape | str]) -> Callable[[KernelFacts], K
 
 
 def _columns(facts: KernelFacts) -> KernelPlan | str:
-    shape = holding_columns(facts)
+    shape = resident_columns(facts)
     if isinstance(shape, str):
         return shape
     among = configs_of_columns(shape, facts.target)
@@ -153,12 +153,12 @@ def _either(facts: KernelFacts) -> KernelPlan | str:
     """Rows in registers and rows block by block as one text, for the tuner to choose."""
     if not _is_measured():
         return "kernels are not measured (max_autotune_pointwise)"
-    other = otherwise(facts.group, facts.shape)
+    other = other_residency(facts.group, facts.shape)
     if isinstance(other, str):
         return other
-    form, other = _general(facts), leaning(facts.program, facts.group, other)
+    form, other = _general(facts), misaligned_rows(facts.program, facts.group, other)
     held, walked = (form, other) if form.persistent else (other, form)
-    found = tuple(replace(c, held=int(shape.persistent)) for shape in (form, other)
+    found = tuple(replace(c, persistent=int(shape.persistent)) for shape in (form, other)
                   for c in configs(facts.program, shape, facts.target))  # fmt: skip
     both = [_kernel(replace(facts, shape=shape), found) for shape in (held, walked)]
     return KernelPlan(form, found, partial(both[0].either, both[1]))
@@ -166,17 +166,17 @@ def _either(facts: KernelFacts) -> KernelPlan | str:
 
 def _general(facts: KernelFacts) -> Shape:
     """The tile, its rows moved as suits where they begin, in one block or two."""
-    shape = leaning(facts.program, facts.group, facts.shape)
-    found = resting(replace(facts, shape=shape))
+    shape = misaligned_rows(facts.program, facts.group, facts.shape)
+    found = remainder(replace(facts, shape=shape))
     return shape if isinstance(found, str) else found
 
 
 def _residency(facts: KernelFacts) -> Shape | str:
     """Rows block by block that would fit in registers, where that is better."""
-    other = otherwise(facts.group, facts.shape)
+    other = other_residency(facts.group, facts.shape)
     if isinstance(other, str):
         return other
-    form, other = _general(facts), leaning(facts.program, facts.group, other)
+    form, other = _general(facts), misaligned_rows(facts.program, facts.group, other)
     return other if is_better_walked(facts.group, form, other) else "rows are as fast in registers"
 
 
@@ -189,8 +189,7 @@ def _tile(facts: KernelFacts) -> KernelPlan:
     made = _kernel(refined)
     plan = KernelPlan.of(made)
     if made.packed is not None:
-        rest = Kernel(facts.program, facts.group, replace(facts.shape, odd=True), facts.target,
-                      facts.wide, made.configs)  # fmt: skip
+        rest = _kernel(replace(facts, shape=replace(facts.shape, misaligned=True)), made.configs)
         plan = replace(plan, emit=partial(with_rest, made, rest))
     return replace(plan, strategy=_named(refined.shape), declined=(*declined, *others))
 
@@ -202,28 +201,28 @@ def _named(shape: Shape) -> str:
     return f"{'persistent' if shape.persistent else 'looped'} {what}"
 
 
-SPLIT = Refinement("split rows, the last program finishes", in_parts)
+SPLIT = Refinement("split rows, the last program finishes", split_reduction)
 STRATEGIES = (
     Strategy("histogram in shared memory", histogram),
-    Strategy("transpose of misaligned rows", turned),
-    Strategy("transpose of few rows", laid),
-    Strategy("shifted copy", moved),
-    Strategy("stencil, several points a thread", windows),
-    Strategy("array-of-structs stores", vectors),
+    Strategy("transpose of misaligned rows", transpose),
+    Strategy("transpose of few rows", transpose_few_rows),
+    Strategy("shifted copy", shifted_copy),
+    Strategy("stencil, several points a thread", stencil),
+    Strategy("array-of-structs stores", aos_store),
     Strategy("resident columns", _columns),
-    Strategy("resident rows of several programs", _of(together)),
-    Strategy("resident rows in chunks", _of(holding)),
-    Strategy("several short rows a warp", _of(in_tiles)),
+    Strategy("resident rows of several programs", _of(cooperative_rows)),
+    Strategy("resident rows in chunks", _of(chunked_rows)),
+    Strategy("several short rows a warp", _of(short_rows)),
     Strategy("persistent or looped, as measured", _either),
-    Strategy("scan of preloaded chunks", _of(under_way)),
-    Strategy("columns of small misaligned matrices", _of(matrices)),
+    Strategy("scan of preloaded chunks", _of(preloaded_scan)),
+    Strategy("columns of small misaligned matrices", _of(small_matrices)),
     Strategy("tile", _tile),
 )
 """In the order in which they are asked."""
 REFINEMENTS = (
-    Refinement("scans block by block", walking),
-    Refinement("unrolled columns", unrolled),
-    Refinement("misaligned columns through shared memory", sliding),
-    Refinement("prefetched rows", fetching),
+    Refinement("scans block by block", block_scan),
+    Refinement("unrolled columns", unrolled_columns),
+    Refinement("misaligned columns through shared memory", misaligned_columns),
+    Refinement("prefetched rows", prefetched_rows),
 )
 """Of the general tile, in the order in which they come on top of each other."""

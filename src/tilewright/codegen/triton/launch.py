@@ -61,7 +61,7 @@ class TritonKernel:
     joins: bool = False  # products and sums may be rounded as one
     workspace: int = 0  # float32 elements
     counters: int = 0  # int32 elements, zero before and after; its programs wait for each other
-    in_turn: bool = False  # in the order they begin; else all of them have to run at once
+    ticketed: bool = False  # in the order they begin; else all of them have to run at once
     beside: tuple[tuple[tuple[Expr, str], ...], ...] = ()
     plan: Summary | None = None
 

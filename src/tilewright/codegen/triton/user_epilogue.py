@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from tilewright.codegen.triton.analysis.precision import imports
 from tilewright.codegen.triton.tile.lower import RANDOM
 from tilewright.codegen.triton.tile.ops import OPS, TYPE, number
+from tilewright.codegen.triton.tile.render import imports
 from tilewright.graph.user_kernels import Launch
 from tilewright.ir.expr import Expr, loads, syms
 from tilewright.ir.ops import TABLE

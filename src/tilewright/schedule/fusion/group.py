@@ -22,7 +22,12 @@ from tilewright.ir.expr import Expr
 from tilewright.ir.program import Nest, Node, Opaque, Program
 from tilewright.schedule.fusion.cost import Footprint, Prices, Touch, footprint
 from tilewright.schedule.fusion.legality import Fit, Misfit, align, is_alone
-from tilewright.schedule.fusion.row_column import fit_in_order, shared, starved, wasteful
+from tilewright.schedule.fusion.row_column import (
+    cooperating_programs,
+    fit_in_order,
+    starved,
+    wasteful,
+)
 from tilewright.schedule.fusion.suitability import combo_kind, rows_of, unsuited
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.dependences import dependences
@@ -68,9 +73,9 @@ class Group:
     `outer` are the loops all members share; `local` the buffers that never leave the kernel.
     `parts`, instead of members, are groups that need nothing of each other and share a launch.
     `serial` are loops all members share too, run one after the other inside `outer`: a member
-    that folds over a serial loop stores after its last iteration. `shared` is the number of
-    programs that walk each row together, on a card, and wait for each other's folds; if
-    `in_turn`, they are more than run at once and begin one row after the other. On a card one that
+    that reduces over a serial loop stores after its last iteration. `row_programs` is the number of
+    programs that share each row, on a card, and wait for each other's partial results; if
+    `ticketed`, they are more than run at once and begin one row after the other. On a card one that
     runs `back` begins with its last block. Of groups that compute the same, each for some sizes
     (`when`), one runs; everything else takes all of them to run, one after the other.
     """
@@ -80,8 +85,8 @@ class Group:
     serial: tuple[Expr, ...] = ()
     call: Opaque | None = None
     parts: tuple[Group, ...] = ()
-    shared: int = 0
-    in_turn: bool = False
+    row_programs: int = 0
+    ticketed: bool = False
     back: bool = False
     when: When | None = None
     local: frozenset[str] = frozenset()
@@ -227,7 +232,7 @@ class Search:
         return Misfit(f"{fit.reason}; in order: {ordered.reason}")
 
     def _in_order(self, a: int, b: int, plain: Fit | Misfit) -> Fit | Misfit:
-        """The two with the loops that some members fold run one after the other."""
+        """The two with the loops that some members reduce run one after the other."""
         if isinstance(plain, Fit) and len(segments_of(plain.members, plain.outer)) == 1:
             return Misfit("they run in one loop")
         fit = fit_in_order(self.shape[a], self.shape[b], self.position)
@@ -265,8 +270,8 @@ class Search:
         return ""
 
     def _is_for_many(self, buffer: str, maker: int, user: int, fit: Fit) -> bool:
-        """Whether a group reads what another writes, and many more do. Not where it is folded of
-        the row that it is used for."""
+        """Whether a group reads what another writes, and many more do. Not where it is reduced
+        of the row that it is used for."""
         one, other = self.touch[maker].get(buffer), self.touch[user].get(buffer)
         if one is None or other is None or not one.writes or not other.reads:
             return False
@@ -285,9 +290,9 @@ class Search:
 
     def _gives_up_rows(self, a: int, b: int, fit: Fit) -> str:
         """A large kernel of a card is not to have fewer programs for a small value that another
-        makes of it, as the gradient of a scale for each channel is; one that folds nothing not to
-        walk its rows for it (H200: tokens mixed with those before them, and the last one kept, 164
-        us, 134 us apart)."""
+        makes of it, as the gradient of a scale for each channel is; one that reduces nothing not
+        to walk its rows for it (H200: tokens mixed with those before them, and the last one
+        kept, 164 us, 134 us apart)."""
         saved = self.prices.saving(self.touch[a], self.touch[b])
         most = max(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
         if not self._target(a).is_gpu or most < MOST_SHARED or saved * LEAST_SHARE >= most:
@@ -370,12 +375,12 @@ class Search:
     # ---- launches
 
     def combine(self) -> None:
-        """Let groups that need nothing of each other share a launch: those that fill parts of one
-        buffer (on a card if they are many: a launch takes as long as a small kernel), and all that
-        are alike where `combo_kernels` asks for it, where they are many that take arguments to
-        results, as an optimizer's step of each parameter, or where they are short and fold nothing:
-        each launch takes 1.3 us of a card beside what its kernel does (H200: AdamW of 10 small
-        parameters, 27 us by six launches)."""
+        """Let groups that need nothing of each other share a launch: those that fill parts of
+        one buffer (on a card if they are many: a launch takes as long as a small kernel), and
+        all that are alike where `combo_kernels` asks for it, where they are many that take
+        arguments to results, as an optimizer's step of each parameter, or where they are short
+        and reduce nothing: each launch takes 1.3 us of a card beside what its kernel does (H200:
+        AdamW of 10 small parameters, 27 us by six launches)."""
         ranked = [k for k in sorted(self.shape, key=self.order.rank.__getitem__)
                   if not self.shape[k].serial]  # fmt: skip
         for ks in self._writers().values():
@@ -426,7 +431,7 @@ class Search:
         if not target.is_gpu:
             return True
         return (self.prices.bytes(self.touch[k]) <= most
-                and shared(fit, target) < 2 and not starved(fit, target))  # fmt: skip
+                and cooperating_programs(fit, target) < 2 and not starved(fit, target))  # fmt: skip
 
     def _share_launches(self, ks: Sequence[int], most: int) -> None:
         open_: list[int] = []

@@ -26,7 +26,7 @@ from tilewright.schedule.nests.access import (
     users_of,
     within,
 )
-from tilewright.schedule.nests.transform import halves, is_fold, rename, split, unused
+from tilewright.schedule.nests.transform import halves, reduces_or_scans, rename, split, unused
 
 MOST_GUIDES = 6  # common buffers tried, until one brings the loops together
 
@@ -80,7 +80,7 @@ def is_alone(nest: Nest) -> str:
         return "it stores at gathered indices"
     if any(v.src[0] is ix.ZERO for v in nest.loops):
         return "it has no points"  # those of others must not become its own
-    return "it scans" if is_fold(nest, "scan") else ""
+    return "it scans" if reduces_or_scans(nest, "scan") else ""
 
 
 def align(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:

@@ -1,4 +1,4 @@
-"""One order for nests that walk the same data differently: what folds over rows accumulates while
+"""One order for nests that walk the same data differently: what reduces over rows accumulates while
 the rows run one after the other through the members that go along them.
 
 `fit_in_order` finds such an order, `chunks` says into how many parallel parts it is worth cutting
@@ -29,19 +29,19 @@ from tilewright.schedule.nests.hints import hint_product, work
 from tilewright.schedule.nests.segments import segments_of
 from tilewright.target import Target
 
-WIDEST = 1 << 15  # accumulators of one fold: more do not stay near the processor
+WIDEST = 1 << 15  # accumulators of one reduction: more do not stay near the SM
 NARROWEST = 16  # elements of a row that fill vectors while the rows run one after the other
 SMALL = 1 << 13  # iterations that one thread does before others have started
 CPU_CHUNKS = 32  # a fixed number: results do not depend on how many threads there are
 SHORTEST_CHUNK = 16  # rows, where each chunk leaves a row of results
 SHORTEST_IN_TURN = 8  # rows that a program of a card folds one after the other: each is waited for
 LONG_CHUNK = 64  # rows, whose traffic is far more than that of a row of results
-SHORT_ROW = 4096  # elements of a row of which two programs keep a processor of a card busy
+SHORT_ROW = 4096  # elements of a row of which two programs keep an SM of a card busy
 SHORT_ODD_ROW = 5120  # the same of rows that are not fetched ahead
-LARGE = 1 << 17  # iterations that should keep more than a few processors busy
+LARGE = 1 << 17  # iterations that should keep more than a few SMs busy
 ALONE = 3 << 14  # iterations that one program of a card should not be at alone (H200: cross entropy
 # of 67041 rows of 1001 bfloat16 54 us, 63 us with one program for the sum of its losses)
-LITTLE = 64  # times as much to fold as to do with what that gives: no data is read again for it
+LITTLE = 64  # times as much to reduce as to do with what that gives: no data is read again for it
 LONGEST_KEPT = 1 << 14  # elements of a row that a program of a card keeps
 TILE = 64  # neighbouring columns that one program of a card takes
 CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
@@ -54,7 +54,7 @@ MOST_OF_FEW = 64  # the same of few rows of several buffers, that no cache keeps
 
 
 def fit_in_order(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
-    """Two groups as one in which the loops that some members fold run one after the other."""
+    """Two groups as one in which the loops that some members reduce run one after the other."""
     reason = Misfit("no common buffer")
     if not any(m.reduce for m in (*left.members, *right.members)):
         return Misfit("nothing is folded")
@@ -83,7 +83,7 @@ def _in_order(nests: tuple[Nest, ...]) -> Fit | Misfit:
 
 def _orders(nests: Sequence[Nest]) -> list[tuple[tuple[Expr, ...], tuple[Expr, ...]]]:
     """Loops all nests have, to run in parallel and one after the other; fewest partial results
-    first. A nest folds all of the latter or none of them."""
+    first. A nest reduces all of the latter or none of them."""
     first, *rest = nests
     common = [v for v in all_loops(first) if all(v in all_loops(m) for m in rest)]
     if not common:
@@ -148,10 +148,10 @@ def _problem(nests: tuple[Nest, ...], outer: tuple[Expr, ...], serial: tuple[Exp
 
 
 def _carries(nest: Nest, outer: tuple[Expr, ...], serial: tuple[Expr, ...]) -> str:
-    """Why the nest cannot keep its folds while others run, or an empty string."""
+    """Why the nest cannot keep its reductions while others run, or an empty string."""
     columns = [v for v in nest.loops if v not in outer]
     if columns and len(nest.reduce) > len(serial):
-        return "it folds within rows and across them"
+        return "it reduces within rows and across them"
     if hint_product(v.src[0] for v in columns) > WIDEST:
         return "it has too many results to keep them near"
     arg = any(n.op == "reduce" and n.arg.kind.startswith("arg") for n in walk(*nest.exprs))
@@ -163,9 +163,10 @@ def _carries(nest: Nest, outer: tuple[Expr, ...], serial: tuple[Expr, ...]) -> s
 def chunks(fit: Fit, target: Target) -> int:
     """How many chunks the serial loops are worth; one: none.
 
-    On a card a row that is folded in each round takes a quarter of a microsecond however short it
-    is, so few rows are many chunks (H200: the gradient of layer norm of 512 rows of 256 floats
-    15.8 us in chunks of 64 rows, sums of rows and columns of 512x512 8.6 us in chunks of 32)."""
+    On a card a row that is reduced in each round takes a quarter of a microsecond however short
+    it is, so few rows are many chunks (H200: the gradient of layer norm of 512 rows of 256
+    floats 15.8 us in chunks of 64 rows, sums of rows and columns of 512x512 8.6 us in chunks of
+    32)."""
     rows = hint_product(v.src[0] for v in fit.serial)
     total = max(work(m) * (_often(m) if target.is_gpu else 1) for m in fit.members)
     wanted = -(-max(_wanted(target), _of_short_rows(fit, target)) // _programs(fit, target))
@@ -182,7 +183,7 @@ def chunks(fit: Fit, target: Target) -> int:
 
 def _pieces(fit: Fit, target: Target) -> int:
     """Rounds of the first serial loop, if columns have something in common in each that would be
-    looked up row by row in longer chunks, as a picture's scales of its channels; none: they have
+    gathered row by row in longer chunks, as a picture's scales of its channels; none: they have
     not."""
     if not target.is_gpu or len(fit.serial) < 2 or len(segments_of(fit.members, fit.outer)) > 1:
         return 0
@@ -212,12 +213,13 @@ def _wanted(target: Target) -> int:
 
 
 def _of_short_rows(fit: Fit, target: Target) -> int:
-    """Programs of a card with short rows one after the other: one has few bytes of them under way,
-    so more have to (H200: the backward pass of layer norm, 100000 rows of 768 bfloat16: 224 us by
-    256, 118 us by 1024; 40000 of 2048: 156 us by 256, 125 us by 512; 500000 of 128: 137 us by 2048,
-    108 us by 4096). Of odd rows nothing is under way before its round (31082 of 2699: 222 us by
-    256, 161 us by 512; 222534 of 389 205 us by 2048, 179 us by 3072; RMS norm of 761461 of 161
-    floats 462 us by 2048, 395 us by 4096). Each has rows enough for what it leaves not to matter.
+    """Programs of a card with short rows one after the other: one has few bytes of them in
+    flight, so more have to (H200: the backward pass of layer norm, 100000 rows of 768 bfloat16:
+    224 us by 256, 118 us by 1024; 40000 of 2048: 156 us by 256, 125 us by 512; 500000 of 128:
+    137 us by 2048, 108 us by 4096). Of odd rows nothing is in flight before its round (31082 of
+    2699: 222 us by 256, 161 us by 512; 222534 of 389 205 us by 2048, 179 us by 3072; RMS norm of
+    761461 of 161 floats 462 us by 2048, 395 us by 4096). Each has rows enough for what it leaves
+    not to matter.
     """
     if not target.is_gpu or len(segments_of(fit.members, fit.outer)) < 2:
         return 0
@@ -244,7 +246,7 @@ def _programs(fit: Fit, target: Target, columns: int = TILE) -> int:
 
 
 def idles(fit: Fit, target: Target) -> bool:
-    """Whether a group that folds would leave most of a card idle."""
+    """Whether a group that reduces would leave most of a card idle."""
     if not target.is_gpu or not any(m.reduce for m in fit.members):
         return False
     most = max(work(m) for m in fit.members)
@@ -269,10 +271,10 @@ def idles(fit: Fit, target: Target) -> bool:
 
 
 def _is_read_twice(fit: Fit, target: Target) -> bool:
-    """Whether few long rows are folded in chunks, and then read again by a kernel of its own, of
-    which a good part is in cache still: so many programs would have parts of one row that they wait
-    for each other most of the time (H200: batch norm of 64 rows of 524288 bfloat16 117 us by 32
-    programs that meet, 76 us in two passes; its backward pass 232 us by 64, 99 us)."""
+    """Whether few long rows are reduced in chunks, and then read again by a kernel of its own,
+    of which a good part is in cache still: so many programs would have parts of one row that
+    they wait for each other most of the time (H200: batch norm of 64 rows of 524288 bfloat16 117
+    us by 32 programs that meet, 76 us in two passes; its backward pass 232 us by 64, 99 us)."""
     rows = ix.value_of(ix.product(v.src[0] for v in fit.outer))
     if not rows or rows >= target.sms or _contiguous(fit.members) in fit.outer:
         return False
@@ -281,7 +283,8 @@ def _is_read_twice(fit: Fit, target: Target) -> bool:
 
 
 def _walked_again(fit: Fit, rows: int) -> tuple[int, list[int]]:
-    """Elements of a row that is walked again after its folds, and bytes of one of each buffer."""
+    """Elements of a row that is walked again after its reductions, and bytes of one of each
+    buffer."""
     longest = max((work(m) for m in dependents(fit.members)), default=0) // rows
     made = {s.buffer for m in fit.members for s in m.stores}
     walked = {n.arg: n.dtype.itemsize for m in fit.members for n in loads(*m.exprs)
@@ -302,9 +305,9 @@ def starved(fit: Fit, target: Target) -> tuple[Expr, ...]:
 
 
 def is_coarse(fit: Fit, target: Target) -> bool:
-    """Whether a card has processors idle however the serial loops are cut (H200: differences of 96
-    planes of 512x512 along rows and along columns 178 us by plane). Rows of which exponentials are
-    folded are not: several programs have parts of one."""
+    """Whether a card has SMs idle however the serial loops are cut (H200: differences of 96
+    planes of 512x512 along rows and along columns 178 us by plane). Rows of which exponentials
+    are reduced are not: several programs have parts of one."""
     if not target.is_gpu or max(work(m) for m in fit.members) < 4 * LARGE:
         return False
     if any(n.op == "exp" for m in fit.members for n in walk(*m.exprs)):
@@ -313,7 +316,7 @@ def is_coarse(fit: Fit, target: Target) -> bool:
     return min(beside, chunks(fit, target) * _programs(fit, target)) < target.sms
 
 
-def shared(fit: Fit, target: Target) -> int:
+def cooperating_programs(fit: Fit, target: Target) -> int:
     """How many programs of a card should walk each row together; none: each row has its own.
 
     All of them have to be at work at once, for they wait for each other's folds."""
@@ -332,14 +335,14 @@ def shared(fit: Fit, target: Target) -> int:
     return min(target.sms // rows, longest // SHARE)
 
 
-def in_turn(fit: Fit, target: Target) -> int:
+def ticketed_programs(fit: Fit, target: Target) -> int:
     """How many programs of a card should walk each row together where rows are walked again, and
-    are too long to be in cache until then: so many that those at work, two on each processor, have
-    half of the cache (H200: batch norm of 256 rows of 200704 bfloat16 77.5 us by fours, 80.3 us by
+    are too long to be in cache until then: so many that those at work, two on each SM, have half
+    of the cache (H200: batch norm of 256 rows of 200704 bfloat16 77.5 us by fours, 80.3 us by
     one each). None: each row has its own, as where several buffers are walked (its backward pass
-    124 us by one each, 128, 137 and 173 us by 4, 8 and 16). Of fewer rows than processors so many
-    that all of these have some (64 rows of 802816 76.9 us by 16, 78.5 us by 32, 100 us by one), or
-    of long ones that these are in cache (64 rows of two times 603000 floats 177 us by 64, 199 us by
+    124 us by one each, 128, 137 and 173 us by 4, 8 and 16). Of fewer rows than SMs so many that
+    all of these have some (64 rows of 802816 76.9 us by 16, 78.5 us by 32, 100 us by one), or of
+    long ones that these are in cache (64 rows of two times 603000 floats 177 us by 64, 199 us by
     16)."""
     rows = ix.value_of(ix.product(v.src[0] for v in fit.outer))
     if not target.is_gpu or not rows or 16 * rows < target.sms:
@@ -365,7 +368,7 @@ def in_turn(fit: Fit, target: Target) -> int:
 
 
 def _plain(nest: Nest, fit: Fit) -> bool:
-    """Whether a nest folds its row or goes along it, and stores where nothing else does."""
+    """Whether a nest reduces its row or goes along it, and stores where nothing else does."""
     inside = [v for v in nest.loops if v not in fit.outer]
     scans = any(n.op == "scan" for n in walk(*nest.exprs))
     return not (inside and nest.reduce) and not scans and all(
@@ -373,7 +376,7 @@ def _plain(nest: Nest, fit: Fit) -> bool:
 
 
 def dependents(members: Sequence[Nest]) -> tuple[Nest, ...]:
-    """The members that need a fold of another, also through others."""
+    """The members that need a reduction of another, also through others."""
     made: set[str] = set()
     used: set[str] = set()  # by those found: who writes it must not come before them
     found: list[Nest] = []
@@ -403,8 +406,8 @@ def _width(nest: Nest) -> int:
 
 
 def stays_apart(nest: Nest, fit: Fit, target: Target) -> bool:
-    """Whether a fold over serial loops leaves a result per round, not per chunk: on a card a
-    program has a row to itself, and accumulates over rows only what it has a column of."""
+    """Whether a reduction over serial loops leaves a result per round, not per chunk: on a card
+    a program has a row to itself, and accumulates over rows only what it has a column of."""
     columns = [v for v in nest.loops if v not in fit.outer]
     return target.is_gpu and not columns and folds_over(nest, fit.serial)
 

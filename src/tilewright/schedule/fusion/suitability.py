@@ -1,4 +1,4 @@
-"""What a processor asks of a group beyond being right: parallel work, rows that stay near."""
+"""What an SM asks of a group beyond being right: parallel work, rows that stay near."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import Fit
-from tilewright.schedule.fusion.row_column import LONGEST_KEPT, shared
+from tilewright.schedule.fusion.row_column import LONGEST_KEPT, cooperating_programs
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.hints import hint_product, work
 from tilewright.target import Target
@@ -22,7 +22,7 @@ def unsuited(group: Fit, target: Target) -> str:
     """Why the target should not run these nests as one kernel, or an empty string."""
     lanes = hint_product(v.src[0] for v in group.outer)
     long = lanes < FEWEST_LANES and any(_is_long(m) for m in group.members)
-    if long and shared(group, target) < 2:
+    if long and cooperating_programs(group, target) < 2:
         return "too few shared iterations to run in parallel"
     if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
         return "the loops left to the members are too long to keep their values near"
@@ -45,8 +45,8 @@ def rows_of(group: Fit) -> set[frozenset[Expr]]:
 
 
 def combo_kind(group: Fit) -> tuple[bool, int] | None:
-    """What groups have in common that may share a launch: whether they fold, and how many loops
-    their memory is contiguous along, but for small operands. None: this one never does."""
+    """What groups have in common that may share a launch: whether they reduce, and how many
+    loops their memory is contiguous along, but for small operands. None: this one never does."""
     folds = any(m.reduce for m in group.members)
     if folds and config.combo_kernels_pointwise_only:
         return None
@@ -63,7 +63,7 @@ def _walked(index: Expr, nest: Nest) -> int:
 
 
 def _is_long(nest: Nest) -> bool:
-    """Whether running the nest's own loops on one thread would hurt. A fold does not mind."""
+    """Whether running the nest's own loops on one thread would hurt. A reduction does not mind."""
     return not nest.reduce and work(nest) > 4096
 
 
@@ -77,11 +77,11 @@ def _inside(nest: Nest, group: Fit) -> int:
 
 
 def _more_than_rows(group: Fit) -> str:
-    """A Triton kernel holds one row per point of the grid: loops inside it are one row, folded or
-    not, and what is both looped and folded inside is short."""
+    """A Triton kernel holds one row per point of the grid: loops inside it are one row, reduced
+    or not, and what is both looped and reduced inside is short."""
     for m in group.members:
         if m.reduce and _inside(m, group) > SHORT:
-            return f"{m.name} folds inside loops of its own"
+            return f"{m.name} reduces inside loops of its own"
     rows = {_row(m, group) for m in group.members} - {1}
     if len(rows) > 1 and min(rows) > SHORT:
         return "the members' rows differ"

@@ -19,14 +19,14 @@ Limits = Callable[[Program, Group], str]
 """Why a group cannot be one kernel, or an empty string. A single nest always can."""
 
 
-def carved(program: Program, groups: Sequence[Group], limits: Limits) -> list[Group]:
+def taken_apart(program: Program, groups: Sequence[Group], limits: Limits) -> list[Group]:
     """The groups in order, each whole or as the longest runs of members that are expressible."""
     found: list[Group] = []
     cannot = partial(limits, program)
     for group in groups:
         reason = cannot(group) if group.call is None else ""
         if reason and group.parts:
-            found += carved(program, group.parts, limits)
+            found += taken_apart(program, group.parts, limits)
         elif reason:
             again = _computed_again(program, group)
             found += [again] if again and not cannot(again) else _pieces(group, cannot, reason)

@@ -1,10 +1,10 @@
-"""Kernels that fold and need nothing of each other share launches, as those do that fold nothing
-(`Search.combine`): these are known once what leaves a card idle is cut into chunks.
+"""Kernels that reduce and need nothing of each other share launches, as those do that reduce
+nothing (`Search.combine`): these are known once what leaves a card idle is cut into chunks.
 
-Of each of many gradients, say, the chunks' sums are one kernel, what folds them another. They take
-less time than starting them one after the other, and each leaves most of a card idle at its end
-(H200: 41 launches for the norm of 45 gradients and what is scaled by it, 207 us; 198 us in eager
-mode).
+Of each of many gradients, say, the chunks' sums are one kernel, what reduces them another. They
+take less time than starting them one after the other, and each leaves most of a card idle at its
+end (H200: 41 launches for the norm of 45 gradients and what is scaled by it, 207 us; 198 us in
+eager mode).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewright.schedule.nests.hints import hint_bytes
 Kind = tuple[Hashable, ...]
 
 
-def together(program: Program, groups: Sequence[Group]) -> list[Group]:
+def share_launches(program: Program, groups: Sequence[Group]) -> list[Group]:
     """The groups in an order that respects their dependences, those that are many of a kind as
     parts of one: each runs as early as what it needs allows it to."""
     kinds = [_kind(program, group) for group in groups]
@@ -81,7 +81,7 @@ def _kind(program: Program, group: Group) -> Kind | None:
     if config.combo_kernels_pointwise_only or group.call is not None:
         return None
     for part in group.kernels:
-        if part.serial or part.shared or any(is_alone(m) for m in part.members):
+        if part.serial or part.row_programs or any(is_alone(m) for m in part.members):
             return None
         if not any(m.reduce for m in part.members) or not all(map(_is_along, part.members)):
             return None
@@ -93,7 +93,7 @@ def _kind(program: Program, group: Group) -> Kind | None:
 
 
 def _is_along(nest: Nest) -> bool:
-    """Whether what it folds lies along memory."""
+    """Whether what it reduces lies along memory."""
     rows = nest.reduce[-1:]
     return all(ix.coefficient(i, v) is ix.ONE for indices in nest.loaded.values()
                for i in indices for v in rows if v in free_vars(i))  # fmt: skip

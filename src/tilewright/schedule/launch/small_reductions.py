@@ -1,7 +1,7 @@
 """Small folds of the same sizes, one after the other and of nothing in common, as one kernel.
 
-Means of several rows of results, as losses that are added have, take a card less time than to start
-the kernels that fold them.
+Means of several rows of results, as losses that are added have, take a card less time than to
+start the kernels that reduce them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SMALL = 1 << 20  # elements that a card folds in the time it takes to start a ke
 MOST = 4  # nests of such a kernel
 
 
-def side_by_side(program: Program, groups: Sequence[Group]) -> list[Group]:
+def join_small_reductions(program: Program, groups: Sequence[Group]) -> list[Group]:
     found: list[Group] = []
     for group in groups:
         both = _joined(found[-1], group) if found and _is_small(program, group) else None
@@ -34,7 +34,7 @@ def side_by_side(program: Program, groups: Sequence[Group]) -> list[Group]:
 
 def _is_small(program: Program, group: Group) -> bool:
     """Whether it does nothing but fold some rows on a card, each in one loop."""
-    if not group.members or group.serial or group.shared or len(group.members) > MOST:
+    if not group.members or group.serial or group.row_programs or len(group.members) > MOST:
         return False
     device = program.buffers[min(group.writes)].device
     return device.type != "cpu" and all(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tilewright.ir.expr import Expr, walk
 from tilewright.ir.program import Nest
 from tilewright.schedule.nests.access import accesses, all_loops
-from tilewright.schedule.nests.transform import is_fold, merge
+from tilewright.schedule.nests.transform import merge, reduces_or_scans
 
 if TYPE_CHECKING:
     from tilewright.schedule.fusion.group import Group
@@ -21,7 +21,7 @@ Loops = tuple[Expr, ...]
 
 @dataclass
 class Segment:
-    """Members that run in one loop. `loops` are outside the folds, `reduce` are folded."""
+    """Members that run in one loop. `loops` are outside the reductions, `reduce` are reduced."""
 
     loops: Loops
     reduce: Loops
@@ -33,7 +33,7 @@ class Segment:
 
     @property
     def scans(self) -> bool:
-        return any(is_fold(m, "scan") for m in self.members)
+        return any(reduces_or_scans(m, "scan") for m in self.members)
 
 
 def without_scan(group: Group) -> Loops:
@@ -46,7 +46,7 @@ def merge_loops(members: list[Nest], outer: Loops, serial: Loops = (), compared:
                 ) -> tuple[list[Nest], Loops, Loops]:  # fmt: skip
     """Join adjacent loops that every index walks as one: long loops vectorise, short do not. Also
     where the first is `compared` with something, which is a branch outside the second."""
-    if any(is_fold(m, "scan") for m in members):
+    if any(reduces_or_scans(m, "scan") for m in members):
         return members, outer, serial
     changed = True
     while changed:

@@ -181,7 +181,7 @@ def _before(nest: Nest) -> set[Expr]:
     return {n for n in walk(*nest.exprs) if n.op in ("ifloordiv", "imod")}
 
 
-def is_fold(nest: Nest, op: str) -> bool:
+def reduces_or_scans(nest: Nest, op: str) -> bool:
     return op in nest.ops
 
 

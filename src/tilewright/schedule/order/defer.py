@@ -32,7 +32,9 @@ class _Early:
     until: int
 
 
-def delayed(program: Program, groups: Sequence[Group], limits: Limits | None = None) -> list[Group]:
+def deferred(
+    program: Program, groups: Sequence[Group], limits: Limits | None = None
+) -> list[Group]:
     """The groups, with such members on their own where that lowers the peak, and the others are
     still one kernel."""
     found = list(groups)
@@ -67,7 +69,7 @@ def _early(program: Program, groups: Sequence[Group]) -> Iterator[_Early]:
         for b in group.reads | group.writes:
             users.setdefault(b, []).append(k)
     for k, group in enumerate(groups):
-        if len(group.members) < 2 or group.serial or group.shared:
+        if len(group.members) < 2 or group.serial or group.row_programs:
             continue
         for member in group.members:
             found = _waits(program, group, member)

@@ -13,7 +13,7 @@ from tilewright.schedule.nests.transform import rename
 MOST = 4  # tensors
 
 
-def put_together(program: Program, nodes: Sequence[Node]) -> list[Node]:
+def merge_scatters(program: Program, nodes: Sequence[Node]) -> list[Node]:
     """The nodes, on a card, with such nests as one (H200: 32768 rows of 1024 bfloat16 put to pages
     of two caches 70.0 us, 71.2 us by two kernels)."""
     found: list[Node] = []
@@ -41,7 +41,7 @@ def _may_join(program: Program, first: Node, second: Node) -> bool:
 
 
 def _puts(program: Program, node: Node) -> bool:
-    """Whether it only stores what it reads elsewhere, at places that are looked up on a card."""
+    """Whether it only stores what it reads elsewhere, at places that are gathered on a card."""
     return isinstance(node, Nest) and not node.reduce and bool(node.loops) and all(
         loads(s.index) and s.mode == "set" and s.mask is None
         and program.buffers[s.buffer].device.type == "cuda" for s in node.stores)  # fmt: skip

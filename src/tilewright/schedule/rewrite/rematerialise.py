@@ -1,9 +1,9 @@
 """Values computed again where they are used, because that moves fewer bytes than storing them.
 
 A grouping leaves some values in memory only because kernels that could not be joined both need
-them. Where such a value is cheap, and a kernel reads what it is made of anyway or could read it for
-less, that kernel computes it itself. And a card's kernel folds rows, not rows of rows: a short fold
-that another folds is written out inside it.
+them. Where such a value is cheap, and a kernel reads what it is made of anyway or could read it
+for less, that kernel computes it itself. And a card's kernel reduces rows, not rows of rows: a
+short reduction that another one reads is written out inside it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tilewright.target import Target
 MOST_WORK = 16  # additions that are cheaper than an access to memory
 MOST_SPREAD = 128  # of a value that is computed from a few others
 SPREAD = 4  # times what it is computed from
-MOST_TERMS = 64  # of a fold that is written out
+MOST_TERMS = 64  # of a reduction that is written out
 MOST_REPEATS = 2  # times a value may be computed in each kernel that needs it
 
 
@@ -80,7 +80,7 @@ def recomputed(program: Program, search: Search) -> list[Node] | None:
 
 
 def written_out(program: Program, nodes: Sequence[Node]) -> list[Node]:
-    """The program with short folds that only another fold reads as a part of that."""
+    """The program with short reductions that only another reduction reads as a part of that."""
     visible = program.visible
     users: dict[str, list[int]] = {}
     for k, node in enumerate(nodes):
@@ -115,7 +115,8 @@ def _is_broadcast(program: Program, nest: Nest, buffer: Buffer) -> bool:
 
 
 def _without_folds(nest: Nest) -> Nest | None:
-    """The nest with its folds as plain arithmetic; None if they are not short or not simple."""
+    """The nest with its reductions as plain arithmetic; None if they are not short or not
+    simple."""
     count = ix.value_of(ix.product(v.src[0] for v in nest.reduce))
     if count is None or not 0 < count <= MOST_TERMS or is_alone(nest):
         return None

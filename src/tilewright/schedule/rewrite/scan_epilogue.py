@@ -1,8 +1,9 @@
 """What is made of a scan's results, each by itself, stored by the scan.
 
-A scan runs in order, so it is grouped with no others. But what a pointwise nest makes of one of its
-results can be made where that is, and stored from the last point to the first as well as from the
-first to the last: sums over what comes later are those of rows turned around, turned around again.
+A scan runs in order, so it is grouped with no others. But what a pointwise nest makes of one of
+its results can be made where that is, and stored from the last point to the first as well as
+from the first to the last: sums over what comes later are those of rows reversed, reversed
+again.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from tilewright.ir.expr import Expr, loads, rewrite
 from tilewright.ir.program import Nest, Node, Program, Store
 from tilewright.schedule.fusion.legality import is_alone
 from tilewright.schedule.nests.access import terms
-from tilewright.schedule.nests.transform import is_fold, substitute_nest
+from tilewright.schedule.nests.transform import reduces_or_scans, substitute_nest
 from tilewright.target import Target
 
 
 def stored_by_scans(program: Program, nodes: Sequence[Node]) -> list[Node]:
     """The nodes with scans that store what only one nest makes of their results."""
     found = list(nodes)
-    scans = [n for n in nodes if isinstance(n, Nest) and is_fold(n, "scan")]
+    scans = [n for n in nodes if isinstance(n, Nest) and reduces_or_scans(n, "scan")]
     for node in nodes:
         if not scans or not isinstance(node, Nest) or not _may_follow(node):
             continue
@@ -31,7 +32,7 @@ def stored_by_scans(program: Program, nodes: Sequence[Node]) -> list[Node]:
         made = None if scan is None else _joined(program, found, scan, node)
         if made is not None:
             found = [made if n is node else n for n in found if n is not scan]
-            scans = [n for n in found if isinstance(n, Nest) and is_fold(n, "scan")]
+            scans = [n for n in found if isinstance(n, Nest) and reduces_or_scans(n, "scan")]
     return found
 
 

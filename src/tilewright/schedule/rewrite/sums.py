@@ -25,9 +25,9 @@ from tilewright.schedule.nests.hints import hint_product
 from tilewright.target import Target
 
 
-def summed_apart(program: Program, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with such sums in two: a fold that waits for no other, and what is made of it. The
-    buffers this takes become the program's."""
+def split_sums(program: Program, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with such sums in two: a reduction that waits for no other, and what is made of
+    it. The buffers this takes become the program's."""
     folds: dict[str, Nest] = {}  # by what they write
     found: list[Node] = []
     for node in nodes:
@@ -87,7 +87,7 @@ def _first(value: Expr, nest: Nest) -> Expr:
 
 
 def _is_of_row(node: Expr, value: Expr, nest: Nest, folds: Mapping[str, Nest]) -> bool:
-    """Whether a load is of a fold over rows as long that walks what is summed, too."""
+    """Whether a load is of a reduction over rows as long that walks what is summed, too."""
     fold = folds.get(node.arg)
     return fold is not None and bool(fold.reads & {n.arg for n in loads(value)}) and (
         [v.src[0] for v in fold.reduce] == [v.src[0] for v in nest.reduce])  # fmt: skip

@@ -37,43 +37,43 @@ from tilewright.schedule.fusion.row_column import (
     LARGE,
     SHORTEST_CHUNK,
     chunks,
+    cooperating_programs,
     dependents,
     folds_over,
     idles,
-    in_turn,
     is_coarse,
-    shared,
     shortest_chunk,
     starved,
     stays_apart,
+    ticketed_programs,
 )
-from tilewright.schedule.launch.horizontal import together
-from tilewright.schedule.launch.small_reductions import side_by_side
+from tilewright.schedule.launch.horizontal import share_launches
+from tilewright.schedule.launch.small_reductions import join_small_reductions
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.hints import hint, hint_product, work
 from tilewright.schedule.nests.segments import segments_of
 from tilewright.schedule.nests.transform import merge, substitute_nest
-from tilewright.schedule.split.cyclic import around_rows, dealt, in_pieces, in_tiles
+from tilewright.schedule.split.cyclic import around_rows, cyclic_chunks, in_pieces, in_tiles
 from tilewright.schedule.split.online_softmax import (
-    computed_again,
     is_pair,
-    paired,
+    online_softmax,
+    recomputed_members,
     relative_to,
     scaled,
     sums,
 )
 from tilewright.target import Target
 
-BLOCKS = (8192, 4096)  # elements that are dealt out to chunks in turn
+BLOCKS = (8192, 4096)  # elements that are split cyclically to chunks in turn
 MUCH = 1 << 22  # elements of which a cache does not keep all
 MOST_FINER = 4  # times as many rounds as chunks are wanted, for each to be one
-MANY = 1024  # partial results of a column that few programs would take long to fold
+MANY = 1024  # partial results of a column that few programs would take long to reduce
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A group cut into chunks: what its kernel is now, what folds its partial results after it,
-    and the buffers that hold them."""
+    """A group cut into chunks: what its kernel is now, what reduces its partial results after
+    it, and the buffers that hold them."""
 
     group: Group
     after: tuple[Group, ...]
@@ -86,7 +86,7 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
     program with the buffers this takes: the one given is not changed."""
     buffers: dict[str, Buffer] = {}
     order = _Order()
-    groups = paired(program, groups)
+    groups = online_softmax(program, groups)
     waiting = list(reversed(groups))
     private = _private(program, groups)
     while waiting:
@@ -102,13 +102,13 @@ def cut_groups(program: Program, groups: Sequence[Group]) -> tuple[Program, list
             continue
         buffers.update(_cut_into(order, program, parts[0], target, private))
     program = replace(program, buffers={**program.buffers, **buffers})
-    return program, together(program, side_by_side(program, order.all()))
+    return program, share_launches(program, join_small_reductions(program, order.all()))
 
 
 def _cut_into(order: _Order, program: Program, group: Group, target: Target, private: set[str]
               ) -> dict[str, Buffer]:  # fmt: skip
-    """The group's chunks and what folds their results, in chunks too if these are many: the buffers
-    this takes."""
+    """The group's chunks and what reduces their results, in chunks too if these are many: the
+    buffers this takes."""
     done = cut(program, group, target, private)
     made = {b.name: b for b in done.buffers}
     fit = Fit(done.group.members, done.group.outer)
@@ -141,12 +141,12 @@ def _private(program: Program, groups: Sequence[Group]) -> set[str]:
 
 
 def _fed(program: Program, group: Group, target: Target, private: set[str]) -> list[Group]:
-    """The group with serial loops to cut, if it would leave the target idle; what needs its folds
-    comes after it."""
+    """The group with serial loops to cut, if it would leave the target idle; what needs its
+    reductions comes after it."""
     fit = Fit(group.members, group.outer)
-    count = shared(fit, target)
+    count = cooperating_programs(fit, target)
     if count > 1:
-        return [replace(group, shared=count)]
+        return [replace(group, row_programs=count)]
     loops = starved(fit, target)
     reordered = None if loops else _reordered(group, target, private)
     if reordered is not None:
@@ -155,11 +155,11 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
     if coarse and (apart := _apart(group, target)):
         return [*_fed(program, apart[0], target, private), *apart[1:]]
     if not loops:
-        count = in_turn(fit, target)
-        return [replace(group, shared=count, in_turn=True) if count > 1 else group]
+        count = ticketed_programs(fit, target)
+        return [replace(group, row_programs=count, ticketed=True) if count > 1 else group]
     members = group.members
     if dependents(members):
-        members = computed_again(program, members, private & group.writes)
+        members = recomputed_members(program, members, private & group.writes)
     later = dependents(members)
     first = tuple(m for m in members if m not in later)
     folded = sums(later, first)
@@ -170,8 +170,8 @@ def _fed(program: Program, group: Group, target: Target, private: set[str]) -> l
 
 
 def _by_extent(group: Group) -> list[Group]:
-    """What is done with the results of folds alone, as with running means, apart from what goes
-    along the data again: that would all be run by the few programs the former has."""
+    """What is done with the results of reductions alone, as with running means, apart from what
+    goes along the data again: that would all be run by the few programs the former has."""
     few = tuple(m for m in group.members if set(all_loops(m)) <= set(group.outer))
     many = tuple(m for m in group.members if m not in few)
     overtaken = ((n, m) for k, m in enumerate(group.members) if m in few
@@ -186,9 +186,9 @@ def _by_extent(group: Group) -> list[Group]:
 
 
 def _apart(group: Group, target: Target) -> list[Group]:
-    """A group of folds that have no loop in common, as those of two means that are added, or fewer
-    than without what needs their results, in groups that have; the latter comes after them. None,
-    if these could not be cut either."""
+    """A group of reductions that have no loop in common, as those of two means that are added,
+    or fewer than without what needs their results, in groups that have; the latter comes after
+    them. None, if these could not be cut either."""
     later = dependents(group.members)
     pieces: list[list[Nest]] = []
     for m in (m for m in group.members if m not in later):
@@ -212,8 +212,8 @@ def _apart(group: Group, target: Target) -> list[Group]:
 
 
 def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:
-    """A group of folds that have programs enough, but none that read memory well: with the loops
-    to cut, joined where they walk memory as one."""
+    """A group of reductions that have programs enough, but none that read memory well: with the
+    loops to cut, joined where they walk memory as one."""
     loops = next((m.reduce for m in group.members if m.reduce), ())
     fit = Fit(group.members, group.outer)
     if not target.is_gpu or not loops or any(is_alone(m) for m in group.members):
@@ -221,7 +221,7 @@ def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:
     if max(work(m) for m in group.members) < LARGE or dependents(group.members):
         return None
     members, loops = _merged(group.members, loops)
-    if dealt(replace(fit, members=members, serial=loops), target, private, starved=False):
+    if cyclic_chunks(replace(fit, members=members, serial=loops), target, private, starved=False):
         return replace(group, members=members, serial=loops)
     if in_pieces(replace(fit, members=members, serial=loops[:-1]), target):
         return replace(group, members=members, serial=loops[:-1])
@@ -229,8 +229,8 @@ def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:
 
 
 def _widened(group: Group) -> Group:
-    """The group over all loops its members share, where nothing is left that folds: what it shared
-    with a fold may be too little to run in parallel."""
+    """The group over all loops its members share, where nothing is left that reduces: what it
+    shared with a reduction may be too little to run in parallel."""
     first, *others = group.members
     outer = tuple(v for v in first.loops if all(v in m.loops for m in others))
     if any(m.reduce or is_alone(m) for m in group.members) or any(
@@ -242,15 +242,15 @@ def _widened(group: Group) -> Group:
 
 
 class _Order:
-    """Groups in order. Folds of partial results wait for what first reads them, and run in one
-    kernel with that and with later readers where they can."""
+    """Groups in order. Reductions of partial results wait for what first reads them, and run in
+    one kernel with that and with later readers where they can."""
 
     def __init__(self) -> None:
         self.placed: list[Group] = []
         self.waiting = _Users()
         self.users = _Users()  # of what is placed
         self.known = -1  # the place after which no more sizes become known
-        self.folds: set[int] = set()  # places of kernels that fold partial results
+        self.folds: set[int] = set()  # places of kernels that reduce partial results
 
     def add(self, group: Group, folds: bool = False) -> None:
         while (first := self.waiting.last_needed(group)) >= 0:
@@ -349,7 +349,7 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
     loop, *rest = serial
     whole = Fit(members, outer, serial)
     count = chunks(whole, target)
-    in_turn = 0 if pairs else dealt(whole, target, private, starved=count > 1)
+    in_turn = 0 if pairs else cyclic_chunks(whole, target, private, starved=count > 1)
     if not (in_turn or pairs) and len(segments_of(members, outer)) > 1:
         in_turn = in_tiles(whole, target)
     if target.is_gpu and not in_turn:
@@ -444,7 +444,7 @@ def _merged(members: tuple[Nest, ...], serial: tuple[Expr, ...]
 
 def _as_one(members: tuple[Nest, ...], outer: tuple[Expr, ...], serial: tuple[Expr, ...]
             ) -> tuple[tuple[Nest, ...], tuple[Expr, ...]]:  # fmt: skip
-    """The serial loops and those inside them as one loop, where all of it is folded at once, or
+    """The serial loops and those inside them as one loop, where all of it is reduced at once, or
     stored beside that: its chunks can begin wherever memory is read best (H200: largest of
     99359x2311 bfloat16 108 us, 313 us in chunks of rows)."""
     loops = next(m.reduce for m in members if m.reduce)
@@ -504,7 +504,8 @@ def _step(members: Sequence[Nest], loop: Expr, count: int) -> int:
 
 @dataclass(frozen=True)
 class _Left:
-    """Rows that are in no chunk: what folds the chunks' results takes each of them as one more."""
+    """Rows that are in no chunk: what reduces the chunks' results takes each of them as one
+    more."""
 
     chunks: Expr  # the loop over the chunks
     both: Expr  # the loop over the chunks, then these rows
@@ -550,11 +551,11 @@ def _chunk(loop: Expr, count: int, shortest: int, step: int) -> _Chunks:
 
 
 def _block(fit: Fit, count: int, target: Target) -> int:
-    """Neighbouring elements that are dealt out to chunks in turn, where all that is walked lies
-    along memory: what is touched last, in a cache, is then the end of it, with which what follows
-    may begin (H200: losses of 12582912 pairs of floats and their gradients 63.3 us, 65.7 us in
-    chunks; a step of 33554432 scaled by its norm 216 us, 224 us; but squares of 2**27 bfloat16 90
-    us, 64 us). None: chunks are whole."""
+    """Neighbouring elements that are split cyclically to chunks in turn, where all that is
+    walked lies along memory: what is touched last, in a cache, is then the end of it, with which
+    what follows may begin (H200: losses of 12582912 pairs of floats and their gradients 63.3 us,
+    65.7 us in chunks; a step of 33554432 scaled by its norm 216 us, 224 us; but squares of 2**27
+    bfloat16 90 us, 64 us). None: chunks are whole."""
     (loop,) = fit.serial
     size = ix.value_of(loop.src[0]) or 0
     read = [n for m in fit.members for n in loads(*m.exprs)]
@@ -571,7 +572,7 @@ def _block(fit: Fit, count: int, target: Target) -> int:
         or any(_in_order(m) for m in fit.members)
     ):
         return 0
-    # with a store in each round more has to be under way (163 us by 4096)
+    # with a store in each round more has to be in flight (163 us by 4096)
     stored = any(loop in m.loops for m in fit.members)
     return next((n for n in BLOCKS[: 1 if stored else None]
                  if size > n * count and size % (n * count) == 0), 0)  # fmt: skip
@@ -583,7 +584,7 @@ def _in_order(nest: Nest) -> bool:
 
 
 def _in_blocks(loop: Expr, count: int, block: int) -> _Chunks:
-    """Chunks of blocks of neighbouring rows, dealt out in turn."""
+    """Chunks of blocks of neighbouring rows, split cyclically in turn."""
     turns = (ix.value_of(loop.src[0]) or 0) // (count * block)
     chunk, turn, row = (var(f"{loop.arg}{c}", ix.as_index(n))
                         for c, n in (("p", count), ("q", turns), ("r", block)))  # fmt: skip
@@ -592,7 +593,7 @@ def _in_blocks(loop: Expr, count: int, block: int) -> _Chunks:
 
 
 def _dealt(fit: Fit, count: int) -> _Chunks:
-    """Chunks of rows that are dealt out in turn, as long as there is one for each."""
+    """Chunks of rows that are split cyclically in turn, as long as there is one for each."""
     (loop,), around = fit.serial, around_rows(fit)
     size = loop.src[0]
     length, rest = ix.floordiv(size, count), ix.mod(size, count)
@@ -606,7 +607,7 @@ def _dealt(fit: Fit, count: int) -> _Chunks:
 
 
 def _grouped(nests: Sequence[Nest]) -> list[Group]:
-    """Folds of partial results over the same loops are one kernel."""
+    """Reductions of partial results over the same loops are one kernel."""
     found: list[Group] = []
     for nest in nests:
         for k, group in enumerate(found):
@@ -624,8 +625,8 @@ def _grouped(nests: Sequence[Nest]) -> list[Group]:
 
 
 class _Partial:
-    """A fold over a loop that was cut: `nest` keeps the partial results of each chunk, nests after
-    it fold them. Partial results have the type they are accumulated in."""
+    """A reduction over a loop that was cut: `nest` keeps the partial results of each chunk,
+    nests after it reduce them. Partial results have the type they are accumulated in."""
 
     def __init__(self, program: Program, whole: Nest, nest: Nest, apart: tuple[Expr, ...],
                  parts: _Chunks | None = None) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows dealt out to chunks in turn, where a card folds columns.
+"""Rows split cyclically to chunks in turn, where a card reduces columns.
 
 Of `n` chunks, chunk `k` has the rows `k`, `k + n`, `k + 2n` and so on. One row of each chunk lies
 beside those of the others: together they are a row of `n` times the width. It begins where memory
@@ -22,32 +22,32 @@ from tilewright.target import Target
 ACCESS = 16  # bytes of the widest access
 LINE = 128  # bytes of memory that a tile takes of a row
 SHORTEST = 64  # rows of a chunk: what it leaves is then a small part of what it reads
-LONG = 480  # elements of a piece, for any number of pieces to be folded each by itself
+LONG = 480  # elements of a piece, for any number of pieces to be reduced each by itself
 MANY_ROWS = 320  # of a chunk that stores what it folds (H200: gelu backwards, 22666x6487 bfloat16:
 # 272 us in 16 chunks, 266 us in 32, 250 us in 64, 263 us in 96)
 LEAST = 16  # where narrow accesses are the alternative; twice as many of moments, which are two
 # values (H200, 2324x128x479 bfloat16 over 1: squares 93 us in chunks of 16 rows, 182 us in none;
 # deviations 110 us in chunks of 16, 94 us in none)
-MOST = 1024  # chunks: few programs fold what they leave
-FEW, MANY = 1.9, 4  # programs for each processor
+MOST = 1024  # chunks: few programs reduce what they leave
+FEW, MANY = 1.9, 4  # programs for each SM
 EVEN = 0.94  # of the time that all of them have some, if all programs take as long
 ROW_OF_TILE = 64  # elements of a row by which most of a warp's accesses would be empty
 TILE_ROWS = 8  # such rows that a program has at once
-TILES = 8  # programs on a processor that have as many
+TILES = 8  # programs on an SM that have as many
 
 
 WIDE = 256  # columns beside each other, for few lanes to be empty
-COLUMNS = 2048  # on a processor: the programs that have them keep memory busy
+COLUMNS = 2048  # on an SM: the programs that have them keep memory busy
 TWO = frozenset(("welford", "argmin", "argmax"))  # folds of two values
 
 
 def may_slide(kinds: Set[str], columns: int, length: int, rows: int, size: int, target: Target
               ) -> bool:  # fmt: skip
-    """Whether odd rows are better folded in whole pieces, each from where its own begin, and what
-    that gives moved into place: `columns` in all, and so many beside each other (H200: average over
-    0 of 109x481x793 bfloat16 26.7 us, 33 us by single elements; sum over 1 of 2324x128x479 84 us,
-    93 us in chunks; of 700x333x615 91 us, 97 us; but of 33x3000001 over 0 95 us, 61 us, and of
-    deviations 166 us, 94 us)."""
+    """Whether odd rows are better reduced in whole pieces, each from where its own begin, and
+    what that gives moved into place: `columns` in all, and so many beside each other (H200:
+    average over 0 of 109x481x793 bfloat16 26.7 us, 33 us by single elements; sum over 1 of
+    2324x128x479 84 us, 93 us in chunks; of 700x333x615 91 us, 97 us; but of 33x3000001 over 0 95
+    us, 61 us, and of deviations 166 us, 94 us)."""
     many = columns >= COLUMNS * target.sms and rows >= SHORTEST
     return size == 2 and length >= WIDE and many and not kinds & TWO
 
@@ -60,10 +60,10 @@ class _Rows:
     element: int
 
 
-def dealt(fit: Fit, target: Target, private: Set[str], starved: bool) -> int:
+def cyclic_chunks(fit: Fit, target: Target, private: Set[str], starved: bool) -> int:
     """Into how many chunks the rows of the one serial loop are to be dealt; none: they are not.
-    What goes along rows that are folded does the rows that are in no chunk in a kernel of its own,
-    in which `private` buffers are other ones: none of these is folded."""
+    What goes along rows that are reduced does the rows that are in no chunk in a kernel of its
+    own, in which `private` buffers are other ones: none of these is reduced."""
     if not target.is_gpu or len(fit.serial) != 1:
         return 0
     (loop,) = fit.serial
@@ -111,11 +111,11 @@ def dealt(fit: Fit, target: Target, private: Set[str], starved: bool) -> int:
 
 
 def in_tiles(fit: Fit, target: Target) -> int:
-    """Into how many chunks short rows are to be dealt that are folded both ways, one after the
-    other: neighbouring ones are then rows of neighbouring chunks, and a program has several of them
-    as one tile (H200: missing values of 1048576 rows of 40 floats 91 us by eight rows of two warps,
-    153 us by one row of a warp in chunks of neighbours). None: they are not, as where no fit number
-    of chunks has all rows."""
+    """Into how many chunks short rows are to be dealt that are reduced both ways, one after the
+    other: neighbouring ones are then rows of neighbouring chunks, and a program has several of
+    them as one tile (H200: missing values of 1048576 rows of 40 floats 91 us by eight rows of
+    two warps, 153 us by one row of a warp in chunks of neighbours). None: they are not, as where
+    no fit number of chunks has all rows."""
     if not target.is_gpu or fit.outer or len(fit.serial) != 1:
         return 0
     (loop,) = fit.serial
@@ -127,7 +127,7 @@ def in_tiles(fit: Fit, target: Target) -> int:
     places = [(n.src[0], n.dtype.itemsize) for m in fit.members for n in loads(*m.exprs)]
     places += [(s.index, s.value.dtype.itemsize) for m in fit.members for s in m.stores]
     places = [(index, size) for index, size in places if loop in free_vars(index)]
-    if all(len(free_vars(index)) == 1 for index, _ in places):  # nothing is folded both ways
+    if all(len(free_vars(index)) == 1 for index, _ in places):  # nothing is reduced both ways
         return 0
     if not all(_is_short_row(index, size, loop) for index, size in places):
         return 0
@@ -160,11 +160,11 @@ def around_rows(fit: Fit) -> tuple[Expr, ...]:
 
 
 def in_pieces(fit: Fit, target: Target) -> bool:
-    """Whether each piece of a row is to be folded by itself, where what a fold walks is in pieces:
-    the serial loops go from one to the next. Of many pieces only long ones: what they leave has to
-    be folded (H200: squares of 1070x69x1219 bfloat16 over 0 and 2 52 us, 101 us in chunks; of
-    3000x40x500 38 us either way; of 200000x4x64 36 us, 28 us in chunks; neighbours' differences of
-    49152 rows of 511 floats 27 us, 44 us in chunks)."""
+    """Whether each piece of a row is to be reduced by itself, where what a reduction walks is in
+    pieces: the serial loops go from one to the next. Of many pieces only long ones: what they
+    leave has to be reduced (H200: squares of 1070x69x1219 bfloat16 over 0 and 2 52 us, 101 us in
+    chunks; of 3000x40x500 38 us either way; of 200000x4x64 36 us, 28 us in chunks; neighbours'
+    differences of 49152 rows of 511 floats 27 us, 44 us in chunks)."""
     *_, along = fit.members[0].reduce or (ix.ZERO,)
     if not target.is_gpu or not fit.serial or not _all_fold(fit, (*fit.serial, along)):
         return False
@@ -180,16 +180,16 @@ def in_pieces(fit: Fit, target: Target) -> bool:
 
 
 def _all_fold(fit: Fit, loops: tuple[Expr, ...]) -> bool:
-    """Whether nothing is done but to fold these loops, inside those that are shared."""
+    """Whether nothing is done but to reduce these loops, inside those that are shared."""
     made = frozenset[str]().union(*(m.writes for m in fit.members))
     return all(m.reduce == loops and set(m.loops) == set(fit.outer) and not m.reads & made
                for m in fit.members)  # fmt: skip
 
 
 def _is_even(tiles: float, processors: int) -> bool:
-    """Whether programs of a tile each leave few processors idle (H200: gelu backwards, 22666x6488
-    bfloat16, 301 us by 102 programs, 238 us dealt out); or most: then neighbouring rows are
-    chunks."""
+    """Whether programs of a tile each leave few SMs idle (H200: gelu backwards, 22666x6488
+    bfloat16, 301 us by 102 programs, 238 us split cyclically); or most: then neighbouring rows
+    are chunks."""
     waves = math.ceil(tiles) / processors
     return not 0.75 <= waves <= MANY or waves >= EVEN * math.ceil(waves)
 
@@ -199,7 +199,7 @@ def _sets(nest: Nest) -> bool:
 
 
 def _count(unit: int, most: int, rows: int, tiles: float, processors: int) -> int:
-    """The fewest chunks that keep all processors at work to the end, if possible with as many rows
+    """The fewest chunks that keep all SMs at work to the end, if possible with as many rows
     each; a chunk has so many tiles."""
     waves = {n: math.ceil(n * tiles) / processors for n in range(unit, most + 1, unit)}
     enough = [n for n, w in waves.items() if FEW <= w <= MANY]

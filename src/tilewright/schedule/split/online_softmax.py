@@ -1,8 +1,8 @@
 """Softmax over rows that several programs of a card have parts of: a largest value and a sum of
-exponentials relative to it, folded in one pass over each part.
+exponentials relative to it, reduced in one pass over each part.
 
 A part sums exponentials relative to its own largest value; once the largest of all is known, the
-parts' sums are scaled to it. What is between the folds and what they make (the exponentials
+parts' sums are scaled to it. What is between the reductions and what they make (the exponentials
 themselves) is computed again rather than stored.
 """
 
@@ -29,9 +29,9 @@ from tilewright.target import Target
 MOST_WORK = 48  # additions that take a card less time than a store and a load
 
 
-def paired(program: Program, groups: Sequence[Group]) -> list[Group]:
-    """Groups that fold one row's largest value and a sum of exponentials relative to it, as one,
-    where the row would leave a card idle."""
+def online_softmax(program: Program, groups: Sequence[Group]) -> list[Group]:
+    """Groups that reduce one row's largest value and a sum of exponentials relative to it, as
+    one, where the row would leave a card idle."""
     found = list(groups)
     visible = program.visible
     for top in [g for g in groups if _finds_largest(program, g)]:
@@ -71,7 +71,7 @@ def _dropped(program: Program, groups: list[Group], maker: Nest) -> list[Group]:
     if any(maker.writes & n.writes for n in (*beside, *groups[:at], *groups[at + 1 :])):
         return groups  # or it is not all that is read there
     for g in groups:
-        members = [again(program, maker, m) if maker.writes & m.reads else m
+        members = [recompute(program, maker, m) if maker.writes & m.reads else m
                    for m in g.members if m is not maker]  # fmt: skip
         kept = tuple(m for m in members if m is not None)
         if len(kept) < len(members) or (g.call is not None and maker.writes & g.reads):
@@ -83,7 +83,7 @@ def _dropped(program: Program, groups: list[Group], maker: Nest) -> list[Group]:
     return new
 
 
-def again(program: Program, maker: Nest, reader: Nest) -> Nest | None:
+def recompute(program: Program, maker: Nest, reader: Nest) -> Nest | None:
     """The reader with what the maker computes, where that is little beside a store and a load."""
     if maker.reduce or len(maker.stores) != 1 or is_alone(maker):
         return None
@@ -97,7 +97,7 @@ def again(program: Program, maker: Nest, reader: Nest) -> Nest | None:
     return inlined(reader, maker, buffer)
 
 
-def computed_again(program: Program, members: Sequence[Nest], private: set[str]
+def recomputed_members(program: Program, members: Sequence[Nest], private: set[str]
                    ) -> tuple[Nest, ...]:  # fmt: skip
     """The members without those that only compute values of a row for others of them. `private`
     are buffers that nothing else needs."""
@@ -106,7 +106,7 @@ def computed_again(program: Program, members: Sequence[Nest], private: set[str]
         at = next((k for k, m in enumerate(found) if m is maker), None)
         if at is None or not maker.writes <= private:
             continue
-        new = {k: again(program, maker, m) for k, m in enumerate(found)
+        new = {k: recompute(program, maker, m) for k, m in enumerate(found)
                if k != at and maker.writes & m.reads}  # fmt: skip
         if not all(new.values()) or any(maker.writes & m.writes for m in found if m is not maker):
             continue
@@ -132,7 +132,8 @@ def sums(later: Sequence[Nest], first: Sequence[Nest]) -> list[Nest]:
 
 
 def is_pair(nest: Nest, top: Nest) -> bool:
-    """Whether all that a nest folds are exponentials relative to the largest values `top` finds."""
+    """Whether all that a nest reduces are exponentials relative to the largest values `top`
+    finds."""
     folds = [n for n in walk(*nest.exprs) if n.op == "reduce"]
     if not folds or is_alone(nest) or len(top.stores) != 1 or nest.reduce != top.reduce:
         return False

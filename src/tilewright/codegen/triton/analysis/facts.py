@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tilewright.codegen.triton.plan.tiling import Axis, Shape, scatters, sorts
+from tilewright.codegen.triton.analysis.operations import scatters, sorts
+from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.tile.lower import RANDOM
 from tilewright.ir.expr import walk
 from tilewright.ir.program import Program

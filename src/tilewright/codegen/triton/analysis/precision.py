@@ -1,18 +1,13 @@
-"""What is known of a group's expressions before its Triton kernel is written: which indices fit 32
-bits, which operations need not be exact, which numbers are not only sizes, where stores may meet.
-"""
+"""Which operations need not be exact, as what is seen of their results is rounded anyway."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from tilewright.codegen.triton.analysis.quantise import is_moderate
-from tilewright.codegen.triton.tile.lower import is_index
 from tilewright.codegen.triton.tile.ops import (
     BY_A_SUM,
     COARSE,
@@ -23,16 +18,10 @@ from tilewright.codegen.triton.tile.ops import (
     STEPS,
 )
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
-from tilewright.ir.ops import INDEX_OPS, TABLE
-from tilewright.ir.program import Buffer, Nest, Store
-from tilewright.runtime import HELPERS
+from tilewright.ir.expr import Expr, walk
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.plan.tiling import Shape
-
-LARGEST = 2**31 - 1
-FEW = 8  # loads whose values a thread has room for
 
 
 def may_convert(shape: Shape) -> bool:
@@ -43,25 +32,6 @@ def may_convert(shape: Shape) -> bool:
     along = {frozenset(a.var for a in shape.axes if ix.coefficient(s.index, a.var) is ix.ONE)
              for s in stores}  # fmt: skip
     return len(along) < 2
-
-
-def narrow(exprs: Sequence[Expr], extents: Sequence[Expr], buffers: Sequence[Buffer],
-           largest: int) -> list[Expr] | None:  # fmt: skip
-    """Numbers that must be below 2**31 at a call for 32-bit indices to do; None where they cannot.
-    Lanes outside an axis go `largest` beyond its end. Places that were found before are folded as
-    indices too, however few of them there are."""
-    nodes = list(walk(*exprs))
-    folded = [n.src[1] for n in nodes if n.op == "reduce" and n.arg.kind in ("argmin", "argmax")]
-    extents = [*extents, *(n.src[1] for n in walk(*folded) if n.op == "index")]
-    for e in [*extents, *(n for n in nodes if n.op in INDEX_OPS)]:
-        low, high = ix.bounds(e)
-        if (math.isfinite(high) and high + largest > LARGEST) or (
-            math.isfinite(low) and low < -LARGEST
-        ):
-            return None
-    spans = [span(b.size, b.stride) for b in buffers]
-    assumed = [s for s in dict.fromkeys([*extents, *spans]) if ix.bounds(s)[1] + largest > LARGEST]
-    return None if any(ix.value_of(s) is not None for s in assumed) else assumed
 
 
 def coarse(exprs: Sequence[Expr], results: Sequence[Expr], made: Mapping[str, Expr]
@@ -162,122 +132,6 @@ def _is_step(e: Expr) -> bool:
     return e.op in STEPS or (e.op == "cast" and not e.dtype.is_floating_point)
 
 
-def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
-    """What is loaded for a row as a whole and waits for no fold: under way before the row is
-    walked, or a kernel of many rows would wait for it once for each. Where nothing is folded, all
-    of few loads: none of them stays behind a store, which might be to the same memory for all that
-    a compiler knows."""
-    alone = [m for s, axis in shape.segments if axis is None for m in s.members]
-    found = loads(*(e for m in alone for e in m.exprs))
-    results = [s for m in alone for s in m.stores if s.buffer not in local]
-    if shape.looked_up and not shape.serial:
-        several = len(results) > 1 and any(n.op == "index" for s in results for n in walk(s.index))
-        return first(shape, _beside_looked_up(shape, found, several))
-    waits = len(results) > 1 and len(found) <= FEW and not shape.looked_up
-    if shape.serial or not (shape.inner or waits):
-        return []
-    return first(shape, [*found, *(e for e in _own_rows(shape) if e not in found)])
-
-
-def _beside_looked_up(shape: Shape, found: Sequence[Expr], several: bool) -> list[Expr]:
-    """What does not wait for what is looked up, places first (H200: 256 pairs of images of 65536
-    floats, each pair in the parts of a step that is looked up, 47.6 us, 48.4 us). Where only stores
-    go to such places, if there are `several`."""
-    plain = [e for e in found if not any(n.op == "index" for n in walk(e))]
-    seldom = any(s.mask is not None for m in shape.members for s in m.stores)
-    if (len(plain) == len(found) and not several) or len(plain) > FEW or seldom:
-        return []
-    return sorted(plain, key=lambda e: shape.parallel[-1].var in free_vars(e))
-
-
-def first(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
-    """Those loads that neither a fold nor a store has to come before."""
-    made = frozenset[str]().union(*(m.writes for m in shape.members))
-    return [e for e in found
-            if not any(n.op in ("reduce", "scan") or n.arg in made for n in walk(e))]  # fmt: skip
-
-
-def _own_rows(shape: Shape) -> list[Expr]:
-    """What is loaded for several folds of a row: the second tensor of two does not wait for the
-    first one's fold (H200: cosine similarity of 16384 rows of 4096 bfloat16 61 us, 81 us). Where
-    folds read nothing but rows of all programs, what is read after them, or nothing comes from
-    memory until then (the gradient of a supervised contrast of 8192x8192 bfloat16, in which labels
-    are compared and counted first, 122 us, 139 us). What is the same for all rows comes from the
-    cache soon enough, and would take registers until it is used (its forward pass 155 us with
-    labels loaded where they are compared, 179 us before the largest value is found)."""
-    moved = any(a.lean is not None or a.piece for a in shape.inner)
-    if not shape.persistent or shape.held or shape.packed or shape.odd or moved:
-        return []
-    own = {v for axis in shape.inner for v in axis.loops}
-    many = any(axis.likely > 1 for axis in shape.parallel)
-
-    def along(members: Iterable[Nest]) -> list[Expr]:
-        found = loads(*(e for m in members for e in m.exprs))
-        plain = (e for e in found if not any(n.op == "index" for n in walk(e)))
-        return [e for e in plain if own & free_vars(e.src[0])]
-
-    def is_own(e: Expr) -> bool:
-        return not many or not free_vars(e.src[0]) <= own
-
-    folded = along(m for m in shape.members if m.reduce)
-    late = folded and not any(is_own(e) for e in folded)
-    return [e for e in (along(shape.members) if late else folded) if is_own(e)]
-
-
-def imports(lines: Sequence[str]) -> list[str]:
-    body = "\n".join(lines)
-    helpers = [name for name in HELPERS if re.search(rf"\b{name}\.", body)]
-    found = ["import triton", "import triton.language as tl"]
-    if "libdevice." in body:
-        found.append("from triton.language.extra import libdevice")
-    if helpers:
-        found.append(f"from tilewright.runtime import {', '.join(helpers)}")
-    return found
-
-
-def valued(exprs: Sequence[Expr], stores: Sequence[Store]) -> frozenset[Expr]:
-    """Symbols that are numbers of the program, such as seeds, and not only sizes."""
-    found: set[Expr] = set()
-    for node in walk(*exprs):
-        if node.op == "load":
-            operands = node.src[1:]
-        elif node.op == "index":
-            operands = node.src[:1]
-        elif node.op not in TABLE or (TABLE[node.op].result == "bool" and all(
-            is_index(s) or s.is_const for s in node.src
-        )):  # fmt: skip
-            continue  # index arithmetic, or a comparison of indices
-        else:
-            operands = node.src
-        found |= {s for s in operands if s.op == "sym"}
-    found |= {s.value for s in stores if s.value.op == "sym"}
-    return frozenset(found)
-
-
-def positions(members: Sequence[Nest]) -> dict[str, int]:
-    """Buffers of numbers that are positions and nothing else, and likely how many places there
-    are."""
-    found: dict[str, int] = {}
-    exprs = [e for m in members for e in m.exprs]
-    for node in walk(*exprs):
-        if node.op == "index":
-            size = ix.likely(node.src[1])
-            for n in loads(node.src[0]):
-                found[n.arg] = min(size, found.get(n.arg, size))
-    plain = [rewrite(e, lambda node, src: ix.ZERO if node.op == "index" else None) for e in exprs]
-    for n in loads(*plain):
-        found.pop(n.arg, None)
-    return found
-
-
-def meeting(members: Sequence[Nest], buffers: Mapping[str, Buffer]) -> dict[str, str]:
-    """Buffers that stores may meet in, as they go to positions that were read, and how they combine
-    where what they leave depends on which comes first."""
-    stores = [s for m in members for s in m.stores if any(n.op == "index" for n in walk(s.index))]
-    return {s.buffer: s.mode for s in stores if s.mode == "set" or (
-        s.mode in ("add", "mul") and buffers[s.buffer].dtype.is_floating_point)}  # fmt: skip
-
-
 def _adds_one(e: Expr) -> bool:
     return e.op in ("add", "sub") and any(s.is_const and abs(s.arg) == 1 for s in e.src)
 
@@ -290,7 +144,3 @@ def _is_power_of_minus(e: Expr, x: Expr) -> bool:
 
 def _is_sum(e: Expr) -> bool:
     return e.op == "reduce" and e.arg.kind == "sum"
-
-
-def span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
-    return ix.add(1, *(ix.mul(ix.sub(n, 1), s) for n, s in zip(size, stride, strict=True)))

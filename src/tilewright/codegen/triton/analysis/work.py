@@ -14,16 +14,16 @@ def has_long_code(shape: Shape) -> bool:
     return any(n.op in ("sin", "cos", "tan") for m in shape.members for n in walk(*m.exprs))
 
 
-def folds_many(shape: Shape) -> bool:
-    """Whether a row is folded so often that few threads of many elements have less to do: all of
-    them meet for each fold (H200: four folds of 16384 rows of 4096 bfloat16 38 us by four warps,
-    44 us by eight; of 65536 of 1024 34 us by two rows of a warp, 51 us by two of four; two folds 32
-    us either way)."""
+def reduces_often(shape: Shape) -> bool:
+    """Whether a row is reduced so often that few threads of many elements have less to do: all
+    of them meet for each reduction (H200: four reductions of 16384 rows of 4096 bfloat16 38 us
+    by four warps, 44 us by eight; of 65536 of 1024 34 us by two rows of a warp, 51 us by two of
+    four; two reductions 32 us either way)."""
     folded = {n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
     return len(folded) > 2
 
 
-def is_dear(shape: Shape) -> bool:
+def nests_functions(shape: Shape) -> bool:
     """Whether elements take a function of a function: more threads wait less for each other (H200:
     binary cross entropy of 16384x4096 bfloat16 68.5 us, 72.8 us by sixteen warps)."""
     nodes = {n for m in shape.members for n in walk(*m.exprs)}
@@ -31,16 +31,16 @@ def is_dear(shape: Shape) -> bool:
                and min(TABLE[n.op].cost, TABLE[n.src[0].op].cost) >= 20 for n in nodes)  # fmt: skip
 
 
-def dear_of_each(shape: Shape) -> int:
-    """How many dear functions each element of a row takes: where several, two rows have few threads
-    (H200: softmax of 1024 capped bfloat16 134 us, 138 us by four warps; gumbel softmax of 512
-    floats 96 us, 103 us by four rows of four warps)."""
+def functions_of_each(shape: Shape) -> int:
+    """How many expensive functions each element of a row takes: where several, two rows have few
+    threads (H200: softmax of 1024 capped bfloat16 134 us, 138 us by four warps; gumbel softmax
+    of 512 floats 96 us, 103 us by four rows of four warps)."""
     return sum(n.op in TABLE and TABLE[n.op].cost >= 20 and n.dtype.is_floating_point
                for n in along(shape))  # fmt: skip
 
 
 def along(shape: Shape) -> list[Expr]:
-    """What is computed for each element of a row, and not once of what is folded of it."""
+    """What is computed for each element of a row, and not once of what is reduced of it."""
     own = {v for axis in shape.inner for v in axis.loops}
     found: dict[Expr, None] = dict.fromkeys(own)
     for n in walk(*(e for m in shape.members for e in m.exprs)):
@@ -51,3 +51,15 @@ def along(shape: Shape) -> list[Expr]:
         if moves:
             found[n] = None
     return list(found)
+
+
+def reduces(shape: Shape, *kinds: str) -> bool:
+    """Whether something of these kinds is reduced."""
+    return any(n.op == "reduce" and n.arg.kind in kinds
+               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
+
+
+def is_heavy(shape: Shape) -> bool:
+    """Whether a special function is among the operations: long code, so few elements a thread."""
+    return any(n.op in TABLE and TABLE[n.op].cost >= 60 and n.dtype.is_floating_point
+               for m in shape.members for n in walk(*m.exprs))  # fmt: skip

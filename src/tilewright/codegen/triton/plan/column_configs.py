@@ -1,4 +1,4 @@
-"""Block sizes, warps and stages of kernels whose memory runs across what they fold or scan."""
+"""Block sizes, warps and stages of kernels whose memory runs across what they reduce or scan."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from tilewright.codegen.triton.plan.config import (
-    MOST_WARPS,
-    Config,
-    below,
-    clamp,
-    folds,
-    given_to,
-    power,
-    round_of,
-    sizes,
-    walked_by,
-)
+from tilewright.codegen.triton.analysis.accesses import given_along, read_along, sizes
+from tilewright.codegen.triton.analysis.work import reduces
+from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, below, clamp, power, round_of
 from tilewright.codegen.triton.plan.tiling import (
     NARROWEST_TILE,
     Shape,
@@ -28,24 +19,24 @@ from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
-LONGEST_OF_THREAD = 32  # rows of a column that a thread folds alone: so many loads are under way
+LONGEST_OF_THREAD = 32  # rows of a column that a thread reduces alone: so many loads are in flight
 STEP = "XSTEP"  # columns of a program that has more lanes
 SLID_LANES = 512
 
 
 def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
-    """Whole columns. Short ones that are only folded, each by one thread (H200: 26 rows of 1369912
-    bfloat16 20 us, 106 us by several, eager 26 us), which has as many as it loads at once (24 rows
-    of 20000x100 bfloat16 27 us by four, 32 us by eight; of 20000x101 31 us by one, 33 us; 32 rows
-    of 9566x69 floats 23.3 us by one, 23.9 us by four)."""
+    """Whole columns. Short ones that are only reduced, each by one thread (H200: 26 rows of
+    1369912 bfloat16 20 us, 106 us by several, eager 26 us), which has as many as it loads at
+    once (24 rows of 20000x100 bfloat16 27 us by four, 32 us by eight; of 20000x101 31 us by one,
+    33 us; 32 rows of 9566x69 floats 23.3 us by one, 23.9 us by four)."""
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max(size for _, size in rows)
     walks = [segment for segment, axis in shape.segments if axis is not None]
     folded = len(walks) == 1 and all(m.reduce for m in walks[0].members)
     wide = 32 * vector
-    piece = shape.pieces(x) if looks_up(shape) else 0
-    if 32 <= piece < 2 * wide:  # so what is looked up is the same for all of a program
+    piece = shape.pieces(x) if gathers(shape) else 0
+    if 32 <= piece < 2 * wide:  # so what is gathered is the same for all of a program
         yield Config(((x.block, piece), *rows), piece // 32)
         return
     if folded and longest <= LONGEST_OF_THREAD and x.likely >= 4 * wide * target.sms:
@@ -59,7 +50,7 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         yield Config(((x.block, block), *rows), warps)
 
 
-def looks_up(shape: Shape) -> bool:
+def gathers(shape: Shape) -> bool:
     """Whether where something is read is read."""
     return any(n.op == "index" for m in shape.members for n in walk(*m.exprs))
 
@@ -70,16 +61,16 @@ def pieces_of(dtype: torch.dtype) -> int:
 
 
 def of_slid_columns(shape: Shape) -> Iterable[Config]:
-    """A thread has eight loads of the next round under way while it adds eight up (H200: average
+    """A thread has eight loads of the next round in flight while it adds eight up (H200: average
     over 0 of 109x481x793 bfloat16 26.7 us, 44 us with half as many of twice the threads)."""
     x, r = shape.parallel[0], shape.inner[0]
     if shape.persistent:
-        lanes, count = power(shape.slid), power(r.size or 1)
+        lanes, count = power(shape.staged), power(r.size or 1)
         warps = max(lanes * count // (32 * 64), 2)
         yield Config(((x.block, lanes), (r.block, count)), warps)
         return
     if any(segment.scans for segment, _ in shape.segments):
-        lanes = power(shape.slid)
+        lanes = power(shape.staged)
         for elements in (4096, 2048):
             count = max(8, elements // lanes)
             yield Config(((x.block, lanes), (r.block, count)), min(lanes // 32, 8))
@@ -99,7 +90,7 @@ def _held_columns(shape: Shape, longest: int, folded: bool, vector: int, target:
     with four of 64 columns; of 189x512x515 78 us with sixteen of 32, 97 us with eight)."""
     x, line = shape.parallel[0], 8 * vector
     side, size = _beside(shape, line), max(a.size or 1 for a in shape.inner)
-    given = below(max(1, len(given_to(shape))))
+    given = below(max(1, len(given_along(shape))))
     wide = line if side == line else 4 * line if side < vector and longest <= 32 else 2 * line
     room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), wide)
     tile = 256 * line // (given if side < vector else 1)
@@ -161,7 +152,7 @@ def rows_of_thread(shape: Shape, neighbours: int) -> int:
     sixteen bits are kept as such until they are added."""
     share = 256 if neighbours == 1 or carried(shape) == 8 else 512 if neighbours < 8 else 1024
     most = below(clamp(4, share // (neighbours * carried(shape)), 64))
-    return round_of(shape.inner[0], min(most, 32) if shape.walked else most, 8)
+    return round_of(shape.inner[0], min(most, 32) if shape.prefetched_scan else most, 8)
 
 
 def of_scanned_columns(program: Program, shape: Shape) -> Iterable[Config]:
@@ -178,7 +169,7 @@ def of_scanned_columns(program: Program, shape: Shape) -> Iterable[Config]:
 
 
 def _steps_oddly(shape: Shape) -> bool:
-    """Whether rows of numbers of four bytes begin anywhere. They are not to be fetched ahead:
+    """Whether rows of numbers of four bytes are misaligned. They are not to be fetched ahead:
     Triton 3.6 lays single elements out in shared memory such that all of a row are in one bank
     (H200: sums of 2042 rows of 389 floats, what the backward pass of layer norm leaves, 49 us)."""
     flat = shape.flat()
@@ -188,29 +179,29 @@ def _steps_oddly(shape: Shape) -> bool:
 
 
 def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
-    """128 bytes of a row by 256 rows, the next ones under way (H200: sum of columns of 16384x8192
-    bfloat16 62 us, 69 us in small blocks without); 128 rows of several buffers, if there are many
-    (gradient of bias and gelu 208 us, 213 us by 256, 420 us in small blocks without). Of
-    means and deviations a thread has sixteen rows, all of them under way at once: few threads, for
-    each has its part in joining them in the end (var of 256 rows of 512 columns 67 us with two
-    warps, 69 us with four, 101 us with eight; of 1024 rows of 131072 64 us and 72 us). Programs
-    that are too few to wait for each other's loads have the next ones under way (batch norm,
-    channels last: 28 us, 71 us without). Where several programs are at work on a processor, all of
-    them together have as much under way as one would (sum of 116864 rows of 1155 bfloat16, dealt
-    out to 1155 programs: 66 us by 64 rows, 71 us by 128, 76 us by 256; argmax of 1024 rows of 54784
-    31 us by 32, 34 us by 64, 57 us by 256; bias and gelu backwards of 267421x512 219 us by 64, 234
-    us by 128, of 22666x6487, dealt out to 6487 programs, 241 us and 375 us); half as many of
-    several buffers where nothing is stored (products of 400x300x512 bfloat16 over 1 62 us by 32,
-    67 us by 64; but bias and gelu backwards 231 us by 32). Of many short columns
-    programs take turns anyway (sum over 1 of 1157x167x256 bfloat16 27 us by 64 rows of two warps,
-    34 us ahead with four)."""
+    """128 bytes of a row by 256 rows, the next ones under way (H200: sum of columns of
+    16384x8192 bfloat16 62 us, 69 us in small blocks without); 128 rows of several buffers, if
+    there are many (gradient of bias and gelu 208 us, 213 us by 256, 420 us in small blocks
+    without). Of means and deviations a thread has sixteen rows, all of them in flight at once:
+    few threads, for each has its part in joining them in the end (var of 256 rows of 512 columns
+    67 us with two warps, 69 us with four, 101 us with eight; of 1024 rows of 131072 64 us and 72
+    us). Programs that are too few to wait for each other's loads have the next ones under way
+    (batch norm, channels last: 28 us, 71 us without). Where several programs are at work on an
+    SM, all of them together have as much under way as one would (sum of 116864 rows of 1155
+    bfloat16, split cyclically to 1155 programs: 66 us by 64 rows, 71 us by 128, 76 us by 256;
+    argmax of 1024 rows of 54784 31 us by 32, 34 us by 64, 57 us by 256; bias and gelu backwards
+    of 267421x512 219 us by 64, 234 us by 128, of 22666x6487, split cyclically to 6487 programs,
+    241 us and 375 us); half as many of several buffers where nothing is stored (products of
+    400x300x512 bfloat16 over 1 62 us by 32, 67 us by 64; but bias and gelu backwards 231 us by
+    32). Of many short columns programs take turns anyway (sum over 1 of 1157x167x256 bfloat16 27
+    us by 64 rows of two warps, 34 us ahead with four)."""
     x = shape.parallel[0]
     bx = 8 * vector
     while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
         bx //= 2
     # a running softmax wants rows of one thread, arithmetic of much else wants threads
     exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
-    loaded = walked_by(shape)
+    loaded = read_along(shape)
     count = max(len(loaded), 1)  # what is computed of its place alone loads nothing
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
     choices = [(bx, 256, share, 3), (bx, 128, share, 3), (bx, 64, 8, 3), (bx, 256, share, 1),
@@ -219,8 +210,8 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
         choices[:2] = choices[1::-1]
     if vector == 8 and any(segment.scans for segment, _ in shape.segments):
         choices.insert(0, (32, 128, 32, 3))  # 8192x8192 bfloat16 131 us, 240 us by 64 columns
-    together = round(x.likely / (bx * max(target.sms, 1)))  # programs on a processor
-    places = folds(shape, "argmin", "argmax")
+    together = round(x.likely / (bx * max(target.sms, 1)))  # programs on an SM
+    places = reduces(shape, "argmin", "argmax")
     stored = len(shape.segments) == 1 and any(not m.reduce for m in shape.members)
     if together > 1 and (stored or not exponentials) and choices[0][0] == bx:
         most, each = (128, 32) if places else (256, share)
@@ -228,12 +219,12 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
         br = clamp(least, below(most // (below(together) * count)), most)
         if all(a.likely > 2 * br for a in shape.inner):
             choices.insert(0, (bx, br, each, 4 if br < 64 else 3))
-    if folds(shape, "welford"):
+    if reduces(shape, "welford"):
         choices = [(bx, 128, 16 * vector, 1), (bx, 64, 4 * vector, 4), (bx, 128, 8 * vector, 3),
                    (bx, 128, 8 * vector, 1)]  # fmt: skip
         if x.likely < 8 * bx * target.sms:
             choices[:2] = choices[1::-1]
-    short = 512 if folds(shape, "welford") else 256
+    short = 512 if reduces(shape, "welford") else 256
     if together >= 8 and all(a.likely <= short for a in shape.inner) and not (
         places or exponentials or stored):  # fmt: skip
         choices.insert(0, (bx, 64, below(8 * vector // count), 1))
@@ -244,4 +235,4 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
         longest = max(size for _, size in rows)
         block = min(columns, power(x.likely))
         warps = clamp(1, longest * block // (32 * each), MOST_WARPS)
-        yield Config(((x.block, block), *rows), warps, ahead=ahead if shape.ahead else 0)
+        yield Config(((x.block, block), *rows), warps, ahead=ahead if shape.pipelined else 0)

@@ -1,4 +1,4 @@
-"""One way to run a kernel, and what decides on the sizes of its blocks."""
+"""One way to run a kernel: the sizes of its blocks, warps, stages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tilewright.codegen.triton.plan.tiling import (
-    Axis,
-    Shape,
-    is_looked_up,
-)
-from tilewright.ir import index as ix
-from tilewright.ir.expr import free_vars, loads, walk
-from tilewright.ir.ops import TABLE
-from tilewright.ir.program import Program, StoreMode
+from tilewright.codegen.triton.plan.tiling import Axis
 
 MOST_WARPS = 32
 LONG_ROW = 1 << 14  # elements of a row of which each program has a piece
@@ -27,14 +19,15 @@ class Config:
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int = 2
-    ahead: int = 0  # rounds of a loop whose loads are under way, where it may run ahead
-    held: int | None = None  # whether rows are held or walked, of a kernel that does either
+    ahead: int = 0  # rounds of a loop whose loads are in flight, where it may run ahead
+    persistent: int | None = None  # whether rows are held or walked, of a kernel that does either
     registers: int | None = None  # the most of a thread, where the compiler would take more
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
         stages = (("STAGES", self.ahead),) if self.ahead else ()
-        return (*self.blocks, *stages, *(() if self.held is None else (("HELD", self.held),)))
+        either = () if self.persistent is None else (("HELD", self.persistent),)
+        return (*self.blocks, *stages, *either)
 
     @property
     def kwargs(self) -> dict[str, int]:
@@ -58,79 +51,6 @@ def below(n: int) -> int:
 
 def clamp(low: int, n: int, high: int) -> int:
     return max(low, min(n, high))
-
-
-def vector_of(program: Program, shape: Shape) -> int:
-    """Elements in sixteen bytes of the narrowest buffer the kernel walks."""
-    return clamp(4, 16 // min(sizes(program, shape), default=4), 8)
-
-
-def sizes(program: Program, shape: Shape) -> list[int]:
-    """The sizes of all that the kernel reads and writes."""
-    return [program.buffers[b].dtype.itemsize for m in shape.members for b in m.reads | m.writes]
-
-
-def floats_of(program: Program, shape: Shape) -> list[int]:
-    """The sizes of the numbers that the kernel reads and writes, which are computed as no less than
-    sixteen bits."""
-    kinds = {program.buffers[b].dtype for m in shape.members for b in m.reads | m.writes}
-    return [max(2, kind.itemsize) for kind in kinds if kind.is_floating_point]
-
-
-def folds(shape: Shape, *kinds: str) -> bool:
-    """Whether something of these kinds is folded."""
-    return any(n.op == "reduce" and n.arg.kind in kinds
-               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
-
-
-def is_heavy(shape: Shape) -> bool:
-    """Whether a special function is among the operations: long code, so few elements a thread."""
-    return any(n.op in TABLE and TABLE[n.op].cost >= 60 and n.dtype.is_floating_point
-               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
-
-
-def reads_rows(shape: Shape) -> bool:
-    """Whether rows are read that are looked up."""
-    x = shape.parallel[-1]
-    flat = shape.flat()
-    return any(
-        ix.coefficient(n.src[0], x.var) is ix.ONE and is_looked_up(n.src[0])
-        for m in flat.members
-        for n in loads(*m.exprs)
-    )
-
-
-def writes_rows(shape: Shape, mode: StoreMode) -> bool:
-    """Whether rows are stored so at places that are looked up."""
-    x = shape.parallel[-1]
-    return any(s.mode == mode and is_looked_up(s.index)
-               and ix.coefficient(s.index, x.var) is ix.ONE
-               for m in shape.flat().members for s in m.stores)  # fmt: skip
-
-
-def in_pairs(shape: Shape) -> bool:
-    """Whether rows are folded with others, all of which come again with others, be it that they are
-    looked up in one table: they come from the cache, and what threads do to meet is seen."""
-    own = {v for a in shape.inner for v in a.loops}
-    outer = {v for a in shape.parallel for v in a.loops}
-    rows = {n for m in shape.members for n in loads(*m.exprs) if own & free_vars(n.src[0])}
-    found = {n.arg for n in rows if is_looked_up(n.src[0])}
-    looked_up = [n for n in rows if n.arg in found]
-    again = len(looked_up) > len(found) or not found
-    stored = any(own & free_vars(s.index) for m in shape.members for s in m.stores)
-    return not stored and again and len(rows) > 1 and all(
-        n in looked_up or outer - free_vars(n.src[0]) for n in rows)  # fmt: skip
-
-
-def walked_by(shape: Shape) -> set[str]:
-    """What is loaded along rows or columns."""
-    inner = {v for a in shape.inner for v in a.loops}
-    return {n.arg for m in shape.members for n in loads(*m.exprs) if inner & free_vars(n)}
-
-
-def given_to(shape: Shape) -> set[str]:
-    """What is loaded so, and not made by the kernel itself."""
-    return walked_by(shape).difference(*(m.writes for m in shape.members))
 
 
 def round_of(axis: Axis, most: int, least: int) -> int:

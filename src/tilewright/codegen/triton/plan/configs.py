@@ -10,25 +10,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tilewright.codegen.triton.analysis.work import has_long_code
+from tilewright.codegen.triton.analysis.accesses import reads_rows, sizes, vector_of, writes_rows
+from tilewright.codegen.triton.analysis.work import has_long_code, is_heavy
 from tilewright.codegen.triton.plan.column_configs import (
     of_columns,
     of_long_columns,
     of_scanned_columns,
     of_slid_columns,
 )
-from tilewright.codegen.triton.plan.config import (
-    LONG_ROW,
-    MOST_WARPS,
-    Config,
-    clamp,
-    is_heavy,
-    power,
-    reads_rows,
-    sizes,
-    vector_of,
-    writes_rows,
-)
+from tilewright.codegen.triton.plan.config import LONG_ROW, MOST_WARPS, Config, clamp, power
 from tilewright.codegen.triton.plan.grid_order import columns_at_once
 from tilewright.codegen.triton.plan.row_configs import (
     of_held_rows,
@@ -44,7 +34,7 @@ from tilewright.codegen.triton.plan.tiling import (
     is_narrow,
 )
 from tilewright.codegen.triton.strategies.unrolled_columns import of_unrolled
-from tilewright.codegen.triton.tile.interleaved import is_even, pairs, step
+from tilewright.codegen.triton.tile.interleaved import interleaved, is_even, step
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.ir.ops import TABLE
@@ -52,8 +42,8 @@ from tilewright.ir.program import Program
 from tilewright.schedule.nests.hints import hint_product
 from tilewright.target import Target
 
-SAMPLES = 8  # elements looked up for one
-MOST_READ = 160  # bytes that a thread has under way where nothing is folded
+SAMPLES = 8  # elements gathered for one
+MOST_READ = 160  # bytes that a thread has under way where nothing is reduced
 
 
 def _is_seldom(shape: Shape) -> bool:
@@ -70,27 +60,27 @@ def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...
         found = [Config(((shape.parallel[0].block, 1),), 1)]
     elif shape.family == "poi":
         x = shape.parallel[0]
-        if shape.looked_up:
+        if shape.gathered:
             few = columns_at_once(program.buffers, shape, target)
             found = [*_columns_first(shape, vector, few), *_row_pieces(shape, vector, target)]
         else:
             many = 1 if heavy else _at_once(program, shape, vector)
             found = (_tiled(program, shape, target) if shape.rank > 1 else list(_sampled(shape))
                      or [*_looked_up(shape, target), *_flat(x, many, target)])  # fmt: skip
-    elif shape.held:
+    elif shape.chunk:
         found = of_held_rows(program, shape)
-    elif shape.slid:
+    elif shape.staged:
         found = of_slid_columns(shape)
     elif shape.unrolled:
         found = of_unrolled(program, shape)
-    elif shape.alone:
+    elif shape.column_threads:
         found = of_scanned_columns(program, shape)
-    elif shape.under_way:
-        (x,), (r,), size = shape.parallel, shape.inner, shape.under_way
-        found = [Config(((x.block, 1), (r.block, size)), size // (32 * r.piece))]
-    elif shape.walked:
+    elif shape.preloaded:
+        (x,), (r,), size = shape.parallel, shape.inner, shape.preloaded
+        found = [Config(((x.block, 1), (r.block, size)), size // (32 * r.vector))]
+    elif shape.prefetched_scan:
         found = of_walked_rows(program, shape, target)
-    elif shape.shared:
+    elif shape.row_programs:
         found = of_shared_rows(shape, vector)
     elif not shape.persistent:
         found = (
@@ -123,7 +113,7 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
     if shape.scattered:  # halves of rotary embeddings of 80 bfloat16: 44.9 us, 50.5 us by eight
         return 2
     flat = shape.flat()
-    known, _ = pairs(flat, program.buffers, frozenset())
+    known, _ = interleaved(flat, program.buffers, frozenset())
     axis = flat.parallel[-1]
     apart = {n.arg for m in flat.members for n in loads(*m.exprs)
              if n not in known and 2 <= step(n.src[0], axis) <= 8}  # fmt: skip
@@ -190,9 +180,9 @@ def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
 
 
 def _sampled(shape: Shape) -> Iterable[Config]:
-    """One element a thread where many are looked up for it: no access has neighbours, and the
-    places of all have registers (H200: three channels sampled by four neighbours each 97 us, 119 us
-    by four elements)."""
+    """One element a thread where many are gathered for it: no access has neighbours, and the
+    places of all have registers (H200: three channels sampled by four neighbours each 97 us, 119
+    us by four elements)."""
     (x,) = shape.parallel
     if sum(bool(loads(n.src[0])) for n in loads(*(e for m in shape.members for e in m.exprs))
            ) >= SAMPLES:  # fmt: skip
@@ -200,9 +190,9 @@ def _sampled(shape: Shape) -> Iterable[Config]:
 
 
 def _looked_up(shape: Shape, target: Target) -> Iterable[Config]:
-    """Large blocks where each element is looked up in a row: more of what a program has read of it
-    is read again while it is in cache (H200: gather of 1931 rows of 10600 float16 70 us, 81 us by
-    2048; of 1000 rows of 16384 floats 80 us, 113 us by 1024)."""
+    """Large blocks where each element is gathered in a row: more of what a program has read of
+    it is read again while it is in cache (H200: gather of 1931 rows of 10600 float16 70 us, 81
+    us by 2048; of 1000 rows of 16384 floats 80 us, 113 us by 1024)."""
     (x,) = shape.parallel
     if x.likely >= 8192 * target.sms and any(
         free_vars(i) for m in shape.members for n in loads(*m.exprs)
@@ -212,10 +202,10 @@ def _looked_up(shape: Shape, target: Target) -> Iterable[Config]:
 
 def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     """Square tiles, as far as the loops are long enough; large ones where memory is all there is
-    to wait for (H200: 8191x8191 bfloat16 transposed 87 us, 122 us in tiles of 64 by 64; 512x400x640
-    turned around 138 us, 150 us; 8191x8191 float32 155 us, 187 us). Small ones where what is loaded
-    at once cannot be stored so (559x363x1024 bfloat16 turned 228 us, 315 us). A second tile that
-    would be almost empty is part of the first (rows of 134: 178 us, 205 us)."""
+    to wait for (H200: 8191x8191 bfloat16 transposed 87 us, 122 us in tiles of 64 by 64;
+    512x400x640 reversed 138 us, 150 us; 8191x8191 float32 155 us, 187 us). Small ones where what
+    is loaded at once cannot be stored so (559x363x1024 bfloat16 turned 228 us, 315 us). A second
+    tile that would be almost empty is part of the first (rows of 134: 178 us, 205 us)."""
     *rest, y, x = shape.parallel
     fixed = tuple((a.block, clamp(1, power(a.likely), 8)) for a in rest)
     choices = [(64, 64, 8), (32, 64, 4), (64, 32, 4), (32, 32, 4), (128, 32, 8), (8, 128, 4)]
@@ -259,13 +249,13 @@ def _columns_first(shape: Shape, vector: int, most: int) -> Iterable[Config]:
 
 def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     """Short pieces of many rows (H200: 65536 rows of 2048 bfloat16 124 us with 64 pieces of 128,
-    133 us with one of 1024); blocks that divide a row need no mask. With no more registers than let
-    all threads run (gradient of cross entropy of 8192x32000 bfloat16 255 us with 32, 277 us with
-    34; of 50257 420 us, 444 us with 40). Where each row looks up many, one at a time (gathered
-    gradients of 2048 bfloat16 132 us, 200 us in short pieces). Where rows are looked up, few of
-    them: what a program waits for first is not to hold up much (2358 rows of 5159 bfloat16 15.1 us
-    by two, 19.5 us by sixteen; 14367 of 743 14.6 us, 18.5 us; 2227 of 4040 floats 19.7 us, 20.3 us;
-    65536 of 2048 bfloat16 125 us either way)."""
+    133 us with one of 1024); blocks that divide a row need no mask. With no more registers than
+    let all threads run (gradient of cross entropy of 8192x32000 bfloat16 255 us with 32, 277 us
+    with 34; of 50257 420 us, 444 us with 40). Where each row gathers many, one at a time
+    (gathered gradients of 2048 bfloat16 132 us, 200 us in short pieces). Where rows are
+    gathered, few of them: what a program waits for first is not to hold up much (2358 rows of
+    5159 bfloat16 15.1 us by two, 19.5 us by sixteen; 14367 of 743 14.6 us, 18.5 us; 2227 of 4040
+    floats 19.7 us, 20.3 us; 65536 of 2048 bfloat16 125 us either way)."""
     y, x = shape.parallel
     size = x.size or x.likely
     even = size & -size
@@ -297,8 +287,8 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if size >= LONG_ROW:  # one row (849 of 100277 bfloat16 85 us, 95 us; 300 floats 65 us, 85 us)
         for registers in (32, None):
             yield Config(((y.block, 1), (x.block, 512 * vector)), 8, registers=registers)
-    # of rows that begin anywhere longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
-    lengths = (64, 128, 32) if x.lean is not None else (16, 128, 32)
+    # of misaligned rows longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)
+    lengths = (64, 128, 32) if x.start is not None else (16, 128, 32)
     most: list[int | None] = [32, None, None, None]  # as many threads as there is room for
     for piece, registers in zip((n * vector for n in (lengths[0], *lengths)), most, strict=True):
         bx = min(even, piece) if even >= 16 * vector else min(power(size), piece)

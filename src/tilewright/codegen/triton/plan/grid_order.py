@@ -1,6 +1,6 @@
 """Rows that come again: the order of the programs of a tile.
 
-Programs run through the columns of their rows first, as memory does. Rows that are looked up more
+Programs run through the columns of their rows first, as memory does. Rows that are gathered more
 than once in a table that does not fit in cache come from memory each time so. Where the rows run
 first, only a piece of each is in use at a time, and all of these pieces together do fit.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tilewright.codegen.triton.plan.tiling import Shape, is_looked_up, is_narrow
+from tilewright.codegen.triton.analysis.operations import is_gathered
+from tilewright.codegen.triton.plan.tiling import Shape, is_narrow
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads
 from tilewright.ir.program import Buffer
@@ -32,7 +33,7 @@ def columns_at_once(buffers: Mapping[str, Buffer], shape: Shape, target: Target)
     (H200: 256 images of 150528 floats mixed with others of them 83 us, 104 us image by image;
     1048576 rows of 128 floats of 65536, added to as many others, 170 us by 32 columns, 173 us by
     64, 207 us by 16, 247 us by all)."""
-    if not shape.looked_up or len(shape.parallel) != 2:
+    if not shape.gathered or len(shape.parallel) != 2:
         return 0
     *_, x = shape.parallel
     rows, others = _tables(shape)
@@ -51,8 +52,8 @@ def columns_at_once(buffers: Mapping[str, Buffer], shape: Shape, target: Target)
 
 
 def _tables(shape: Shape) -> tuple[dict[str, int], set[str]]:
-    """The buffers of which rows are looked up, be it to add to them, and how many rows of each the
-    kernel touches; and all others that it has rows of."""
+    """The buffers of which rows are gathered, be it to add to them, and how many rows of each
+    the kernel touches; and all others that it has rows of."""
     flat = shape.flat()
     y, x = flat.parallel
     places: list[tuple[str, Expr, bool]] = []
@@ -60,6 +61,6 @@ def _tables(shape: Shape) -> tuple[dict[str, int], set[str]]:
         places += [(n.arg, n.src[0], True) for n in loads(*m.exprs)]
         places += [(s.buffer, s.index, s.mode != "set") for s in m.stores]
     along = {p for p in places if ix.coefficient(p[1], x.var) is ix.ONE}
-    found = {b for b, index, again in along if again and is_looked_up(index)}
+    found = {b for b, index, again in along if again and is_gathered(index)}
     rows = {b: y.likely * sum(b == other for other, _, _ in along) for b in found}
     return rows, {b for b, _, _ in along}

@@ -58,35 +58,35 @@ def residency(shape: Shape) -> str:
     if not shape.inner:
         return "each element once"
     what = "columns" if shape.across else "rows"
-    if shape.tiled:
-        return f"{what} in registers, in tiles of {shape.held}, several by a warp"
-    if shape.held:
-        return f"{what} in registers, in chunks of {shape.held}, as they are in memory"
+    if shape.short:
+        return f"{what} in registers, in tiles of {shape.chunk}, several by a warp"
+    if shape.chunk:
+        return f"{what} in registers, in chunks of {shape.chunk}, as they are in memory"
     if shape.persistent:
         return f"{what} in registers, in one block"
-    if shape.under_way:
-        return f"all chunks of {shape.under_way} of {what} are loaded before one is scanned"
+    if shape.preloaded:
+        return f"all chunks of {shape.preloaded} of {what} are loaded before one is scanned"
     if shape.unrolled:
         return f"{what} unrolled, an element at a time"
-    prefetched = shape.walked or shape.fetched
+    prefetched = shape.prefetched_scan or shape.prefetched
     return f"loop over blocks of {what}" + (", the next block prefetched" if prefetched else "")
 
 
 def cooperation(shape: Shape) -> str:
     """Which programs have a row or column."""
-    if not shape.shared:
+    if not shape.row_programs:
         return "one program"
-    waits = "the last one finishes it" if shape.in_turn and not shape.again else "they meet"
-    return f"{shape.shared} programs; {waits}"
+    waits = "the last one finishes it" if shape.ticketed and not shape.reread else "they meet"
+    return f"{shape.row_programs} programs; {waits}"
 
 
 def access(shape: Shape) -> str:
     """How what runs along memory is moved."""
     if shape.packed:
         return "several rows as one piece, transposed through shared memory"
-    if shape.slid:
-        return f"whole misaligned rows of {shape.slid}, shifted in shared memory"
-    pieces = {a.piece: a for a in shape.axes if a.lean is not None}
+    if shape.staged:
+        return f"whole misaligned rows of {shape.staged}, shifted in shared memory"
+    pieces = {a.vector: a for a in shape.axes if a.start is not None}
     if pieces:
         piece, axis = max(pieces.items())
         if axis.slack and piece == 2:
@@ -95,7 +95,7 @@ def access(shape: Shape) -> str:
             return f"misaligned rows peeled: {piece} elements at once, head and tail beside"
         if piece > 16:
             return f"the first {piece} elements of a row, then the remainder"
-    if shape.odd:
+    if shape.misaligned:
         return "misaligned rows, element by element"
     return "direct"
 

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
 
+from tilewright.codegen.triton.analysis.operations import scatters, sorts
 from tilewright.codegen.triton.rewrite.loop_order import (
     SHORTEST_TILE,
     longest_first,
@@ -20,9 +21,9 @@ from tilewright.codegen.triton.rewrite.loop_order import (
     read_in_pieces,
     strides_of,
 )
-from tilewright.codegen.triton.rewrite.reverse_scan import turned_around
-from tilewright.codegen.triton.rewrite.split_pairs import without_pairs
-from tilewright.codegen.triton.rewrite.unroll_channels import without_channels
+from tilewright.codegen.triton.rewrite.reverse_scan import with_forward_scans
+from tilewright.codegen.triton.rewrite.split_pairs import split_pairs
+from tilewright.codegen.triton.rewrite.unroll_channels import unroll_channels
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import TABLE
@@ -33,12 +34,12 @@ from tilewright.schedule.fusion.row_column import LONGEST_CACHED
 from tilewright.schedule.nests.access import disjoint
 from tilewright.schedule.nests.hints import hint, hint_product
 from tilewright.schedule.nests.segments import Segment, merge_loops, segments_of, without_scan
-from tilewright.schedule.nests.transform import is_fold, rename, substitute_nest
+from tilewright.schedule.nests.transform import reduces_or_scans, rename, substitute_nest
 
 MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive at once
 LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as fast in a loop
 NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
-SHORTEST_COLUMN = 64  # rows below which columns are folded at once
+SHORTEST_COLUMN = 64  # rows below which columns are reduced at once
 SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
 SHORTEST_ROW = 64  # elements worth looking up where they are once
 SPARSEST_TILE = 256  # elements of a row, a quarter of them empty, that is no tile
@@ -55,8 +56,8 @@ class Axis:
     loops: tuple[Expr, ...]  # outermost first
     dim: int  # of the tile
     _: KW_ONLY
-    lean: Expr | None = None  # where a row along it begins in memory, if its lanes begin before it
-    piece: int = 0  # lanes that move at once then
+    start: Expr | None = None  # where a row along it begins in memory, if its lanes begin before it
+    vector: int = 0  # lanes that move at once then
 
     @cached_property
     def extent(self) -> Expr:
@@ -96,7 +97,7 @@ class Axis:
     @property
     def slack(self) -> int:
         """The most lanes before a row."""
-        return 0 if self.lean is None or self.lean is ix.ZERO else self.piece - 1
+        return 0 if self.start is None or self.start is ix.ZERO else self.vector - 1
 
 
 Placed = tuple[Segment, Axis | None]  # a segment, and the axis of its own loops
@@ -114,28 +115,28 @@ class Shape:
     rank: int
     persistent: bool = True
     across: bool = False  # memory runs along the parallel axis, not along the rows
-    ahead: bool = False  # loads of later rounds of its loops may be under way
+    pipelined: bool = False  # loads of later rounds of its loops may be in flight
     scattered: bool = False  # stores are in pieces, in the order of what is read
-    looked_up: bool = False  # of the axes of a tile, the outer ones say which rows are read
-    again: bool = False  # rows are walked more than once
-    shared: int = 0  # programs that walk each row together
-    in_turn: bool = False  # these are more than run at once
-    walked: bool = False  # rows are scanned block by block, with the next one under way
-    under_way: int = 0  # elements of the pieces of these, where all of them are
-    alone: bool = False  # a thread scans a column, or several
-    unrolled: bool = False  # columns are folded row by row, without a loop
-    back: bool = False  # scans run from the last point to the first
-    fetched: bool = False  # rows are folded block by block, with the next one under way
+    gathered: bool = False  # of the axes of a tile, the outer ones say which rows are read
+    reread: bool = False  # rows are walked more than once
+    row_programs: int = 0  # programs that walk each row together
+    ticketed: bool = False  # these are more than run at once
+    prefetched_scan: bool = False  # rows are scanned block by block, with the next one under way
+    preloaded: int = 0  # elements of the pieces of these, where all of them are
+    column_threads: bool = False  # a thread scans a column, or several
+    unrolled: bool = False  # columns are reduced row by row, without a loop
+    reverse_scan: bool = False  # scans run from the last point to the first
+    prefetched: bool = False  # rows are reduced block by block, with the next one under way
     serial: tuple[Expr, ...] = ()  # loops run in order around the segments
     total: frozenset[str] = frozenset()  # members that fold both their rows and the serial loops
-    odd: bool = False  # rows begin anywhere in memory: they are moved by single elements
+    misaligned: bool = False  # rows are misaligned in memory: they are moved by single elements
     packed: bool = False  # and lie one after the other: those of a program are loaded as one
-    slid: int = 0  # columns beside each other, which are loaded in whole pieces of their rows
-    held: int = 0  # elements of the pieces that a program holds a row in
-    tiled: bool = False  # these are narrow, and a warp has several rows
-    each: int = 0  # elements of a row, or of a plane of it, that one of several programs holds
+    staged: int = 0  # columns beside each other, which are loaded in whole pieces of their rows
+    chunk: int = 0  # elements of the pieces that a program holds a row in
+    short: bool = False  # these are narrow, and a warp has several rows
+    part: int = 0  # elements of a row, or of a plane of it, that one of several programs holds
     planes: tuple[Expr, ...] = ()  # loops of which each of the programs of a row has some points
-    several: int = 1  # neighbouring points of the last of these
+    planes_each: int = 1  # neighbouring points of the last of these
     ragged: Mapping[Expr, Expr] = field(default_factory=dict[Expr, Expr])
     members: tuple[Nest, ...] = ()
 
@@ -184,7 +185,7 @@ class Shape:
     @property
     def parts(self) -> int:
         """Of a row that is held, or of a plane of it."""
-        return -(-(self.inner[0].size or 0) // self.each) if self.each else 1
+        return -(-(self.inner[0].size or 0) // self.part) if self.part else 1
 
     @cached_property
     def axes(self) -> list[Axis]:
@@ -206,26 +207,26 @@ def shape_of(program: Program, group: Group) -> Shape | str:
     """The shape of a group's kernel, or why Triton cannot express it."""
     if all(v in group.outer or v in group.serial for m in group.members for v in all_loops(m)):
         group = replace(group, serial=())  # nothing is inside: the serial loops are the rows
-    group, back = turned_around(group)
+    group, back = with_forward_scans(group)
     group, ragged = _regular(group)
     if ragged is None:
         return "the length of a loop depends on another in an unknown way"
     members, outer = ordered_loops(list(group.members), without_scan(group))
     if not group.serial and not ragged:
-        members, outer = without_pairs(*without_channels(members, outer))
+        members, outer = split_pairs(*unroll_channels(members, outer))
         # pieces of a concatenation are as long as their rows together (H200: three of 359x24x1747
         # bfloat16 side by side 45 us, 73 us with a place in its row for each element)
         members, outer, _ = merge_loops(members, outer, compared=True)
     segments = segments_of([_inside(m, group.serial) for m in members], (*outer, *group.serial))
     for segment in segments:
         if segment.loops and segment.reduce:
-            return "a fold has loops of its own inside the shared ones"
+            return "a reduction has loops of its own inside the shared ones"
         if segment.scans and len(segment.inner) != 1:
             return "a scan has loops of its own beside the one it runs along"
     placed = _inner_axes(segments)
     members = [m for s, _ in placed for m in s.members]
     # loops that have the same names now are one (H200: averages of 256x384x768 float16 by a mask
-    # that is summed too 52 us, 181 us held for two folds)
+    # that is summed too 52 us, 181 us held for two reductions)
     placed = _inner_axes(segments_of(members, (*outer, *group.serial)))
     if not any(axis for _, axis in placed) and not group.serial:
         parallel, looked_up = _tiles(program, members, outer), False
@@ -236,25 +237,25 @@ def shape_of(program: Program, group: Group) -> Shape | str:
             looked_up = len(parallel) > 1
         scattered = read_in_pieces(members) is not None
         shape = Shape(parallel, placed, max(1, len(parallel)), scattered=scattered,
-                      looked_up=looked_up, ragged=ragged, members=tuple(members))  # fmt: skip
+                      gathered=looked_up, ragged=ragged, members=tuple(members))  # fmt: skip
         return cannot_hand_over(group, shape) or shape
     total = frozenset(m.name for m in group.members if any(v in m.reduce for v in group.serial)
                       and any(v not in group.serial for v in m.reduce))  # fmt: skip
     shape = Shape((Axis("x", outer, 0),), placed, 2, serial=group.serial, total=total,
-                  back=back, ragged=ragged, members=tuple(members), shared=group.shared,
-                  in_turn=group.in_turn)  # fmt: skip
+                  reverse_scan=back, ragged=ragged, members=tuple(members),
+                  row_programs=group.row_programs, ticketed=group.ticketed)  # fmt: skip
     shape = replace(shape, across=_runs_across(program, shape))
-    shape = replace(shape, persistent=not group.shared and (_fits(shape) or sorts(members)))
-    shape = replace(shape, ahead=_may_run_ahead(group, shape))
+    shape = replace(shape, persistent=not group.row_programs and (_fits(shape) or sorts(members)))
+    shape = replace(shape, pipelined=_may_run_ahead(group, shape))
     if group.serial and not shape.persistent:
         return "rows that do not fit in registers cannot share serial loops"
     return cannot_hand_over(group, shape) or cannot_share(shape) or shape
 
 
-def otherwise(group: Group, shape: Shape) -> Shape | str:
+def other_residency(group: Group, shape: Shape) -> Shape | str:
     """The same kernel with its rows walked instead of held, or held instead of walked, where both
     are worth measuring."""
-    if len(shape.inner) != 1 or shape.serial or shape.shared or shape.across or shape.ragged:
+    if len(shape.inner) != 1 or shape.serial or shape.row_programs or shape.across or shape.ragged:
         return "only rows along memory that one program has can be either"
     size = shape.inner[0].size
     if size is None or not SHORTEST_WALK <= size <= MOST_KEPT // 2:
@@ -267,7 +268,7 @@ def otherwise(group: Group, shape: Shape) -> Shape | str:
 
 def cannot_share(shape: Shape) -> str:
     """What a program reads of a shared row that another may write."""
-    if not shape.shared:
+    if not shape.row_programs:
         return ""
     flat = shape.flat()
     made = {(s.buffer, s.index) for m in flat.members for s in m.stores}
@@ -282,8 +283,8 @@ def cannot_share(shape: Shape) -> str:
 
 
 def _inside(nest: Nest, serial: tuple[Expr, ...]) -> Nest:
-    """The nest at one iteration of the serial loops: what it folds over them, it accumulates, for
-    each point of the loops inside."""
+    """The nest at one iteration of the serial loops: what it reduces over them, it accumulates,
+    for each point of the loops inside."""
     if not any(v in nest.reduce for v in serial):
         return nest
     return replace(nest, loops=(*nest.loops, *nest.reduce), reduce=())
@@ -291,7 +292,7 @@ def _inside(nest: Nest, serial: tuple[Expr, ...]) -> Nest:
 
 def accumulates(nest: Nest, serial: tuple[Expr, ...]) -> bool:
     """Whether a nest of the shape folds over the serial loops."""
-    return bool(serial) and not nest.reduce and is_fold(nest, "reduce")
+    return bool(serial) and not nest.reduce and reduces_or_scans(nest, "reduce")
 
 
 # ---- loops that end sooner in a last chunk
@@ -405,7 +406,7 @@ def _runs_across(program: Program, shape: Shape) -> bool:
 
 def _is_beyond_cache(shape: Shape) -> bool:
     """Whether rows are walked again that are too long for all at work to stay in cache."""
-    if shape.persistent or shape.shared or len(shape.inner) != 1:
+    if shape.persistent or shape.row_programs or len(shape.inner) != 1:
         return False
     walks = sum(axis is not None for _, axis in shape.segments)
     return walks > 1 and (shape.inner[0].size or 0) >= LONGEST_CACHED
@@ -415,7 +416,7 @@ def is_one_walk(shape: Shape) -> bool:
     """Whether even rows of one tensor are walked once, to add them up or the like: there is nothing
     to wait for but memory."""
     walks = [s for s, axis in shape.segments if axis is not None]
-    if shape.persistent or shape.shared or shape.across or shape.ragged or len(walks) != 1:
+    if shape.persistent or shape.row_programs or shape.across or shape.ragged or len(walks) != 1:
         return False
     members, own = walks[0].members, {v for axis in shape.inner for v in axis.loops}
     nodes = list(walk(*(e for m in members for e in m.exprs)))
@@ -424,12 +425,12 @@ def is_one_walk(shape: Shape) -> bool:
     return (len(read) == 1 and all(n.dtype.itemsize > 1 for n in read)
             and all(m.reduce for m in members) and not any(n.op == "exp" for n in nodes)
             and not kinds & {"welford", "argmin", "argmax"}
-            and all((a.size or 1) % 8 == 0 and a.lean is None for a in shape.inner))  # fmt: skip
+            and all((a.size or 1) % 8 == 0 and a.start is None for a in shape.inner))  # fmt: skip
 
 
 def _may_run_ahead(group: Group, shape: Shape) -> bool:
-    """Whether a loop is worth having later rounds' loads under way, and nothing is loaded that the
-    kernel has stored: what is read where it was just written is no load."""
+    """Whether a loop is worth having later rounds' loads in flight, and nothing is loaded that
+    the kernel has stored: what is read where it was just written is no load."""
     long = is_one_walk(shape) and all((a.size or 0) >= LONG_WALK for a in shape.inner)
     if not (group.serial or (shape.across and not shape.persistent) or _is_beyond_cache(shape)
             or long):  # fmt: skip
@@ -438,7 +439,7 @@ def _may_run_ahead(group: Group, shape: Shape) -> bool:
     made: set[tuple[str, Expr]] = set()
     for segment, axis in shape.flat().segments:
         mine: set[tuple[str, Expr]] = set()  # what only this loop knows
-        if not group.serial:  # a fold is stored after its loop
+        if not group.serial:  # a reduction is stored after its loop
             stored |= {b for m in segment.members if not m.reduce for b in m.writes} - group.local
         for m in segment.members:
             for n in loads(*m.exprs):
@@ -480,7 +481,7 @@ def cannot_hand_over(group: Group, shape: Shape) -> str:
             gone = any(n.arg in rewritten or own.get(n.arg, n.src[0]) is not n.src[0]
                        for n in _behind(maker, makers, group.local))  # fmt: skip
             twice = sum(i is node.src[0] for i in stored.get(node.arg, ())) > 1
-            if gone or twice or is_fold(maker, "scan"):
+            if gone or twice or reduces_or_scans(maker, "scan"):
                 return f"{node.arg} cannot be computed twice"
         rewritten |= seen & m.writes
         seen |= m.reads | m.writes
@@ -547,9 +548,9 @@ def _tiles(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
 
 def _sides(members: Sequence[Nest], outer: tuple[Expr, ...], turned: Expr
            ) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:  # fmt: skip
-    """The loops of the two sides of a tile, each in the order of what runs along it. A short side
-    takes the loops that memory goes on along: so 14 columns of 1024 rows are written as one (H200:
-    14x1024x95x95 bfloat16 turned around 380 us as rows of 14)."""
+    """The loops of the two sides of a tile, each in the order of what runs along it. A short
+    side takes the loops that memory goes on along: so 14 columns of 1024 rows are written as one
+    (H200: 14x1024x95x95 bfloat16 reversed 380 us as rows of 14)."""
     sides: list[tuple[Expr, ...]] = [(turned,), (outer[-1],)]
     strides = [_strides_along(members, outer, side[0]) for side in sides]
     while True:
@@ -590,10 +591,10 @@ def _rows_looked_up(members: Sequence[Nest], outer: tuple[Expr, ...]) -> tuple[A
 def _rows_of_one(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
                  ) -> tuple[Axis, ...]:  # fmt: skip
     """Rows and columns, where something is the same all along a row, as a channel's scale or the
-    largest value of a softmax: it is loaded once for the row, not once for each element of it. Or
-    along a column, if it takes computing (H200: gradient of deviations over the first dimension,
-    32768x2048 bfloat16, 67.6 us, 72.7 us with a quotient for each element). But short rows that
-    begin anywhere are moved as one."""
+    largest value of a softmax: it is loaded once for the row, not once for each element of it.
+    Or along a column, if it takes computing (H200: gradient of deviations over the first
+    dimension, 32768x2048 bfloat16, 67.6 us, 72.7 us with a quotient for each element). But short
+    misaligned rows are moved as one."""
     if len(outer) < 2 or hint(outer[-1].src[0]) < SHORTEST_ROW:
         return ()
     *rows, column = outer
@@ -602,12 +603,14 @@ def _rows_of_one(program: Program, members: Sequence[Nest], outer: tuple[Expr, .
         return ()
     read = [free_vars(n.src[0]) for m in members for n in loads(*m.exprs)]
     of_rows = any(used and column not in used for used in read)
-    if not (of_rows or _is_dear(members, column)) or _is_better_flat(program, members, outer):
+    if not (of_rows or _is_expensive_by_column(members, column)) or _is_better_flat(
+        program, members, outer
+    ):
         return ()
     return Axis("y", tuple(rows), 0), Axis("x", (column,), 1)
 
 
-def _is_dear(members: Sequence[Nest], column: Expr) -> bool:
+def _is_expensive_by_column(members: Sequence[Nest], column: Expr) -> bool:
     """Whether something that takes computing is computed of a column alone."""
     dear = (n for m in members for n in walk(*m.exprs)
             if n.op in TABLE and TABLE[n.op].cost >= DEAR and not n.src[-1].is_const)  # fmt: skip
@@ -647,33 +650,14 @@ def _is_mostly_wide(program: Program, members: Sequence[Nest], column: Expr) -> 
     return 2 * sum(n for n in sizes if n <= 2) < sum(sizes)
 
 
-def is_looked_up(index: Expr) -> bool:
-    """Whether a place that is read from memory says where this is."""
-    return any(n.op == "index" for n in walk(index))
-
-
 def is_narrow(shape: Shape) -> bool:
-    """Whether tiles across a turned matrix are few, and the last one of the largest would be partly
-    empty: smaller ones then, each beside those of the same rows, which are read as a whole so
-    (H200: 683464x173 float16 146 us, 162 us; 790500x207 bfloat16 208 us, 217 us; 400000x136 60 us,
-    69 us; 300001x192 78 us, 94 us; but 500001x173, of which no row begins evenly, 176 us,
-    147 us)."""
-    if shape.family != "poi" or shape.looked_up or len(shape.parallel) != 2:
+    """Whether tiles across a turned matrix are few, and the last one of the largest would be
+    partly empty: smaller ones then, each beside those of the same rows, which are read as a
+    whole so (H200: 683464x173 float16 146 us, 162 us; 790500x207 bfloat16 208 us, 217 us;
+    400000x136 60 us, 69 us; 300001x192 78 us, 94 us; but 500001x173, of which no row is aligned,
+    176 us, 147 us)."""
+    if shape.family != "poi" or shape.gathered or len(shape.parallel) != 2:
         return False
     y, x = shape.parallel
     wide = any(n.dtype.itemsize > 2 for m in shape.members for n in loads(*m.exprs))
     return 128 < y.likely < 256 and (y.likely % 8 == 0 or x.likely % 4 == 0) and not wide
-
-
-def scatters(nest: Nest) -> bool:
-    """Whether its stores may meet, combine or stay away."""
-    return any(s.mode != "set" or s.mask is not None for s in nest.stores)
-
-
-def sorts(members: Sequence[Nest]) -> bool:
-    """Whether rows are put in order, so that all of one has to be in one block."""
-    return any(n.op == "scan" and n.arg.kind == "sort" for m in members for n in walk(*m.exprs))
-
-
-def uses(members: Sequence[Nest], *ops: str) -> bool:
-    return any(n.op in ops for m in members for n in walk(*m.exprs))

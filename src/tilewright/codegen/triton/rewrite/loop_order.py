@@ -15,7 +15,7 @@ from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import all_loops
 from tilewright.schedule.nests.hints import hint, hint_product
-from tilewright.schedule.nests.transform import is_fold
+from tilewright.schedule.nests.transform import reduces_or_scans
 
 SECTORS = 64  # bytes that memory is read by
 LONGEST_PIECE = 512  # bytes of a row in which those at its ends matter
@@ -37,10 +37,10 @@ def strides_of(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
 
 
 def _reaches(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
-    """The same, where rows that are looked up in a table are as far apart as it is long, and so are
-    neighbours that images are enlarged by: pairs of the rows of a matrix are in the cache when all
-    of its pairs are next to each other (H200: 351 products of 27 rows of 16384x128 bfloat16 210 us,
-    1108 us one pair after the other)."""
+    """The same, where rows that are gathered in a table are as far apart as it is long, and so
+    are neighbours that images are enlarged by: pairs of the rows of a matrix are in the cache
+    when all of its pairs are next to each other (H200: 351 products of 27 rows of 16384x128
+    bfloat16 210 us, 1108 us one pair after the other)."""
     found = strides_of(index, loops)
     for monomial, factor in ix.poly(index).items():
         reach = ix.bounds(ix.from_poly({monomial: factor}))[1]
@@ -52,7 +52,7 @@ def _reaches(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
 
 
 def _main_access(members: Sequence[Nest]) -> Expr | None:
-    """The index that decides the order of loops: a store that walks most, or a fold's load."""
+    """The index that decides the order of loops: a store that walks most, or a reduction's load."""
     best: tuple[int, Expr] | None = None
     for m in members:
         total = hint_product(v.src[0] for v in all_loops(m))
@@ -120,7 +120,7 @@ def ordered_loops(members: list[Nest], outer: tuple[Expr, ...]
     strides = {**_reaches(main, every), **_beside_others(members, main, outer)}
     ordered: list[Nest] = []
     for m in members:
-        if is_fold(m, "scan"):
+        if reduces_or_scans(m, "scan"):
             ordered.append(m)
             continue
         own = _main_access([m])
@@ -133,9 +133,9 @@ def ordered_loops(members: list[Nest], outer: tuple[Expr, ...]
 
 
 def _in_common_first(members: list[Nest], outer: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """The loops with those first that rows are read along which others have in common, where these
-    are most of what is read, as places of eight bytes: a program with several rows loads them once
-    (H200: biases of 1024x1024 looked up for 128 planes of bfloat16 220 us, 375 us)."""
+    """The loops with those first that rows are read along which others have in common, where
+    these are most of what is read, as places of eight bytes: a program with several rows loads
+    them once (H200: biases of 1024x1024 gathered for 128 planes of bfloat16 220 us, 375 us)."""
     made = frozenset[str]().union(*(m.writes for m in members))
     rows = {n for m in members for n in loads(*m.exprs)
             if free_vars(n.src[0]) - set(outer) and n.arg not in made}  # fmt: skip

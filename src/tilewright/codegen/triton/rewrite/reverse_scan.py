@@ -16,7 +16,7 @@ from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.transform import substitute_nest
 
 
-def turned_around(group: Group) -> tuple[Group, bool]:
+def with_forward_scans(group: Group) -> tuple[Group, bool]:
     """The group with its loops such that memory runs forwards, and whether its scans run back."""
     scans = [n for m in group.members for n in walk(*m.exprs) if n.op == "scan"]
     axes = {v for m in group.members for v in m.loops for n in scans if n.arg.axis == v.arg}

@@ -18,7 +18,7 @@ from tilewright.schedule.nests.transform import (
 )
 
 
-def without_pairs(members: list[Nest], outer: tuple[Expr, ...]
+def split_pairs(members: list[Nest], outer: tuple[Expr, ...]
                   ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
     """The members and their loops without such a loop, if there is one."""
     if len(members) != 1 or len(outer) < 2:

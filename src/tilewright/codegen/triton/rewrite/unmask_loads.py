@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.triton.analysis.precision import span
+from tilewright.codegen.triton.analysis.index_width import span
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, walk
@@ -19,8 +19,8 @@ from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.transform import replace_exprs
 
 
-def unmasked(program: Program, group: Group) -> Group:
-    """A group that folds, with such loads made everywhere, and zero where their masks say so."""
+def unmask_loads(program: Program, group: Group) -> Group:
+    """A group that reduces, with such loads made everywhere, and zero where their masks say so."""
     if not any(m.reduce for m in group.members):
         return group
     shared = frozenset(group.outer)

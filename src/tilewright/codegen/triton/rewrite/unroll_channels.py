@@ -1,4 +1,4 @@
-"""Short loops along which what is looked up lies at the same places, as the channels of an image
+"""Short loops along which what is gathered lies at the same places, as the channels of an image
 that is sampled: as several stores of one point, so that these are computed once for all."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tilewright.schedule.nests.transform import unroll
 
 DRAWN = frozenset(("rand", "randn", "randint"))
 MOST = 4  # points of such a loop
-MOST_READ = 32  # elements that a point looks up then
+MOST_READ = 32  # elements that a point gathers then
 FEWEST = 1 << 17  # points that keep a card busy
 
 
-def without_channels(members: list[Nest], outer: tuple[Expr, ...]
+def unroll_channels(members: list[Nest], outer: tuple[Expr, ...]
                      ) -> tuple[list[Nest], tuple[Expr, ...]]:  # fmt: skip
     """The members and the loops they share without such a loop, if there is one. As an axis of a
     tile its points would be as many as a power of two, and all threads would compute the places
@@ -36,7 +36,7 @@ def without_channels(members: list[Nest], outer: tuple[Expr, ...]
 
 
 def _is_written_out(members: Sequence[Nest], v: Expr, last: Expr) -> bool:
-    """Whether elements are looked up one by one at places that do not change along a loop, and
+    """Whether elements are gathered one by one at places that do not change along a loop, and
     nothing lies in memory along it."""
     count = ix.value_of(v.src[0]) or 0
     nests = [m for m in members if v in m.loops]

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.codegen.triton.analysis.facts import KernelFacts
+from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.plan.config import Config, power
 from tilewright.codegen.triton.plan.plan import KernelPlan
-from tilewright.codegen.triton.plan.tiling import Shape, scatters
-from tilewright.codegen.triton.tile.interleaved import Doubles, Place, step
+from tilewright.codegen.triton.plan.tiling import Shape
+from tilewright.codegen.triton.tile.interleaved import Interleaved, Place, step
 from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads
@@ -27,13 +28,13 @@ FEWEST, MOST = 3, 16  # components
 WARPS = (4, 8, 2)
 
 
-def vectors(facts: KernelFacts) -> KernelPlan | str:
+def aos_store(facts: KernelFacts) -> KernelPlan | str:
     """The kernel of such a group (H200: rotations of 2097152 vectors to nine
     floats 33 us, 181 us with a store for each of these, 126 us in pieces of sixteen bytes)."""
     group, shape = facts.group, facts.shape
     if reason := facts.not_pointwise:
         return reason
-    if shape.rank != 1 or group.shared:
+    if shape.rank != 1 or group.row_programs:
         return "loops do not run over memory as one"
     if not _vectors(shape, group.local):
         return "no point stores several results beside each other"
@@ -79,7 +80,7 @@ def _vectors(shape: Shape, local: frozenset[str]) -> list[Vector]:
     return found
 
 
-class _Components(Doubles):
+class _Components(Interleaved):
     """The text of stores of whole vectors."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -128,4 +129,4 @@ class _Vectors(Kernel):
     def __init__(self, program: Program, group: Group, shape: Shape, target: Target, wide: bool,
                  among: tuple[Config, ...]) -> None:  # fmt: skip
         super().__init__(program, group, shape, target, wide, among)
-        self.doubles = _Components(self)
+        self.interleaved = _Components(self)

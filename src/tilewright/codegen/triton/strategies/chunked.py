@@ -1,12 +1,12 @@
 """Long rows, held by a program in pieces.
 
-A row that is folded and then used again is read once if its program keeps it. As floats, in one
-block of a power of two, few rows fit: of 16384 elements one or two on a processor. As the sixteen
-bits they have in memory, in as many pieces as they are long, four times as many do. Each piece is a
-tile of its own. All of them are under way before the first is folded; they meet in one tile, which
-is folded among threads once. What is made of a piece is made again after each fold: a compiler
-would keep the floats instead, so it is not to know that they are the same (`tri_rows.anew`). Rows
-of floats are held as they are, half as many.
+A row that is reduced and then used again is read once if its program keeps it. As floats, in one
+block of a power of two, few rows fit: of 16384 elements one or two on an SM. As the sixteen bits
+they have in memory, in as many pieces as they are long, four times as many do. Each piece is a
+tile of its own. All of them are in flight before the first is reduced; they meet in one tile,
+which is reduced among threads once. What is made of a piece is made again after each reduction:
+a compiler would keep the floats instead, so it is not to know that they are the same
+(`tri_rows.anew`). Rows of floats are held as they are, half as many.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.plan.config import folds, power
+from tilewright.codegen.triton.analysis.work import reduces
+from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.row_configs import held_at_once, held_warps
 from tilewright.codegen.triton.plan.tiling import (
     LONGEST_PASS,
@@ -28,10 +29,10 @@ from tilewright.codegen.triton.plan.tiling import (
     Shape,
     cannot_hand_over,
 )
-from tilewright.codegen.triton.strategies.misaligned_rows import leaning
+from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 from tilewright.codegen.triton.tile.grid_sync import leave, meet
-from tilewright.codegen.triton.tile.online_softmax import SIDE, OnlineFold, joined
-from tilewright.codegen.triton.tile.reduce import Fold, folded_type, folds_of
+from tilewright.codegen.triton.tile.online_softmax import SIDE, OnlineReduction, joined
+from tilewright.codegen.triton.tile.reduce import Reduction, reduced_type, reductions_of
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import TABLE
@@ -41,27 +42,27 @@ from tilewright.schedule.nests.segments import Segment
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
 
-MOST_HELD = 40 << 10  # elements of a row of which two programs on a processor hold one each
+MOST_HELD = 40 << 10  # elements of a row of which two programs on an SM hold one each
 MOST_READ = 46 << 10  # the same of several rows, where one is made of them (H200: residual RMS norm
 # of 4211 rows of 22847 191 us, 208 us walked; gradient of softmax of 23000, of both 134 us, 115 us)
 MOST_OF_FLOATS = 64 << 10  # the same of floats, which one program there holds (H200: layer norm of
 # 1711 rows of 32768 123 us, 150 us walked; softmax 114 us, 119 us; RMS norm 113 us, 119 us; layer
 # norm of 2300 rows of 24576 135 us, 141 us)
-FEWEST = 4  # rows for each processor
+FEWEST = 4  # rows for each SM
 HELD = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = HELD[:2]
 DEAR = 20  # what an operation costs that is not done several times
 
 
-class Held:
+class Chunked:
     """The text of one kernel's rows in pieces."""
 
     def __init__(self, kernel: Kernel, axis: Axis) -> None:
         self.kernel, self.w, self.axis = kernel, kernel.w, axis
-        self.block = kernel.shape.held
+        self.block = kernel.shape.chunk
         size = axis.size or 0
-        self.parts, self.each = kernel.shape.parts, kernel.shape.each or size
-        self.several = kernel.shape.several  # planes of a row
+        self.parts, self.each = kernel.shape.parts, kernel.shape.part or size
+        self.several = kernel.shape.planes_each  # planes of a row
         self._first = ""  # of these
         self._plane = -1  # that was entered last
         self.before = 0  # elements before the piece that was entered last, of columns
@@ -69,13 +70,15 @@ class Held:
         self.count = self.several * self._of_plane
         self.own = f"{axis.name}own" if self.parts > 1 else ""  # elements that are this program's
         self._least = size - (self.parts - 1) * self.each  # such that a program has at least
-        self._joined = joined(kernel.shape, kernel.local, False) if kernel.shape.shared else {}
+        self._joined = (
+            joined(kernel.shape, kernel.local, False) if kernel.shape.row_programs else {}
+        )
         self._made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
         self._rows = (columns_read(kernel.shape) if kernel.shape.across
                       else rows_read(kernel.local, kernel.shape))  # fmt: skip
         self._kept: list[dict[Expr, str]] = [{} for _ in range(self.count)]
         ends: list[dict[Expr, str]] = [{} for _ in range(self.several - 1)]
-        self._kept_ends = [{} if kernel.lean is None else kernel.lean.kept, *ends]
+        self._kept_ends = [{} if kernel.peeled is None else kernel.peeled.kept, *ends]
         if self.parts == 1 or self.each % self.block == 0:
             self.w.rounds[axis] = "0", self.block
 
@@ -96,7 +99,7 @@ class Held:
     def _piece(self, i: int) -> Generator[None]:
         """In the tile of a piece."""
         w, a = self.w, self.axis.name
-        lean = self.kernel.lean
+        lean = self.kernel.peeled
         plane, k = divmod(i, self._of_plane)
         self.before = k * self.block
         with w.elsewhere(frozenset((self.axis,)), self._kept[i]):
@@ -124,15 +127,15 @@ class Held:
         if self.several == 1:
             return
         self.w.know(self.kernel.shape.planes[-1], f"({self._first} + {plane})")
-        if self.kernel.lean is not None and plane != self._plane:
-            self.kernel.lean.place_row()
-            self.kernel.lean.edges()
+        if self.kernel.peeled is not None and plane != self._plane:
+            self.kernel.peeled.place_row()
+            self.kernel.peeled.edges()
         self._plane = plane
 
     @contextmanager
     def _ends(self, plane: int) -> Generator[None]:
         """In the tile of the ends of a plane."""
-        lean = self.kernel.lean
+        lean = self.kernel.peeled
         assert lean is not None
         lean.kept = self._kept_ends[plane]
         with lean.ends():
@@ -143,20 +146,20 @@ class Held:
         return [partial(self._ends, plane) for plane in range(self.several)]
 
     def begin(self) -> None:
-        """All that is loaded of a row is under way."""
+        """All that is loaded of a row is in flight."""
         if self.parts > 1:
             self._begin_part()
         members, made = self.kernel.shape.members, self._made
         read = [n for n in loads(*(e for m in members for e in m.exprs)) if n.arg not in made]
         rows = [n for n in read if is_own(self.kernel.shape, n)]
-        if not self.kernel.shape.tiled:
+        if not self.kernel.shape.short:
             self._common()
         for place in (n for row in rows for n in walk(row.src[0]) if n.op == "index"):
             if self.axis.var not in free_vars(place):
-                self.w.value(place)  # which row it is: looked up, and checked, once for all pieces
-        if self.kernel.lean is not None and self.several > 1:
+                self.w.value(place)  # which row it is: gathered, and checked, once for all pieces
+        if self.kernel.peeled is not None and self.several > 1:
             for ends in self.ends():
-                self.kernel.lean.fetch(ends)
+                self.kernel.peeled.fetch(ends)
         for k in range(self.count):
             with self._piece(k):
                 for node in rows:
@@ -181,7 +184,7 @@ class Held:
 
     def _begin_part(self) -> None:
         """From where to where this program has a row, and how many elements that are."""
-        w, a, lean = self.w, self.axis.name, self.kernel.lean
+        w, a, lean = self.w, self.axis.name, self.kernel.peeled
         w.line(f"{a}first = part % {self.parts} * {self.each}")
         if lean is None:
             w.line(f"{a}last = tl.minimum({a}first + {self.each}, {a}numel)")
@@ -203,7 +206,7 @@ class Held:
 
     def renew(self, after: str) -> None:
         """Once something is known, nothing is left of what was made of the pieces before."""
-        if self.kernel.shape.tiled:
+        if self.kernel.shape.short:
             return
         w, mark = self.w, ""
         for k, known in enumerate(self._kept):
@@ -222,11 +225,11 @@ class Held:
         return not wide and is_own(self.kernel.shape, e)
 
     def segment(self, k: int, segment: Segment) -> None:
-        """Folds one after the other, and what is stored of rows piece by piece."""
-        if self.kernel.shape.shared:
+        """Reductions one after the other, and what is stored of rows piece by piece."""
+        if self.kernel.shape.row_programs:
             self._shared(k, segment)
             return
-        folds = folds_of([m for m in segment.members if m.reduce], self.axis, self.w)
+        folds = reductions_of([m for m in segment.members if m.reduce], self.axis, self.w)
         waiting: list[Nest] = []
         for m in segment.members:
             if not m.reduce:
@@ -241,21 +244,21 @@ class Held:
             self.kernel.stores([m])
         self._store(waiting)
 
-    def _in_pieces(self, fold: Fold) -> None:
+    def _in_pieces(self, fold: Reduction) -> None:
         fold.pieces = self
-        fold.ends = None if self.kernel.lean is None else self.kernel.lean.ends
+        fold.ends = None if self.kernel.peeled is None else self.kernel.peeled.ends
 
     def _shared(self, k: int, segment: Segment) -> None:
-        """The same where others have parts of the row too: they meet once for all folds."""
+        """The same where others have parts of the row too: they meet once for all reductions."""
         kernel, w = self.kernel, self.w
         self._store([m for m in segment.members if not m.reduce and self._is_kept(m)])
         folded = [m for m in segment.members if m.reduce]
         if k in self._joined:
             for pair in self._joined[k].pairs:
                 kernel.online[pair.total].finish(pair.total)
-        elif folds := folds_of(folded, self.axis, w):
+        elif folds := reductions_of(folded, self.axis, w):
             for pair in (p for j in self._joined.values() if j.first == k for p in j.pairs):
-                fold = OnlineFold(pair, folds[pair.largest], w, SIDE, False)
+                fold = OnlineReduction(pair, folds[pair.largest], w, SIDE, False)
                 folds[pair.largest] = kernel.online[pair.total] = fold
             for fold in folds.values():
                 self._in_pieces(fold)
@@ -264,7 +267,7 @@ class Held:
         kernel.stores(folded)
 
     def _leave(self, k: int) -> None:
-        """Once all folds are known, before rows are stored: those would be waited for."""
+        """Once all reductions are known, before rows are stored: those would be waited for."""
         left = [s for n, (s, axis) in enumerate(self.kernel.shape.segments)
                 if n > k and axis is not None and n not in self._joined]  # fmt: skip
         if not any(m.reduce for s in left for m in s.members):
@@ -280,7 +283,7 @@ class Held:
         """Load what rows have in common for a piece, as weights, before the piece before it is
         stored: for all that a compiler knows, that might be to the same memory (H200: layer norm of
         3000 rows of 20000 bfloat16 64.4 us, 67.6 us; of 1700 of 18000 floats 67.1 us, 70.6 us)."""
-        if k == self.count or self.kernel.lean is not None:
+        if k == self.count or self.kernel.peeled is not None:
             return
         alike = frozenset((self.axis.var,))
         with self._piece(k):
@@ -296,29 +299,29 @@ class Held:
             self._fetch(k + 1, members)
             with self._piece(k):
                 self.kernel.stores(members)
-        for ends in self.ends() if self.kernel.lean is not None else ():
+        for ends in self.ends() if self.kernel.peeled is not None else ():
             with ends():
                 self.kernel.stores(members)
 
 
-def holding(facts: KernelFacts) -> Shape | str:
-    """The shape with rows in pieces, where they are many, long, and used again after a fold (H200:
-    softmax of 7000 rows of 13813 bfloat16 97 us, 113 us as floats; of 4000 of 20000 79 us, 97 us
-    walked twice; layer norm of 6000 of 9000 56 us, 71 us; log softmax of 3021 of 36440 109 us,
-    129 us; group norm of 1024 of 40960 49 us, 56 us)."""
+def chunked_rows(facts: KernelFacts) -> Shape | str:
+    """The shape with rows in pieces, where they are many, long, and used again after a reduction
+    (H200: softmax of 7000 rows of 13813 bfloat16 97 us, 113 us as floats; of 4000 of 20000 79
+    us, 97 us walked twice; layer norm of 6000 of 9000 56 us, 71 us; log softmax of 3021 of 36440
+    109 us, 129 us; group norm of 1024 of 40960 49 us, 56 us)."""
     program, group, shape = facts.program, facts.group, facts.shape
     if reason := facts.not_rows or facts.scatters or facts.finds_places or facts.draws:
         return reason
-    if shape.shared:
+    if shape.row_programs:
         return "several programs share a row already"
-    if not shape.again:
+    if not shape.reread:
         return "rows are read once"
     size = facts.length
     if size <= LONGEST_PASS:
         return f"rows have at most {LONGEST_PASS} elements: one block holds them"
     if facts.rows < FEWEST * facts.target.sms:
         return f"fewer than {FEWEST} rows for each SM"
-    if is_dear(shape):
+    if is_expensive_to_repeat(shape):
         return "what is computed of rows is too expensive to repeat after each reduction"
     rows = rows_read(group.local, facts.flat)
     count = sum(n.dtype.itemsize for n in rows) // 2
@@ -330,20 +333,22 @@ def holding(facts: KernelFacts) -> Shape | str:
         return f"rows of {size * count} sixteen-bit values do not fit in registers ({most} do)"
     if reason := cannot_hand_over(group, replace(shape, persistent=False)):
         return reason
-    form = leaning(program, group, replace(shape, persistent=True, ahead=False, held=size))
-    leans = form.inner[0].lean is not None
-    if not leans and form.odd:
+    form = misaligned_rows(
+        program, group, replace(shape, persistent=True, pipelined=False, chunk=size)
+    )
+    leans = form.inner[0].start is not None
+    if not leans and form.misaligned:
         return "rows are misaligned, and not all of them alike"
     if not leans and _is_held_as_floats(shape, size, len(rows)):
         return "rows fit in registers as one block of floats"
-    return replace(form, held=32 * held_at_once(form) * held_warps(size * count, leans))
+    return replace(form, chunk=32 * held_at_once(form) * held_warps(size * count, leans))
 
 
 def _is_held_as_floats(shape: Shape, size: int, count: int) -> bool:
-    """Whether rows fit as one block of floats, and are no slower so: all but those that leave much
-    of it empty and are folded for their mean and deviations."""
+    """Whether rows fit as one block of floats, and are no slower so: all but those that leave
+    much of it empty and are reduced for their mean and deviations."""
     empty = 4 * size <= 3 * power(size)
-    return shape.persistent and not (empty and count == 1 and folds(shape, "welford"))
+    return shape.persistent and not (empty and count == 1 and reduces(shape, "welford"))
 
 
 def rows_read(local: frozenset[str], flat: Shape) -> list[Expr]:
@@ -400,15 +405,16 @@ def _is_made_of_rows(flat: Shape, node: Expr, made: set[str]) -> bool:
 
 
 def _joins_rows(program: Program, shape: Shape) -> bool:
-    """Whether a row of sixteen bits is made before the first fold: it is held instead of others."""
+    """Whether a row of sixteen bits is made before the first reduction: it is held instead of
+    others."""
     first = next(s for s, axis in shape.segments if axis is not None)
     return any(program.buffers[s.buffer].dtype.itemsize == 2
                for m in first.members if not m.reduce for s in m.stores)  # fmt: skip
 
 
-def is_dear(shape: Shape) -> bool:
-    """Whether something takes long that would be computed again after each fold, or a fold is not
-    of floats."""
+def is_expensive_to_repeat(shape: Shape) -> bool:
+    """Whether something takes long that would be computed again after each reduction, or a
+    reduction is not of floats."""
     *before, _ = [s for s, axis in shape.segments if axis is not None]
     members = [m for s in before for m in s.members]
     folds = [n for m in members for n in walk(*m.exprs) if n.op == "reduce"]
@@ -416,7 +422,7 @@ def is_dear(shape: Shape) -> bool:
                  *(e for m in members if not m.reduce for e in m.exprs))  # fmt: skip
     return any(n.op in ("scan", "index") or (
         n.op in TABLE and n.op != "exp" and TABLE[n.op].cost >= DEAR) for n in again) or any(
-        folded_type(n.src[0].dtype) != torch.float32 for n in folds)  # fmt: skip
+        reduced_type(n.src[0].dtype) != torch.float32 for n in folds)  # fmt: skip
 
 
 def is_own(shape: Shape, node: Expr) -> bool:

@@ -2,11 +2,12 @@
 
 A row that is too long for one program to hold is held by several that are at work at once. Each
 folds what it has and leaves that; they meet, and each goes on with what it holds. So a row is read
-once, as long as all processors together have registers for it.
+once, as long as all SMs together have registers for it.
 
-A row may be planes that are apart in memory, as a channel of images is. Where these begin anywhere,
-each program has whole planes of it, or parts of one: they are moved from sixteen bytes to sixteen
-bytes then (`tile/peeled.py`), and what a plane has in common, as a channel's scale, is one number.
+A row may be planes that are apart in memory, as a channel of images is. Where these are
+misaligned, each program has whole planes of it, or parts of one: they are moved from sixteen
+bytes to sixteen bytes then (`tile/peeled.py`), and what a plane has in common, as a channel's
+scale, is one number.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from tilewright.codegen.triton.plan.tiling import (
     cannot_hand_over,
     cannot_share,
 )
-from tilewright.codegen.triton.strategies.chunked import is_dear, rows_read
-from tilewright.codegen.triton.strategies.misaligned_rows import leaning
+from tilewright.codegen.triton.strategies.chunked import is_expensive_to_repeat, rows_read
+from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 from tilewright.ir import index as ix
 from tilewright.schedule.nests.hints import hint_product
 
 SHORTEST = 1 << 17  # elements of a row: shorter ones stay in cache
-SHORTEST_IN_PLANES = 1 << 14  # the same of rows in planes that begin anywhere
+SHORTEST_IN_PLANES = 1 << 14  # the same of rows in misaligned planes
 SHORTEST_PLANE = 768  # elements of a plane for which its ends do not matter
 WARPS = 8
 MOST = 1 << 14  # elements that a program of so many warps holds
 FEW = 10 << 10  # the same of half as many
 
 
-def together(facts: KernelFacts) -> Shape | str:
+def cooperative_rows(facts: KernelFacts) -> Shape | str:
     """The shape with rows that programs hold together, where they are too long to stay in cache
     until they are walked again, or would be moved one element at a time (H200: log softmax of 956
     rows of 183232 bfloat16 235 us, 249 us walked; batch norm of 256 rows of 64 planes of 56x56
@@ -44,9 +45,9 @@ def together(facts: KernelFacts) -> Shape | str:
     shape = facts.shape
     if reason := facts.not_rows or facts.not_plain or facts.finds_places or facts.draws:
         return reason
-    if not shape.again:
+    if not shape.reread:
         return "rows are read once"
-    if is_dear(shape):
+    if is_expensive_to_repeat(shape):
         return "what is computed of rows is too expensive to repeat after each reduction"
     if not shape.parallel[0].size or not facts.length:
         return "sizes are known only at the call"
@@ -59,7 +60,7 @@ def together(facts: KernelFacts) -> Shape | str:
 
 
 def _planes(shape: Shape) -> Shape | None:
-    """With whole planes of a row for each program, where these begin anywhere."""
+    """With whole planes of a row for each program, where these are misaligned."""
     axis = shape.inner[0]
     *planes, last = axis.loops
     new = Axis(axis.name, (last,), axis.dim)
@@ -71,7 +72,7 @@ def _planes(shape: Shape) -> Shape | None:
 
 def _held(facts: KernelFacts, shape: Shape) -> Shape | str:
     group, target = facts.group, facts.target
-    shape = replace(shape, persistent=True, ahead=False, shared=1, in_turn=True)
+    shape = replace(shape, persistent=True, pipelined=False, row_programs=1, ticketed=True)
     rows = rows_read(group.local, shape.flat())
     count = sum(n.dtype.itemsize for n in rows) // 2  # of sixteen bits
     if not count:
@@ -85,14 +86,14 @@ def _held(facts: KernelFacts, shape: Shape) -> Shape | str:
     warps = WARPS if size * several * count > FEW else WARPS // 2
     block = 32 * held_at_once(shape) * warps
     each = _each(size, count, block, 8 if not shape.pieces(shape.inner[0]) else block)
-    shape = replace(shape, held=block, each=each, several=several)
-    shape = replace(shape, shared=planes // several * shape.parts)
+    shape = replace(shape, chunk=block, part=each, planes_each=several)
+    shape = replace(shape, row_programs=planes // several * shape.parts)
     if reason := cannot_share(shape) or cannot_hand_over(group, replace(shape, persistent=False)):
         return reason
-    if shape.shared > target.sms:  # as many surely run at once
+    if shape.row_programs > target.sms:  # as many surely run at once
         return "a row takes more programs than surely run at once"
-    form = leaning(facts.program, group, shape)
-    return "rows are misaligned, and not all of them alike" if form.odd else form
+    form = misaligned_rows(facts.program, group, shape)
+    return "rows are misaligned, and not all of them alike" if form.misaligned else form
 
 
 def _several(shape: Shape, plane: int) -> int:

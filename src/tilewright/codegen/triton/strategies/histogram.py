@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.precision import span
+from tilewright.codegen.triton.analysis.index_width import span
 from tilewright.codegen.triton.launch import TritonKernel
 from tilewright.codegen.triton.plan.config import Config, clamp, power
 from tilewright.codegen.triton.plan.plan import KernelPlan
@@ -26,7 +26,7 @@ from tilewright.target import Target
 
 EACH = "EACH"  # elements of a program
 BLOCK, LEAST = 4096, 1024  # that are counted at once
-PROGRAMS = 8  # for each processor, of four warps
+PROGRAMS = 8  # for each SM, of four warps
 WARPS = 4
 
 
@@ -36,7 +36,7 @@ def histogram(facts: KernelFacts) -> KernelPlan | str:
     program, group, shape, target = facts.program, facts.group, facts.shape, facts.target
     if reason := facts.not_pointwise:
         return reason
-    if group.shared or len(shape.members) != 1 or len(shape.members[0].stores) != 1:
+    if group.row_programs or len(shape.members) != 1 or len(shape.members[0].stores) != 1:
         return "more than one tensor is written"
     ((store,),) = (m.stores for m in shape.members)
     buffer, axis = program.buffers[store.buffer], Axis("x", shape.members[0].loops, 0)
@@ -67,7 +67,7 @@ class _Counted(Kernel):
     def __init__(self, program: Program, group: Group, shape: Shape, target: Target, wide: bool,
                  among: tuple[Config, ...]) -> None:  # fmt: skip
         super().__init__(program, group, shape, target, wide, among)
-        self.doubles.read, self.doubles.written = {}, {}
+        self.interleaved.read, self.interleaved.written = {}, {}
         (x,) = self.shape.parallel
         whole = x.size and all(x.size % c.kwargs[EACH] == 0 for c in among)
         self.w.masked = set() if whole else {x}

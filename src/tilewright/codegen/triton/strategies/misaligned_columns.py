@@ -1,8 +1,8 @@
-"""Columns of rows that begin anywhere in memory, folded sixteen bytes at once.
+"""Columns of misaligned rows in memory, reduced sixteen bytes at once.
 
-Rows that are as many apart as there are elements in sixteen bytes begin alike. A tile has so many
-rows, and of each of them whole pieces are loaded, from the one on that its first column is in. What
-these lanes of rows have folded in the end is moved into place, once for all rows.
+Rows that are as many apart as there are elements in sixteen bytes begin alike. A tile has so
+many rows, and of each of them whole pieces are loaded, from the one on that its first column is
+in. What these lanes of rows have reduced in the end is moved into place, once for all rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tilewright.schedule.split.cyclic import may_slide
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Fold
+    from tilewright.codegen.triton.tile.reduce import Reduction
 
 
-def sliding(facts: KernelFacts) -> Shape | str:
-    """The shape with columns that are loaded so, where they are only folded."""
+def misaligned_columns(facts: KernelFacts) -> Shape | str:
+    """The shape with columns that are loaded so, where they are only reduced."""
     shape = facts.shape
     if reason := facts.not_columns or facts.draws:
         return reason
-    if shape.shared or shape.alone or shape.walked:
+    if shape.row_programs or shape.column_threads or shape.prefetched_scan:
         return "threads or programs have parts of columns"
     walks = [segment for segment, axis in facts.flat.segments if axis is not None]
     if len(walks) != 1:
@@ -48,12 +48,12 @@ def sliding(facts: KernelFacts) -> Shape | str:
         return "rows are aligned"
     if not may_slide(kinds, x.likely, length, rows, size, facts.target):
         return "rows are too short or too few, or the reduction needs places"
-    return replace(shape, slid=length, persistent=False, ahead=False)
+    return replace(shape, staged=length, persistent=False, pipelined=False)
 
 
 def _tiles(members: Sequence[Nest], x: Axis, r: Axis) -> list[Expr]:
     """What is loaded at all points of a tile, if nothing else goes along its columns, and all
-    members fold."""
+    members reduce."""
     roots = [n for m in members for e in m.exprs for n in walk(e) if n.op == "reduce"]
     found = [n for n in loads(*roots) if x.var in free_vars(n)]
     seen, waiting = set[Expr](found), list(roots)
@@ -94,11 +94,11 @@ def walk_ahead(w: Writer, r: Axis, taken: Mapping[Expr, str], fetch: Callable[[s
         round_()
 
 
-class Sliding:
+class MisalignedColumns:
     """The text of one kernel's columns that are loaded so."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.slid
+        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
         walks = [segment for segment, axis in kernel.shape.segments if axis is not None]
         self.nodes = _tiles(walks[0].members, self.x, self.r)
@@ -134,7 +134,7 @@ class Sliding:
         w.line(f"xinside = xlane // {n} * {n} < {self.length} - xfirst + xslide")
 
     def walk(self, round_: Callable[[], None]) -> None:
-        """All rows, with those of the next round under way: else the compiler has few loads wait
+        """All rows, with those of the next round in flight: else the compiler has few loads wait
         for each other, for their registers."""
         ahead = {node: self.w.fresh("next") for node in self.nodes}
         walk_ahead(self.w, self.r, ahead, partial(self._fetch, ahead), round_)
@@ -150,7 +150,7 @@ class Sliding:
             mask = f"({first} + {a}base < {a}numel) & xinside"
             w.line(f"{name} = tl.load({start} + (xstart + xlane), {mask}, other=0)")
 
-    def end(self, folds: Sequence[Fold]) -> None:
+    def end(self, folds: Sequence[Reduction]) -> None:
         for fold in folds:
             self.w.line(f"{fold.name} = tri_rows.slid_back({fold.name}, xslide)")
 

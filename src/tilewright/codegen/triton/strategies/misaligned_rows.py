@@ -1,22 +1,15 @@
-"""Which rows are walked from sixteen bytes to sixteen bytes though they begin anywhere in memory
+"""Which rows are walked from sixteen bytes to sixteen bytes though they are misaligned in memory
 (`tile/peeled.py` says how)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.triton.plan.config import folds, is_heavy, power, reads_rows
-from tilewright.codegen.triton.plan.tiling import (
-    LONGEST_PASS,
-    MANY,
-    SHORTEST_LEAN,
-    Axis,
-    Shape,
-    is_looked_up,
-    scatters,
-    sorts,
-    uses,
-)
+from tilewright.codegen.triton.analysis.accesses import reads_rows
+from tilewright.codegen.triton.analysis.operations import is_gathered, scatters, sorts, uses
+from tilewright.codegen.triton.analysis.work import is_heavy, reduces
+from tilewright.codegen.triton.plan.config import power
+from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MANY, SHORTEST_LEAN, Axis, Shape
 from tilewright.codegen.triton.strategies.packed_rows import is_packed
 from tilewright.codegen.triton.tile.lower import RANDOM
 from tilewright.codegen.triton.tile.paired import PAIR
@@ -29,7 +22,7 @@ from tilewright.schedule.nests.hints import hint, hint_product
 PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
 SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
 SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
-SHORTEST_FOUND = 512  # the same of rows that are looked up, which are slid to where they begin
+SHORTEST_FOUND = 512  # the same of rows that are gathered, which are slid to where they begin
 SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
 SHORTEST_TILED = 64  # the same of rows in tiles (H200: softmax of 85 106 us, 116 us packed)
 SHORTEST_WEIGHED = 192  # the same of rows with weights
@@ -37,7 +30,7 @@ LONGEST_PAIRS = 4096  # elements of a row that is not walked in pieces for its w
 WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
 
 
-def leaning(program: Program, group: Group, shape: Shape) -> Shape:
+def misaligned_rows(program: Program, group: Group, shape: Shape) -> Shape:
     """The shape with an axis that leans, where that lets most of what it moves move at once."""
     flat = shape.flat()
     axis = _last(shape)
@@ -47,32 +40,32 @@ def leaning(program: Program, group: Group, shape: Shape) -> Shape:
         axis, guide = shape.parallel[0], _end(group, shape)
     if guide is None:
         odd = _is_odd(program, group, shape, flat)
-        tiled = shape.held and (shape.inner[0].size or 0) >= SHORTEST_TILED
+        tiled = shape.chunk and (shape.inner[0].size or 0) >= SHORTEST_TILED
         if odd and not tiled and is_packed(program, group, shape, flat):
             return _turned(shape)
         guide = _pairs(program, group, shape, flat) if odd else None
         if guide is None:
-            return replace(shape, odd=odd)
-        shape, axis = replace(shape, odd=True), shape.inner[0]
-    new = replace(axis, lean=guide[0], piece=guide[1])
+            return replace(shape, misaligned=odd)
+        shape, axis = replace(shape, misaligned=True), shape.inner[0]
+    new = replace(axis, start=guide[0], vector=guide[1])
     return replace(
         shape, parallel=tuple(new if a is axis else a for a in shape.parallel),
         segments=tuple((s, new if a is axis else a) for s, a in shape.segments))  # fmt: skip
 
 
 def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
-    """Whether long rows that could be held should not be: those that are read once either way, for
-    exponentials and their largest at once (H200: losses of 12048 rows of 13328 bfloat16 84 us,
-    129 us held, of 13329 94 us, 159 us); odd ones beside weights, which lean only if they are
-    walked (RMS norm of 11003 bfloat16 67 us, 85 us held), and of one buffer those that leave much
-    of a block empty (softmax of 10001 63 us, 82 us) or are folded for their mean and deviations
-    (layer norm of 16384 67 us, 74 us)."""
+    """Whether long rows that could be held should not be: those that are read once either way,
+    for exponentials and their largest at once (H200: losses of 12048 rows of 13328 bfloat16 84
+    us, 129 us held, of 13329 94 us, 159 us); odd ones beside weights, which lean only if they
+    are walked (RMS norm of 11003 bfloat16 67 us, 85 us held), and of one buffer those that leave
+    much of a block empty (softmax of 10001 63 us, 82 us) or are reduced for their mean and
+    deviations (layer norm of 16384 67 us, 74 us)."""
     size = held.inner[0].size or 0
     if not held.persistent or size <= LONGEST_PASS:
         return False
-    if not held.again:
+    if not held.reread:
         return True
-    flat, leans = held.flat(), any(a.lean is not None for a in walked.inner)
+    flat, leans = held.flat(), any(a.start is not None for a in walked.inner)
     axes = {a.var for a in flat.axes}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
     rows = {n.arg: n.dtype.itemsize for n in nodes if axes <= free_vars(n.src[0])}
@@ -80,22 +73,22 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
         return True
     if len(rows) != 1 or max(rows.values()) > WIDEST:
         return False
-    return folds(held, "welford") or (leans and 4 * size <= 3 * power(size))
+    return reduces(held, "welford") or (leans and 4 * size <= 3 * power(size))
 
 
 def _last(shape: Shape) -> Axis | None:
     """The axis that memory runs along, where it is one that is worth leaning. Weights are loaded by
     single elements from every eighth place then: worse than all that way if rows are held (H200:
     layer norm of 3001 bfloat16 139 us, 235 us leaning; softmax of 1501 97 us, 89 us leaning)."""
-    if not _may_lean(shape) or (_scans(shape) and (shape.back or not shape.persistent)):
+    if not _may_lean(shape) or (_scans(shape) and (shape.reverse_scan or not shape.persistent)):
         return None
     if not shape.inner:
-        axis = shape.parallel[1] if shape.looked_up else None
+        axis = shape.parallel[1] if shape.gathered else None
         shortest = SHORTEST_FOUND if reads_rows(shape) else SHORTEST_LEAN
         return axis if axis is not None and axis.likely >= shortest else None
-    if len(shape.inner) > 1 or looks_up(shape):
+    if len(shape.inner) > 1 or has_computed_places(shape):
         return None
-    if shape.persistent and not shape.held and rows_alike(shape.flat()):
+    if shape.persistent and not shape.chunk and rows_alike(shape.flat()):
         return None
     shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
     return shape.inner[0] if shape.inner[0].likely >= shortest else None
@@ -113,8 +106,8 @@ def _turned(shape: Shape) -> Shape:
 def _may_lean(shape: Shape) -> bool:
     if shape.rank != 2 or shape.across or shape.serial or shape.ragged or sorts(shape.members):
         return False
-    apart = shape.shared and not shape.held
-    if apart and (shape.again or not shape.in_turn or folds(shape, "welford")):
+    apart = shape.row_programs and not shape.chunk
+    if apart and (shape.reread or not shape.ticketed or reduces(shape, "welford")):
         return False
     return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
 
@@ -124,10 +117,10 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
     for pieces. Weights are loaded twice then, which many rows have to make up for (H200: layer norm
     of 131 bfloat16 112 us by single elements, 130 us so; of 249 179 us, 148 us so; of 5001 such
     rows 4.0 us, 4.6 us so; of 1501 108 us, 101 us so)."""
-    if not shape.persistent or _scans(shape) or not _may_lean(shape) or looks_up(shape):
+    if not shape.persistent or _scans(shape) or not _may_lean(shape) or has_computed_places(shape):
         return None
     (axis,) = shape.inner
-    size, shortest = axis.size or 0, SHORTEST_TILED if shape.held else SHORTEST_PAIRS
+    size, shortest = axis.size or 0, SHORTEST_TILED if shape.chunk else SHORTEST_PAIRS
     if rows_alike(flat):
         shortest = SHORTEST_WEIGHED
         if hint_product(a.extent for a in shape.axes) < MANY:
@@ -144,7 +137,7 @@ def _scans(shape: Shape) -> bool:
     return any(segment.scans for segment, _ in shape.segments)
 
 
-def looks_up(shape: Shape) -> bool:
+def has_computed_places(shape: Shape) -> bool:
     """Whether each element of a row has a place to compute for something else, as its channel's
     scale: that of eight neighbours a thread would load eight times (H200: group norm of rows of
     2890 bfloat16, channels of 289, 126 us by single elements, 257 us so)."""
@@ -182,8 +175,7 @@ def _guide(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Exp
 
 
 def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
-    """Whether most of what is moved are rows that begin anywhere, not even where half of a piece
-    does."""
+    """Whether most of what is moved are misaligned rows, not even where half of a piece does."""
     if shape.across or len(shape.inner) != 1:
         return False
     rest, piece = most_moved(program, group, flat, shape.inner[0])
@@ -191,12 +183,12 @@ def _is_odd(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
 
 
 def moved_singly(shape: Shape) -> set[str]:
-    """What is taken to begin anywhere beside odd rows, though it does not: their weights. A tile
-    lies over threads as suits the widest load of it, and with weights eight at once the rows would
-    be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145 us,
-    187 us so; its backward pass 245 us, 270 us). Where places are looked up, all (group norm of
-    channels of 289 126 us, 164 us with pairs of neighbours)."""
-    if looks_up(shape):
+    """What is taken to are misaligned beside odd rows, though it does not: their weights. A tile
+    lies over threads as suits the widest load of it, and with weights eight at once the rows
+    would be loaded from every eighth place (H200: layer norm of 222534 rows of 389 bfloat16 145
+    us, 187 us so; its backward pass 245 us, 270 us). Where places are gathered, all (group norm
+    of channels of 289 126 us, 164 us with pairs of neighbours)."""
+    if has_computed_places(shape):
         return {b for m in shape.members for b in m.reads | m.writes}
     return rows_alike(shape)
 
@@ -211,8 +203,8 @@ def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple
     """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
     moved: dict[tuple[Expr, int], int] = {}
     nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
-    if not flat.inner:  # rows that are looked up are slid to where others begin
-        nodes = [n for n in nodes if not is_looked_up(n.src[0])]
+    if not flat.inner:  # rows that are gathered are slid to where others begin
+        nodes = [n for n in nodes if not is_gathered(n.src[0])]
     stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
     accesses = [*((n.arg, n.src[0]) for n in nodes), *((s.buffer, s.index) for s in stores)]
     for buffer, index in dict.fromkeys(accesses):
@@ -227,7 +219,7 @@ def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple
 
 
 def begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
-    """Whether rows begin anywhere."""
+    """Whether rows are misaligned."""
     if axis.var in free_vars(rest) or not ix.known_nonneg(rest):
         return False
     return not begin_evenly(rest, piece)

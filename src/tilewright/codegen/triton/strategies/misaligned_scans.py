@@ -1,13 +1,13 @@
 """Columns of odd rows that are scanned: rows as one piece of memory, turned in shared memory.
 
-Eight rows that lie one after the other are a multiple of sixteen bytes, however long they are. So
-many, or a multiple of that, are loaded as one, sixteen bytes at once, turned such that threads have
-whole columns, and what is scanned is turned back and stored as one. A program has a matrix of such
-rows, and the next of them under way (H200: cumulative sums over 1 of 4000x128x127 bfloat16 69 us,
-126 us by single elements; of 2000x96x203 47 us, 82 us; of 300x200x1001 94 us, 128 us; of
-34538x64x71 209 us, 245 us). Matrices that begin between two places of sixteen bytes are not moved
-so: their ends would be stored one by one (of 317x351x391 91 us, 90 us; of 20000x33x65 222 us,
-62 us).
+Eight rows that lie one after the other are a multiple of sixteen bytes, however long they are.
+So many, or a multiple of that, are loaded as one, sixteen bytes at once, turned such that
+threads have whole columns, and what is scanned is turned back and stored as one. A program has a
+matrix of such rows, and the next of them in flight (H200: cumulative sums over 1 of 4000x128x127
+bfloat16 69 us, 126 us by single elements; of 2000x96x203 47 us, 82 us; of 300x200x1001 94 us,
+128 us; of 34538x64x71 209 us, 245 us). Matrices that begin between two places of sixteen bytes
+are not moved so: their ends would be stored one by one (of 317x351x391 91 us, 90 us; of
+20000x33x65 222 us, 62 us).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.column_configs import at_once
-from tilewright.codegen.triton.plan.config import sizes
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.strategies.misaligned_columns import length_of, walk_ahead
 from tilewright.codegen.triton.strategies.small_matrices import is_matrix
@@ -29,15 +29,15 @@ from tilewright.ir.program import Store
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Fold
+    from tilewright.codegen.triton.tile.reduce import Reduction
 
 PIECE = 8  # elements of sixteen bytes
 SHORTEST, LONGEST = 48, 1024  # elements of a row
 FEWEST = 64  # rows of a matrix: few of a part of it are beyond its end
-TOGETHER = 2  # matrices for each processor
+TOGETHER = 2  # matrices for each SM
 
 
-def stacking(facts: KernelFacts) -> Shape | str:
+def misaligned_scans(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are scanned so, where all that is moved are such matrices."""
     program, shape, flat = facts.program, facts.shape, facts.flat
     (x,), (r,) = flat.parallel, flat.inner
@@ -57,15 +57,15 @@ def stacking(facts: KernelFacts) -> Shape | str:
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
     segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
-    return replace(shape, slid=length, persistent=False, ahead=False, segments=segments,
+    return replace(shape, staged=length, persistent=False, pipelined=False, segments=segments,
                    parallel=(axes[shape.parallel[0]],))  # fmt: skip
 
 
-class Stacked:
+class MisalignedScans:
     """The text of one kernel's matrices."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.slid
+        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
         (self.node,) = {n for m in kernel.shape.members for n in loads(*m.exprs)}
 
@@ -103,8 +103,8 @@ class Stacked:
         rows = f"tl.minimum({a}numel - {first}, {self.r.block})"
         return f"(fstart + {first} * {n} + flat)", f"fpiece < {rows} * {n}"
 
-    def end(self, folds: Sequence[Fold]) -> None:
-        """Nothing is folded."""
+    def end(self, folds: Sequence[Reduction]) -> None:
+        """Nothing is reduced."""
 
     def stores(self, store: Store, value: str) -> bool:
         """Whether a store is of such rows: then it is done."""

@@ -1,11 +1,12 @@
-"""Short rows that begin anywhere, one right after the other in memory.
+"""Short misaligned rows, one right after the other in memory.
 
 So many of them as a program has are one piece of memory, which begins with sixteen bytes: it is
-loaded as one, and turned through shared memory, so that a few threads have a row and fold it almost
-alone. What is stored of rows is computed once more, from the piece as it was loaded and what its
-rows were folded to, and stored as one. Rows that are left over by pieces are the last program's, as
-other kernels have theirs (H200: log softmax of 3000000 rows of 33 bfloat16 117 us, 329 us by single
-elements; softmax of 85 116 us, 132 us; sums of 900001 rows of 71 float16 41 us, 71 us).
+loaded as one, and turned through shared memory, so that a few threads have a row and reduce it
+almost alone. What is stored of rows is computed once more, from the piece as it was loaded and
+what its rows were reduced to, and stored as one. Rows that are left over by pieces are the last
+program's, as other kernels have theirs (H200: log softmax of 3000000 rows of 33 bfloat16 117 us,
+329 us by single elements; softmax of 85 116 us, 132 us; sums of 900001 rows of 71 float16 41 us,
+71 us).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.codegen.triton.analysis.operations import scatters, uses
 from tilewright.codegen.triton.analysis.quantise import is_far_from_zero
-from tilewright.codegen.triton.plan.tiling import MANY, Shape, scatters, uses
+from tilewright.codegen.triton.plan.tiling import MANY, Shape
 from tilewright.codegen.triton.tile.lower import RANDOM, is_index
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
@@ -37,7 +39,13 @@ WIDEST = 2  # bytes of elements: wider ones fill lines as they are
 
 def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
     """Whether all that a kernel loads and stores of its rows lies so."""
-    if not shape.persistent or shape.serial or shape.shared or shape.ragged or shape.rank != 2:
+    if (
+        not shape.persistent
+        or shape.serial
+        or shape.row_programs
+        or shape.ragged
+        or shape.rank != 2
+    ):
         return False
     if uses(shape.members, *RANDOM) or any(s.scans for s, _ in shape.segments):
         return False

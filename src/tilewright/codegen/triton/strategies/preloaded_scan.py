@@ -1,9 +1,10 @@
-"""Rows that are scanned by one warp, or two, with all of them under way at once.
+"""Rows that are scanned by one warp, or two, with all of them in flight at once.
 
-A row in one block of a power of two is scanned by many warps, which wait for each other, and much
-of the block may be empty. Pieces of as much as its warps load at once are as many as the row is
-long: all of them are loaded, and kept as they are in memory until they are scanned, one after the
-other. Rows that begin anywhere are loaded from the sixteen bytes on that their first element is in.
+A row in one block of a power of two is scanned by many warps, which wait for each other, and
+much of the block may be empty. Pieces of as much as its warps load at once are as many as the
+row is long: all of them are loaded, and kept as they are in memory until they are scanned, one
+after the other. Misaligned rows are loaded from the sixteen bytes on that their first element is
+in.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.plan.config import sizes
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.strategies.misaligned_rows import (
     begins_anywhere,
-    looks_up,
+    has_computed_places,
     most_moved,
 )
-from tilewright.codegen.triton.strategies.scan import Walk, is_one_scan
+from tilewright.codegen.triton.strategies.scan import BlockScan, is_one_scan
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 
-SHORTEST = 6144  # bytes of a row that begins anywhere: shorter ones are held by more warps
+SHORTEST = 6144  # bytes of a row that is misaligned: shorter ones are held by more warps
 EVEN = 8192  # elements of other rows
 MOST = 28  # pieces that registers have room for
 WARPS = 2
-FEWEST = 16  # rows for each processor
+FEWEST = 16  # rows for each SM
 
 
-def under_way(facts: KernelFacts) -> Shape | str:
+def preloaded_scan(facts: KernelFacts) -> Shape | str:
     """The shape with rows that are scanned so, where they are many, long and all alike (H200:
     cumulative sums of 7259 rows of 4959 bfloat16 38 us, 58 us in one block; of 10603 of 3395 38 us,
     39 us; of 3000 of 12000 43 us, 61 us; of 2571 of 14001 46 us, 60 us walked; but of 17569 of 2049
@@ -52,13 +53,13 @@ def under_way(facts: KernelFacts) -> Shape | str:
     read = {n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)}
     if not axis.size:
         return "the length of rows is known only at the call"
-    if looks_up(shape):
+    if has_computed_places(shape):
         return "each element has a place of its own to compute in some operand"
     if facts.scatters:
         return facts.scatters
     start, piece = most_moved(program, group, flat, axis)
     start = start if begins_anywhere(start, piece, axis) else ix.ZERO
-    new = replace(axis, lean=start, piece=piece)
+    new = replace(axis, start=start, vector=piece)
     warps = next((w for w in range(1, WARPS + 1)
                   if (axis.size + new.slack) * len(read) <= MOST * 32 * w * piece), 0)  # fmt: skip
     shortest = SHORTEST // max(wide) if new.slack else EVEN
@@ -68,18 +69,18 @@ def under_way(facts: KernelFacts) -> Shape | str:
         return f"rows have at most {shortest} elements: more warps hold them"
     if facts.rows < FEWEST * facts.target.sms:
         return f"fewer than {FEWEST} rows for each SM"
-    return replace(shape, walked=True, under_way=32 * warps * piece, persistent=False,
+    return replace(shape, prefetched_scan=True, preloaded=32 * warps * piece, persistent=False,
                    segments=((segment, new),))  # fmt: skip
 
 
-class UnderWay(Walk):
+class PreloadedScan(BlockScan):
     """The text of one kernel's rows that are scanned so."""
 
     def begin(self) -> None:
         self.place_row()
 
     def walk(self, back: bool, round_: Callable[[], None]) -> None:
-        lanes, block = (self.axis.size or 0) + self.axis.slack, self.kernel.shape.under_way
+        lanes, block = (self.axis.size or 0) + self.axis.slack, self.kernel.shape.preloaded
         kept: list[dict[Expr, str]] = [{} for _ in range(0, lanes, block)]
         for k, known in enumerate(kept):
             with self._piece(k, known):
@@ -92,7 +93,7 @@ class UnderWay(Walk):
     @contextmanager
     def _piece(self, k: int, kept: dict[Expr, str]) -> Generator[None]:
         """In the tile of a piece. Most of them are inside all rows."""
-        w, a, block = self.w, self.axis.name, self.kernel.shape.under_way
+        w, a, block = self.w, self.axis.name, self.kernel.shape.preloaded
         whole = (k > 0 or self.whole) and (k + 1) * block <= (self.axis.size or 0)
         everywhere, w.masked = w.masked, w.masked - {self.axis}
         if not whole:
@@ -109,7 +110,7 @@ class UnderWay(Walk):
 
     def load(self, place: str) -> str:
         """Some bytes before and behind a row too, which nobody looks at."""
-        a, n = self.axis.name, self.axis.piece
+        a, n = self.axis.name, self.axis.vector
         if f"{a}start + {a}lane" not in place:
             return f"tl.load({place}, {a}mask, other=0)"
         some = f"{a}lane // {n} * {n} < {a}slide + {a}numel"
@@ -117,7 +118,7 @@ class UnderWay(Walk):
 
     def store(self, place: str, value: str) -> None:
         """What is whole of a piece at once, the ends of the row beside."""
-        w, a, n = self.w, self.axis.name, self.axis.piece
+        w, a, n = self.w, self.axis.name, self.axis.vector
         if f"{a}start + {a}lane" not in place:
             w.line(f"tl.store({place}, {value}, {a}mask)")
             return

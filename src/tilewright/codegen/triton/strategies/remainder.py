@@ -15,7 +15,7 @@ from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.config import below, power
 from tilewright.codegen.triton.plan.row_configs import folds_one
 from tilewright.codegen.triton.plan.tiling import Shape
-from tilewright.codegen.triton.tile.peeled import Lean
+from tilewright.codegen.triton.tile.peeled import Peeled
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads
 
@@ -23,15 +23,15 @@ SHORTEST, LONGEST = 128, 4096  # elements of the first tile
 LITTLE = 4  # the part of it that may be left
 
 
-def resting(facts: KernelFacts) -> Shape | str:
-    """The shape with such rows, where they begin with sixteen bytes and are only folded."""
+def remainder(facts: KernelFacts) -> Shape | str:
+    """The shape with such rows, where they begin with sixteen bytes and are only reduced."""
     if reason := facts.not_rows:
         return reason
     shape, flat = facts.shape, facts.flat
     axis, size = facts.row, facts.length
-    if not shape.persistent or shape.shared or not size:
+    if not shape.persistent or shape.row_programs or not size:
         return "no program has whole rows"
-    if axis.lean is not None or shape.odd:
+    if axis.start is not None or shape.misaligned:
         return "rows are misaligned"
     first = below(size)
     if not SHORTEST <= first <= LONGEST or not 0 < LITTLE * (size - first) <= first:
@@ -44,15 +44,15 @@ def resting(facts: KernelFacts) -> Shape | str:
         return "rows do not begin with sixteen bytes"
     if not folds_one(shape):
         return "rows are not only reduced, once"
-    new = replace(axis, lean=ix.ZERO, piece=first)
+    new = replace(axis, start=ix.ZERO, vector=first)
     return replace(shape, segments=tuple((s, a and new) for s, a in shape.segments))
 
 
-class Rest(Lean):
+class Remainder(Peeled):
     """The text of one kernel's axis of such rows: what is left of them is their end."""
 
     def begin(self) -> None:
-        w, a, n = self.w, self.axis.name, self.axis.piece
+        w, a, n = self.w, self.axis.name, self.axis.vector
         self._lanes_of_ends = power((self.axis.size or 0) - n)
         w.line(f"{a}at = {n} + tl.arange(0, {self._lanes_of_ends})[None, :]")
         w.line(f"{a}edge = {a}at < {a}numel")

@@ -1,9 +1,9 @@
 """Columns that a program holds as they are in memory.
 
-Where memory runs across, a program has whole columns that are folded and then used again. As floats
-those of sixteen bits take twice the registers, and few threads would do: those that share columns
-do so by shared memory. As the sixteen bits they have in memory twice as many fit (`held`). In
-pieces, of which a thread has what it loads at once, all of them have one address.
+Where memory runs across, a program has whole columns that are reduced and then used again. As
+floats those of sixteen bits take twice the registers, and few threads would do: those that share
+columns do so by shared memory. As the sixteen bits they have in memory twice as many fit
+(`held`). In pieces, of which a thread has what it loads at once, all of them have one address.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from dataclasses import replace
 import torch
 
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, folds, power
-from tilewright.codegen.triton.plan.tiling import Shape, uses
-from tilewright.codegen.triton.strategies.chunked import is_dear, is_own
+from tilewright.codegen.triton.analysis.operations import uses
+from tilewright.codegen.triton.analysis.work import reduces
+from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power
+from tilewright.codegen.triton.plan.tiling import Shape
+from tilewright.codegen.triton.strategies.chunked import is_expensive_to_repeat, is_own
 from tilewright.codegen.triton.tile.interleaved import is_even
 from tilewright.ir.expr import free_vars, loads, walk
 from tilewright.schedule.fusion.group import Group
@@ -24,31 +26,32 @@ from tilewright.target import Target
 
 NARROW = frozenset((torch.float16, torch.bfloat16))
 FLOATS = frozenset((torch.float32,))
-FEWEST = 32  # columns for each processor
+FEWEST = 32  # columns for each SM
 IN_PIECES = range(129, 257)  # rows of columns of sixteen bits that are
 ROWS_OF_HALVES = 32  # of such a piece
 MOST_OF_FLOATS = 3072  # rows of columns of floats, of which a thread has 48 then
 COLUMNS_OF_FLOATS = 8  # beside each other: 32 bytes
 
 
-def holding_columns(facts: KernelFacts) -> Shape | str:
-    """The shape with columns as they are in memory, where they are many, even, used again after a
-    fold, and so long that floats of them take too many threads (H200: norm over 1 of 32x192x96x96
-    bfloat16 59 us, 71 us as floats; of 42x384x64x64 70 us, 100 us; of 21x768x64x64 72 us, 108 us).
-    Longer ones where only one fold is before what is stored (RMS norm of 256 rows 70 us, 69 us as
-    floats; 384 69 us, 72 us; 1024 77 us, 96 us; layer norm of 256 74 us, 69 us; 512 80 us, 93 us;
-    2048 103 us, 119 us) or exponentials are (softmax of 512 rows 79 us, 71 us as floats; 768 82 us,
-    93 us; 2048 106 us, 117 us); shorter of these in pieces (norms of 32x256x64x64 35.4 us, 40.6 us
-    as floats). Columns of floats that are too long for one tile are held in pieces too (128x3000x80
-    without their mean and divided by their deviation 106 us, 142 us walked three times)."""
+def resident_columns(facts: KernelFacts) -> Shape | str:
+    """The shape with columns as they are in memory, where they are many, even, used again after
+    a reduction, and so long that floats of them take too many threads (H200: norm over 1 of
+    32x192x96x96 bfloat16 59 us, 71 us as floats; of 42x384x64x64 70 us, 100 us; of 21x768x64x64
+    72 us, 108 us). Longer ones where only one reduction is before what is stored (RMS norm of
+    256 rows 70 us, 69 us as floats; 384 69 us, 72 us; 1024 77 us, 96 us; layer norm of 256 74
+    us, 69 us; 512 80 us, 93 us; 2048 103 us, 119 us) or exponentials are (softmax of 512 rows 79
+    us, 71 us as floats; 768 82 us, 93 us; 2048 106 us, 117 us); shorter of these in pieces
+    (norms of 32x256x64x64 35.4 us, 40.6 us as floats). Columns of floats that are too long for
+    one tile are held in pieces too (128x3000x80 without their mean and divided by their
+    deviation 106 us, 142 us walked three times)."""
     shape, group = facts.shape, facts.group
     if reason := facts.not_columns or facts.not_plain or facts.finds_places or facts.draws:
         return reason
-    if shape.shared:
+    if shape.row_programs:
         return "several programs share a column"
-    if not shape.again:
+    if not shape.reread:
         return "columns are read once"
-    if is_dear(shape):
+    if is_expensive_to_repeat(shape):
         return "what is computed of columns is too expensive to repeat after each reduction"
     if facts.rows < FEWEST * facts.target.sms:
         return f"fewer than {FEWEST} columns for each SM"
@@ -60,7 +63,7 @@ def holding_columns(facts: KernelFacts) -> Shape | str:
             held = _rows_of_halves(shape)
     if not held:
         return "columns are not one tile of sixteen-byte pieces, or fit in registers as floats"
-    return replace(shape, held=held, persistent=True, ahead=False)
+    return replace(shape, chunk=held, persistent=True, pipelined=False)
 
 
 def _rows_of_halves(shape: Shape) -> int:
@@ -91,14 +94,14 @@ def _rows_of_floats(group: Group, shape: Shape) -> int:
 
 
 def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
-    """128 bytes of a row, 64 of long or few columns, by few threads with 128 elements each; with 64
-    where exponentials are computed and two programs fit a processor then (H200: softmax over 1 of
+    """128 bytes of a row, 64 of long or few columns, by few threads with 128 elements each; with
+    64 where exponentials are computed and two programs fit an SM then (H200: softmax over 1 of
     16x1024x4096 bfloat16 78 us by sixteen warps, 90 us by eight), or in pieces (norms of
     32x256x64x64 35.4 us by eight warps with 64 registers, 39.7 us by four with 128)."""
-    x, (axis,), size = shape.parallel[0], shape.inner, shape.held
+    x, (axis,), size = shape.parallel[0], shape.inner, shape.chunk
     if size < (axis.size or 0):
         return _of_pieces(shape)
-    many = x.likely >= 4 * 64 * target.sms and not folds(shape, "welford")
+    many = x.likely >= 4 * 64 * target.sms and not reduces(shape, "welford")
     block = 64 if size <= 512 and many else 32
     share = 64 if size <= 1024 and uses(shape.members, "exp") else 128
     warps = clamp(1, size * block // (32 * share), MOST_WARPS)
@@ -107,10 +110,10 @@ def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
 
 
 def _of_pieces(shape: Shape) -> tuple[Config, ...]:
-    """A piece is what all threads load at once. Of floats each has as many as let two programs run
-    on a processor, though some of them spill then (H200: 128x3000x80 105.7 us with 64 registers,
+    """A piece is what all threads load at once. Of floats each has as many as let two programs
+    run on an SM, though some of them spill then (H200: 128x3000x80 105.7 us with 64 registers,
     111.8 us by half the threads with 128)."""
-    x, (axis,), rows = shape.parallel[0], shape.inner, shape.held
+    x, (axis,), rows = shape.parallel[0], shape.inner, shape.chunk
     of_halves = rows == ROWS_OF_HALVES
     block, each = (64, 8) if of_halves else (COLUMNS_OF_FLOATS, 4)
     blocks = ((x.block, block), (axis.block, rows))

@@ -2,8 +2,8 @@
 block needs is loaded before the one at hand is computed (H200: cumulative sums of 377 rows of 87913
 floats 76 us, 245 us without; of 1024 rows of 34132 bfloat16 in rows of 1219 60 us, 71 us).
 
-Rows that begin anywhere in memory are moved sixteen bytes at once: their blocks begin where pieces
-of so many bytes do, the first one before its row.
+Misaligned rows in memory are moved sixteen bytes at once: their blocks begin where pieces of so
+many bytes do, the first one before its row.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
+from tilewright.codegen.triton.analysis.operations import sorts, uses
 from tilewright.codegen.triton.plan.column_configs import at_once, carried, rows_of_thread
-from tilewright.codegen.triton.plan.config import sizes
-from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MOST_KEPT, Axis, Shape, sorts, uses
+from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MOST_KEPT, Axis, Shape
 from tilewright.codegen.triton.strategies.misaligned_rows import begins_anywhere, most_moved
-from tilewright.codegen.triton.strategies.misaligned_scans import stacking
+from tilewright.codegen.triton.strategies.misaligned_scans import misaligned_scans
 from tilewright.codegen.triton.tile.lower import RANDOM
-from tilewright.codegen.triton.tile.peeled import Lean
+from tilewright.codegen.triton.tile.peeled import Peeled
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest, Program
 from tilewright.target import Target
 
 if TYPE_CHECKING:
-    from tilewright.codegen.triton.tile.reduce import Scanning
+    from tilewright.codegen.triton.tile.reduce import Scan
 
-TOGETHER = 2  # programs that a processor surely runs at once
+TOGETHER = 2  # programs that an SM surely runs at once
 SHORTEST_PART = 1 << 13  # elements of a row worth a program
-UNDER_WAY = 1 << 15  # bytes of loads that keep a processor's part of memory busy
-FEW_COLUMNS = 1024  # on a processor: the warps that have them do not keep memory busy by themselves
+UNDER_WAY = 1 << 15  # bytes of loads that keep an SM's part of memory busy
+FEW_COLUMNS = 1024  # on an SM: the warps that have them do not keep memory busy by themselves
 # (H200: cumulative sums over 1 of 317x351x391 bfloat16 89 us, 102 us if each waits for its loads)
 
 
-def walking(facts: KernelFacts) -> Shape | str:
+def block_scan(facts: KernelFacts) -> Shape | str:
     """The shape with rows or columns that are walked so, where they are scanned and not held."""
     program, group, shape, target = facts.program, facts.group, facts.shape, facts.target
     if not facts.has_scans:
@@ -45,19 +46,20 @@ def walking(facts: KernelFacts) -> Shape | str:
     ((segment, axis),) = shape.segments
     assert axis is not None
     if shape.across:
-        stacked = "it scans from the last row to the first" if shape.back else stacking(facts)
-        return stacked if isinstance(stacked, Shape) else _columns(program, shape, target)
-    if shape.back:
+        whole = misaligned_scans(facts)
+        moved = isinstance(whole, Shape) and not shape.reverse_scan
+        return whole if moved else _columns(program, shape, target)
+    if shape.reverse_scan:
         return "rows are scanned from their last element to the first"
-    if 2 * axis.likely <= MOST_KEPT and (axis.lean is None or axis.likely <= LONGEST_PASS):
+    if 2 * axis.likely <= MOST_KEPT and (axis.start is None or axis.likely <= LONGEST_PASS):
         return "rows fit in registers"
     start, piece = most_moved(program, group, shape.flat(), axis)
     if not begins_anywhere(start, piece, axis):
         start = ix.ZERO
-    axis = replace(axis, lean=start, piece=piece)
+    axis = replace(axis, start=start, vector=piece)
     count = _programs(shape, axis, target)
-    return replace(shape, walked=True, persistent=False, segments=((segment, axis),),
-                   shared=count, in_turn=count > 0)  # fmt: skip
+    return replace(shape, prefetched_scan=True, persistent=False, segments=((segment, axis),),
+                   row_programs=count, ticketed=count > 0)  # fmt: skip
 
 
 def is_one_scan(shape: Shape) -> bool:
@@ -69,7 +71,7 @@ def is_one_scan(shape: Shape) -> bool:
 
 
 def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
-    """Each column by one thread, if these are many. Not floats in rows that begin anywhere (H200:
+    """Each column by one thread, if these are many. Not floats in misaligned rows (H200:
     cumulative sums of 128 rows of 4425x127 floats 249 us, 204 us if threads share columns)."""
     ((segment, axis),) = shape.segments
     assert axis is not None
@@ -79,16 +81,16 @@ def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
     moved = columns * rows_of_thread(shape, neighbours) * max(sizes(program, shape))
     if moved < UNDER_WAY * target.sms:
         return "one thread for each column would not keep memory busy"
-    walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms and not shape.back
+    walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms and not shape.reverse_scan
     if walked:
-        axis = replace(axis, lean=ix.ZERO, piece=1)
-    return replace(shape, alone=True, walked=walked, persistent=False, ahead=False,
-                   segments=((segment, axis),))  # fmt: skip
+        axis = replace(axis, start=ix.ZERO, vector=1)
+    return replace(shape, column_threads=True, prefetched_scan=walked, persistent=False,
+                   pipelined=False, segments=((segment, axis),))  # fmt: skip
 
 
 def _programs(shape: Shape, axis: Axis, target: Target) -> int:
-    """How many walk a row together where rows are too few, all of them at once: each folds its part
-    and then walks it again, from what those before it have folded. None: a row has one."""
+    """How many walk a row together where rows are too few, all of them at once: each reduces its
+    part and then walks it again, from what those before it have reduced. None: a row has one."""
     rows = shape.parallel[0].size
     if not rows:
         return 0
@@ -96,11 +98,11 @@ def _programs(shape: Shape, axis: Axis, target: Target) -> int:
     return count if count > 1 else 0
 
 
-class Walk(Lean):
+class BlockScan(Peeled):
     """The text of one kernel's rows that are walked."""
 
     def place_row(self) -> None:
-        w, a, n = self.w, self.axis.name, self.axis.piece
+        w, a, n = self.w, self.axis.name, self.axis.vector
         if not self.whole:
             w.line(
                 f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}"
@@ -115,7 +117,7 @@ class Walk(Lean):
         self.place_row()
         w, a = self.w, self.axis.name
         lanes = f"{a}numel + {self.axis.slack}" if self.axis.slack else f"{a}numel"
-        count, block = self.kernel.shape.shared, self.axis.block
+        count, block = self.kernel.shape.row_programs, self.axis.block
         if not count:
             w.line(f"{a}first, {a}last = 0, {lanes}")
             return
@@ -135,9 +137,10 @@ class Walk(Lean):
             self._enter_block(f"{a}offset")
             round_()
 
-    def meet(self, scan: Scanning) -> None:
-        """What the programs with a row's parts before this one fold to is what it begins with."""
-        w, k, count = self.w, self.kernel, self.kernel.shape.shared
+    def meet(self, scan: Scan) -> None:
+        """What the programs with a row's parts before this one reduction to is what it begins
+        with."""
+        w, k, count = self.w, self.kernel, self.kernel.shape.row_programs
         totals = scan.folded(lambda round_: self.walk(False, round_))
         cells: list[str] = []
         for name in totals:

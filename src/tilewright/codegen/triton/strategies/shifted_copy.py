@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.plan.tiling import Axis
-from tilewright.codegen.triton.strategies.misaligned_rows import leaning
+from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 from tilewright.codegen.triton.strategies.transpose import FEWEST, Moving
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, free_vars, loads, walk
@@ -23,7 +23,7 @@ SLID = (2, 4)  # bytes of elements that are
 SHORTEST = 4096  # elements of pieces of which most blocks have one
 
 
-def moved(facts: KernelFacts) -> KernelPlan | str:
+def shifted_copy(facts: KernelFacts) -> KernelPlan | str:
     """The kernel of such a group (H200: three of 359x25x1747 bfloat16 side by side
     52 us, 83 us by single elements; two of 8000x9001 147 us, 155 us; two of 8979x4097 one after the
     other 71 us, 78 us as two kernels; 10390x5001 float16 rolled 52 us, 55 us; the first third of
@@ -41,7 +41,7 @@ def moved(facts: KernelFacts) -> KernelPlan | str:
     if not pieces.may_move({*group.local, *(s.buffer for s in stores)}) or not all(
         pieces.slope(s.index) == 1 and pieces.is_even(s.index) for s in stores):  # fmt: skip
         return "it does not put long pieces of tensors at places that are shifted by constants"
-    made = _Moved(program, group, leaning(program, group, shape), facts.target, facts.wide)
+    made = _Moved(program, group, misaligned_rows(program, group, shape), facts.target, facts.wide)
     made.pieces = pieces
     if made.w.index_type != "tl.int32":
         return "places need 64-bit indices"
@@ -139,9 +139,9 @@ class _Moved(Moving):
 
     def _inside(self, axis: Axis) -> list[str]:
         """What has to be so of a block within one piece of all that is divided or compared."""
-        found = [] if axis.lean is None else ["(pid > 0)"]  # that one has the end
+        found = [] if axis.start is None else ["(pid > 0)"]  # that one has the end
         if axis in self.w.masked:
-            found.append(f"(first + {axis.block} <= {'xnumel' if axis.lean is None else 'xtail'})")
+            found.append(f"(first + {axis.block} <= {'xnumel' if axis.start is None else 'xtail'})")
         pieces = self.pieces
         divided = {ix.mod(*n.src): n.src[1].arg for n in pieces.divided if pieces.slope(n.src[0])}
         compared = dict.fromkeys(ix.sub(*n.src) for n in pieces.compared if pieces.slope(n.src[0]))

@@ -1,10 +1,10 @@
 """Short rows in tiles: a row by a few threads, several of them by a warp.
 
 A block of a power of two leaves up to half of its lanes empty, and all threads of a warp have to
-meet for each row that it folds. In as many narrow tiles as a row is long no lane is empty but in
-the last of them; tiles meet in the threads that have them, and a row has few of these. They are
-held as the chunks of long rows are (`strategies/chunked.py`), but nothing is computed again: it is
-little.
+meet for each row that it reduces. In as many narrow tiles as a row is long no lane is empty but
+in the last of them; tiles meet in the threads that have them, and a row has few of these. They
+are held as the chunks of long rows are (`strategies/chunked.py`), but nothing is computed again:
+it is little.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from dataclasses import replace
 
 import torch
 
+from tilewright.codegen.triton.analysis.accesses import reduces_pairs_of_rows
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.work import along
-from tilewright.codegen.triton.plan.config import below, in_pairs, is_heavy, power
-from tilewright.codegen.triton.plan.tiling import (
-    MANY,
-    Shape,
-    cannot_hand_over,
-    is_looked_up,
+from tilewright.codegen.triton.analysis.operations import is_gathered
+from tilewright.codegen.triton.analysis.work import along, is_heavy
+from tilewright.codegen.triton.plan.config import below, power
+from tilewright.codegen.triton.plan.tiling import MANY, Shape, cannot_hand_over
+from tilewright.codegen.triton.strategies.misaligned_rows import (
+    has_computed_places,
+    misaligned_rows,
+    rows_alike,
 )
-from tilewright.codegen.triton.strategies.misaligned_rows import leaning, looks_up, rows_alike
 from tilewright.codegen.triton.tile.paired import PAIR
-from tilewright.codegen.triton.tile.reduce import folded_type
+from tilewright.codegen.triton.tile.reduce import reduced_type
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
@@ -35,20 +36,20 @@ MOST = 8  # tiles of an even row
 FEWEST = 32  # elements of a tile: 64 bytes of a row, for four threads
 LEAST = 4  # the same of rows that are as short themselves
 MOST_PAIRS, FEWEST_PAIRS = 16, 16  # the same of rows that are moved two elements at once
-FEW_PAIRS = 96  # elements of a row that few threads fold
+FEW_PAIRS = 96  # elements of a row that few threads reduce
 WARP = 256  # elements of a tile that a warp moves at once
 
 
-def in_tiles(facts: KernelFacts) -> Shape | str:
+def short_rows(facts: KernelFacts) -> Shape | str:
     """The shape with rows in tiles, where they are many and short."""
     if reason := _unsuited(facts):
         return reason
     shape, group, size = facts.shape, facts.group, facts.length
-    form = leaning(facts.program, group, replace(shape, held=size))
-    piece = form.inner[0].piece
+    form = misaligned_rows(facts.program, group, replace(shape, chunk=size))
+    piece = form.inner[0].vector
     if form.packed:
         return "rows lie one after the other: several are moved as one piece"
-    if form.odd and not piece and size > FEWEST:
+    if form.misaligned and not piece and size > FEWEST:
         return "rows are misaligned, and not all of them alike"
     if size <= FEWEST:
         tile = _of_few(group, form, size)
@@ -60,19 +61,19 @@ def in_tiles(facts: KernelFacts) -> Shape | str:
         tile = _of_odd(shape, size)
     if not tile:
         return "rows are as fast in one block"
-    return replace(form, tiled=True, held=tile)
+    return replace(form, short=True, chunk=tile)
 
 
 def _of_even(shape: Shape, size: int) -> int:
-    """Even rows are as fast as memory in a block, but for a few (H200): such as are only folded,
-    with exponentials of their elements (cross entropy of 131072 rows of 1000 bfloat16 62 us, 100
-    us; but where one is taken of two sums of a row, of 4096 of 2048, 22.9 us, the sums in a block
-    18.5 us), short ones that leave much of it empty (layer norm of 160 69 us, 85 us; but of two of
-    them 71 us, 67 us, and of 160 floats 68 us, 66 us), and such with a mask of each element that do
-    (softmax of 2504 float16 54 us, 64 us) or that are quantized (int8 of 1280 float16 105 us, 113
-    us), or that are made of several rows which are looked up (layer norm of three of 768 55 us, 62
-    us; of one 77 us, 48 us), by a warp each. Also pairs of rows (products of 27 rows of 128
-    bfloat16 174 us, 227 us)."""
+    """Even rows are as fast as memory in a block, but for a few (H200): such as are only
+    reduced, with exponentials of their elements (cross entropy of 131072 rows of 1000 bfloat16
+    62 us, 100 us; but where one is taken of two sums of a row, of 4096 of 2048, 22.9 us, the
+    sums in a block 18.5 us), short ones that leave much of it empty (layer norm of 160 69 us, 85
+    us; but of two of them 71 us, 67 us, and of 160 floats 68 us, 66 us), and such with a mask of
+    each element that do (softmax of 2504 float16 54 us, 64 us) or that are quantized (int8 of
+    1280 float16 105 us, 113 us), or that are made of several rows which are gathered (layer norm
+    of three of 768 55 us, 62 us; of one 77 us, 48 us), by a warp each. Also pairs of rows
+    (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
     nodes = [n for m in shape.members for n in walk(*m.exprs)]
     empty = 4 * size <= 3 * power(size)
     rows = _rows(shape)
@@ -83,9 +84,9 @@ def _of_even(shape: Shape, size: int) -> int:
     quantized = any(
         n.op == "cast" and n.dtype.itemsize == 1 for n in nodes if n.dtype != torch.bool
     )
-    if empty and 2 * WARP < size < 4 * WARP and sum(is_looked_up(n.src[0]) for n in rows) > 1:
+    if empty and 2 * WARP < size < 4 * WARP and sum(is_gathered(n.src[0]) for n in rows) > 1:
         return WARP
-    tiled = folded or in_pairs(shape) or (empty and (masked or short or quantized))
+    tiled = folded or reduces_pairs_of_rows(shape) or (empty and (masked or short or quantized))
     return max(FEWEST, power(size / MOST)) if tiled else 0
 
 
@@ -99,14 +100,14 @@ def _of_few(group: Group, form: Shape, size: int) -> int:
     own = set(form.inner[0].loops)
     stored = any(own & free_vars(s.index) for m in form.members for s in m.stores
                  if s.buffer not in group.local)  # fmt: skip
-    return LEAST if wide and empty and (form.odd or not stored) else 0
+    return LEAST if wide and empty and (form.misaligned or not stored) else 0
 
 
 def _of_pairs(shape: Shape, size: int) -> int:
     """Not such with weights: these are taken twice, from threads that have others. Fewer threads
-    for short rows that are only folded, with less to do for each (H200: focal losses of 1048576
-    rows of 91 bfloat16 59 us, 74 us by eight; cross entropy of 65 60 us, 81 us; of 127 60 us,
-    58 us)."""
+    for short rows that are only reduced, with less to do for each (H200: focal losses of 1048576
+    rows of 91 bfloat16 59 us, 74 us by eight; cross entropy of 65 60 us, 81 us; of 127 60 us, 58
+    us)."""
     if rows_alike(shape.flat()):
         return 0
     few = size <= FEW_PAIRS and not _stores(shape)
@@ -149,7 +150,7 @@ def _unsuited(facts: KernelFacts) -> str:
     shape = facts.shape
     if reason := facts.not_rows or facts.not_plain or facts.finds_places or facts.draws:
         return reason
-    if shape.shared:
+    if shape.row_programs:
         return "several programs share a row"
     if not shape.persistent:
         return "rows do not fit in registers"
@@ -159,9 +160,9 @@ def _unsuited(facts: KernelFacts) -> str:
         return f"all rows have fewer than {MANY} elements"
     if is_heavy(shape):
         return "a special function makes for long code"
-    if looks_up(shape):
+    if has_computed_places(shape):
         return "each element has a place of its own to compute in some operand"
     nodes = [n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"]
-    if any(folded_type(n.src[0].dtype) != torch.float32 for n in nodes):
+    if any(reduced_type(n.src[0].dtype) != torch.float32 for n in nodes):
         return "a reduction is not computed in float32"
     return cannot_hand_over(facts.group, replace(shape, persistent=False))

@@ -1,9 +1,10 @@
 """Columns of small matrices with odd rows: each matrix as one piece of memory.
 
-Of rows of an odd length neighbouring threads have neighbouring elements, one at a time, and what a
-program stores of a row begins and ends within what memory is written by. A matrix that a program
-has all of is moved sixteen bytes at once, and turned in shared memory such that threads have its
-columns, and back. Where matrices begin anywhere, what is left at both ends is stored beside.
+Of rows of an odd length neighbouring threads have neighbouring elements, one at a time, and what
+a program stores of a row begins and ends within what memory is written by. A matrix that a
+program has all of is moved sixteen bytes at once, and turned in shared memory such that threads
+have its columns, and back. Where matrices are misaligned, what is left at both ends is stored
+beside.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from tilewright.ir.program import Store
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Fold
+    from tilewright.codegen.triton.tile.reduce import Reduction
 
 PIECE = 8  # elements of sixteen bytes
 LEAST, MOST = 2048, 8192  # elements of a matrix
-SHORTEST = 32  # rows of one that is folded: a thread has fewer of a column
-FEWEST = 16  # matrices for each processor
+SHORTEST = 32  # rows of one that is reduced: a thread has fewer of a column
+FEWEST = 16  # matrices for each SM
 
 
-def matrices(facts: KernelFacts) -> Shape | str:
+def small_matrices(facts: KernelFacts) -> Shape | str:
     """The shape with matrices that are moved so, where one is read and one is made of it (H200:
     softmax over 1 of 20000x64x121 bfloat16 183 us, 247 us by single elements; of 40000x60x61 173
     us, 201 us; cumulative sums 154 us, 166 us, and 159 us, 231 us; but softmax of 8000x28x237 78
@@ -39,7 +40,7 @@ def matrices(facts: KernelFacts) -> Shape | str:
     shape, flat = facts.shape, facts.flat
     if reason := facts.not_columns or facts.sorts or facts.scatters or facts.draws:
         return reason
-    if shape.shared:
+    if shape.row_programs:
         return "several programs share a column"
     if not shape.persistent:
         return "columns do not fit in registers"
@@ -67,7 +68,7 @@ def matrices(facts: KernelFacts) -> Shape | str:
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
     segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
-    return replace(shape, slid=length, ahead=False, segments=segments,
+    return replace(shape, staged=length, pipelined=False, segments=segments,
                    parallel=(axes[shape.parallel[0]],))  # fmt: skip
 
 
@@ -88,14 +89,14 @@ def _moved(local: frozenset[str], flat: Shape, x: Axis, r: Axis) -> tuple[list[E
     return found, [s for s in stores if both <= free_vars(s.index)]
 
 
-class Matrices:
+class SmallMatrices:
     """The text of one kernel's matrices."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.slid
+        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
         self.size = self.length * (self.r.size or 0)
-        self.apart = self.size % PIECE != 0  # matrices begin anywhere
+        self.apart = self.size % PIECE != 0  # matrices are misaligned
 
     @property
     def grid(self) -> list[tuple[Expr, str]]:
@@ -107,7 +108,10 @@ class Matrices:
         w.line(f"xbase = pid * {n} + xlane")
         w.line(f"xmask = xlane < {n}")
         w.masked.add(self.x)
-        if any(s.scans for s, _ in self.kernel.shape.segments) and not self.kernel.shape.back:
+        if (
+            any(s.scans for s, _ in self.kernel.shape.segments)
+            and not self.kernel.shape.reverse_scan
+        ):
             w.masked.discard(self.r)  # what comes after the last row is not stored
         w.know(self.x.var, "xbase")
 
@@ -147,5 +151,5 @@ class Matrices:
     def walk(self, round_: Callable[[], None]) -> None:
         """Nothing is walked."""
 
-    def end(self, folds: Sequence[Fold]) -> None:
+    def end(self, folds: Sequence[Reduction]) -> None:
         """Nor left to be moved."""

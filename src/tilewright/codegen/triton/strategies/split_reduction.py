@@ -8,22 +8,22 @@ from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.tiling import Shape, cannot_share
 
 SHORTEST = 1 << 13  # elements of a part worth a program
-TOGETHER = 9  # programs of four warps that a processor surely runs at once
+TOGETHER = 9  # programs of four warps that an SM surely runs at once
 
 
-def in_parts(facts: KernelFacts) -> Shape | str:
-    """The shape with rows in parts, where they are folded once and too few for processors to have
+def split_reduction(facts: KernelFacts) -> Shape | str:
+    """The shape with rows in parts, where they are reduced once and too few for SMs to have
     equally much to do: as many parts as all run at once (H200: smoothed losses of 151 rows of
-    100277 floats 20.4 us by seven, 23.6 us by eight, of which some wait, 24.3 us by one; losses of
-    290 rows of 128256 bfloat16 24.1 us by four, 27.2 us by eight, 25.9 us by one). What only adds
-    up is read as fast by one program for each row, and what leaves its folds as they are is a part
-    already (softmax of a row of 2**26 107 us, 110 us in parts of parts)."""
+    100277 floats 20.4 us by seven, 23.6 us by eight, of which some wait, 24.3 us by one; losses
+    of 290 rows of 128256 bfloat16 24.1 us by four, 27.2 us by eight, 25.9 us by one). What only
+    adds up is read as fast by one program for each row, and what leaves its reductions as they
+    are is a part already (softmax of a row of 2**26 107 us, 110 us in parts of parts)."""
     shape = facts.shape
     if reason := facts.not_rows or facts.not_plain or facts.draws:
         return reason
-    if shape.again:
+    if shape.reread:
         return "rows are read again after a reduction"
-    if shape.shared and not shape.in_turn:
+    if shape.row_programs and not shape.ticketed:
         return "all programs of a row run at once already"
     if shape.persistent:
         return "rows fit in registers"
@@ -37,5 +37,5 @@ def in_parts(facts: KernelFacts) -> Shape | str:
     count = min(TOGETHER * facts.target.sms // x.size, r.size // SHORTEST)
     if count < 2:
         return "there are enough rows for all SMs, or rows are too short for parts"
-    new = replace(shape, shared=count, in_turn=True, ahead=False)
+    new = replace(shape, row_programs=count, ticketed=True, pipelined=False)
     return cannot_share(new) or new

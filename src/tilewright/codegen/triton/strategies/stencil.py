@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.precision import span
+from tilewright.codegen.triton.analysis.index_width import span
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
-from tilewright.codegen.triton.tile.interleaved import Doubles, is_even, pairs
+from tilewright.codegen.triton.tile.interleaved import Interleaved, interleaved, is_even
 from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
@@ -38,7 +38,7 @@ WARPS = (4, 8, 2)
 JOINED = {2: "two", 4: "four", 8: "eight"}  # in `tri_rows.py`
 
 
-def windows(facts: KernelFacts) -> KernelPlan | str:
+def stencil(facts: KernelFacts) -> KernelPlan | str:
     """The kernel of such a group (H200: largest of three by two of 186880 planes
     of 16x16 floats 56 us, 74 us by elements; of bfloat16 4096 planes of 112x112 31 us, 41 us, 16384
     of 56x56 32 us, 44 us, 149504 of 16x16 23 us, 33 us; four steps of 32768 rows of 2048 67 us,
@@ -46,7 +46,7 @@ def windows(facts: KernelFacts) -> KernelPlan | str:
     program, group, shape = facts.program, facts.group, facts.shape
     if reason := facts.not_pointwise or facts.scatters or facts.draws:
         return reason
-    if group.local or group.shared:
+    if group.local or group.row_programs:
         return "some results stay inside the kernel"
     loops = tuple(v for a in shape.parallel for v in a.loops)
     if any(set(m.loops) != set(loops) for m in shape.members) or not loops:
@@ -87,7 +87,7 @@ def _accesses(program: Program, shape: Shape, last: Expr) -> float:
     """Loads along the last loop of a point as it is: of neighbours that are together eight points
     have one."""
     flat = shape.flat()
-    known, _ = pairs(flat, program.buffers, frozenset())
+    known, _ = interleaved(flat, program.buffers, frozenset())
     x = flat.parallel[-1]
     total = 0.0
     for node in _along(shape, last):
@@ -144,7 +144,7 @@ def _written_out(program: Program, shape: Shape, counts: Mapping[Expr, int]) -> 
     (segment, _), *_ = shape.segments
     segments = ((replace(segment, members=members), None),)
     form = replace(shape, parallel=(axis,), segments=segments, rank=1, members=tuple(members),
-                   looked_up=False)  # fmt: skip
+                   gathered=False)  # fmt: skip
     places = _places(_along(form, axis.loops[-1]))
     return form, len(set(_pieces(places, program.buffers).values()))
 
@@ -192,7 +192,7 @@ def _pieces(places: Iterable[Place], buffers: Mapping[str, Buffer]) -> dict[Plac
     return found
 
 
-class _Pieces(Doubles):
+class _Pieces(Interleaved):
     """The text of accesses of whole pieces."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -246,4 +246,4 @@ class _Windows(Kernel):
     def __init__(self, program: Program, group: Group, shape: Shape, target: Target, wide: bool,
                  among: tuple[Config, ...]) -> None:  # fmt: skip
         super().__init__(program, group, shape, target, wide, among)
-        self.doubles = _Pieces(self)
+        self.interleaved = _Pieces(self)

@@ -1,5 +1,5 @@
-"""The kernel of tensors that are turned and whose rows begin anywhere in memory: `tri_moves.py` of
-the runtime says how they are moved sixteen bytes at once."""
+"""The kernel of tensors that are turned and whose rows are misaligned in memory: `tri_moves.py`
+of the runtime says how they are moved sixteen bytes at once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tilewright.schedule.fusion.group import Group
 SHORTEST = 256  # elements of a row for which its ends do not matter
 FEWEST = 1 << 24  # bytes of a tensor that keep a card busy: smaller ones are in cache anyway
 MOST_PADDED = 1.2  # of tiles by what is in them, of many matrices
-KEPT = 1 << 15  # bytes of a tile: more of them leave too few programs to a processor
+KEPT = 1 << 15  # bytes of a tile: more of them leave too few programs to an SM
 KEPT_WHOLE = 1 << 16  # the same of one that is read as one piece, of whole columns too
 NARROWEST = 64  # elements of rows that are
 SECTOR = 32  # bytes that are fetched at least
 
 
-def turned(facts: KernelFacts) -> KernelPlan | str:
+def transpose(facts: KernelFacts) -> KernelPlan | str:
     """The kernel of such a group (H200: 32 matrices of 4929x893 bfloat16 between
     each other 159 us, 258 us as tiles of rows and columns, of floats 317 us, 385 us; 8191x8191
     bfloat16 75 us, 87 us; 18545x5392 106 us; 5143x8192 45 us; 506268x151 84 us, 96 us; 300001x192
@@ -34,7 +34,7 @@ def turned(facts: KernelFacts) -> KernelPlan | str:
     if reason := facts.not_pointwise:
         return reason
     reason = ""
-    for form in (shape, *matrices(shape)):
+    for form in (shape, *by_matrix(shape)):
         places = moves(program, group, form)
         tile = None if places is None else _tile(program, form, *places)
         if places is None:
@@ -45,7 +45,7 @@ def turned(facts: KernelFacts) -> KernelPlan | str:
             continue
         *z, y, x = form.parallel
         if tile.over:
-            x = replace(x, lean=places[1], piece=tile.over)
+            x = replace(x, start=places[1], vector=tile.over)
         blocks = *((a.block, 1) for a in z), (y.block, tile.columns), (x.block, tile.rows)
         warps = max(4, min(16, tile.kept // tile.vector // 128))
         configs = Config(blocks, warps, registers=32), Config(blocks, warps)
@@ -55,7 +55,7 @@ def turned(facts: KernelFacts) -> KernelPlan | str:
     return reason
 
 
-def matrices(shape: Shape) -> list[Shape]:
+def by_matrix(shape: Shape) -> list[Shape]:
     """The same with an axis for which of many matrices it is."""
     if len(shape.parallel) != 2 or len(shape.parallel[0].loops) < 2:
         return []
@@ -99,7 +99,7 @@ class Tile:
 
     vector: int  # elements of sixteen bytes
     rows: int  # elements that are written of a column
-    over: int  # rows that are read before these, where columns begin anywhere
+    over: int  # rows that are read before these, where columns are misaligned
     columns: int
     pitch: int  # how far rows are apart in shared memory
     whole: bool = False  # they are one piece of memory

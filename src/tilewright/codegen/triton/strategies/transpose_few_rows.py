@@ -1,5 +1,5 @@
-"""The kernel of matrices with few rows that are turned: what a program writes of their columns is
-one piece of memory, though each of these begins anywhere in it."""
+"""The kernel of matrices with few rows that are turned: what a program writes of their columns
+is one piece of memory, though each of these is misaligned in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
-from tilewright.codegen.triton.strategies.transpose import Moving, matrices, moves
+from tilewright.codegen.triton.strategies.transpose import Moving, by_matrix, moves
 from tilewright.ir import index as ix
 from tilewright.ir.program import Program
 
@@ -19,13 +19,13 @@ ROUNDS = 4  # in which they do
 MOST_KEPT = 8192  # elements of a tile: as many as are written
 
 
-def laid(facts: KernelFacts) -> KernelPlan | str:
+def transpose_few_rows(facts: KernelFacts) -> KernelPlan | str:
     """The kernel of such a group (H200: 2306x47x725 bfloat16 85 us, 99 us as a
     tile of rows and columns; 1500x95x250 43 us, 51 us; 700x65x700 38 us, 44 us)."""
     program, group, shape = facts.program, facts.group, facts.shape
     if reason := facts.not_pointwise:
         return reason
-    for form in (shape, *matrices(shape)):
+    for form in (shape, *by_matrix(shape)):
         if moves(program, group, form) is None or not _is_one_piece(program, shape):
             continue
         *z, y, x = form.parallel

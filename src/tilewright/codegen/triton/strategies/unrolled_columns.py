@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tilewright.codegen.triton.analysis.accesses import vector_of
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.column_configs import LONGEST_OF_THREAD, at_once
-from tilewright.codegen.triton.plan.config import Config, vector_of
+from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars, loads
 from tilewright.ir.program import Program
 
 WARPS = 2
-FEWEST = 4  # programs for each processor
+FEWEST = 4  # programs for each SM
 
 
-def unrolled(facts: KernelFacts) -> Shape | str:
+def unrolled_columns(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are walked so, where there are many and sixteen bytes of a row
     are loaded at once (H200: argmax over 1 of 64x21x256x256 bfloat16 53 us, 61 us as one block; of
     100x61x16384 58 us, 57 us), or rows are enlarged: neighbours read the same."""
@@ -42,7 +43,7 @@ def unrolled(facts: KernelFacts) -> Shape | str:
         return "there are too few columns for threads to have whole ones"
     if at_once(program, shape) < vector and not _are_enlarged(shape):
         return "rows are misaligned"
-    return replace(shape, persistent=False, ahead=False, unrolled=True)
+    return replace(shape, persistent=False, pipelined=False, unrolled=True)
 
 
 def _are_enlarged(shape: Shape) -> bool:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
-    """`place` is the text of the index. Where memory runs across, rows are added last: they are so
-    many bytes apart then, which is part of an access, where each would have an address to compute
-    and to keep (softmax of columns of 128 in rows of 863 bfloat16: 48 registers, 106). Not for
-    single floats, of which too many would be under way (H200: softmax over 1 of 95x512x511 floats
-    75 us, 97 us so)."""
+    """`place` is the text of the index. Where memory runs across, rows are added last: they are
+    so many bytes apart then, which is part of an access, where each would have an address to
+    compute and to keep (softmax of columns of 128 in rows of 863 bfloat16: 48 registers, 106).
+    Not for single floats, of which too many would be in flight (H200: softmax over 1 of
+    95x512x511 floats 75 us, 97 us so)."""
     w, plain = k.w, f"{k.pointer(buffer)} + ({place})"
     rows = [a for a in k.shape.inner if a in w.support(index)]
     if len(rows) != 1 or w.index_type != "tl.int32":
@@ -39,7 +39,7 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     by = f"*{w.index(step)}"
     first = "" if k.shape.persistent else f"{w.rounds[axis][0]}{by} + "
     whole = f"{k.pointer(buffer)} + {first}{w.index(rest)} + {axis.name}base{by}"
-    before = 0 if k.held is None else k.held.before * (ix.value_of(step) or 0)
+    before = 0 if k.chunked is None else k.chunked.before * (ix.value_of(step) or 0)
     return f"{whole} + {before}" if before else whole  # of all pieces one address
 
 

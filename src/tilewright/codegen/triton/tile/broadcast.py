@@ -18,7 +18,7 @@ def common(kernel: Kernel, node: Expr, support: Support) -> Axis | None:
     """The axis along which all neighbours of a thread have a load in common."""
     shape = kernel.shape
     axis = next((a for a in shape.inner if a in support), None)
-    if axis is None or shape.across or kernel.lean is not None or node.src[1:]:
+    if axis is None or shape.across or kernel.peeled is not None or node.src[1:]:
         return None
     side = _neighbours(kernel, axis)
     pieces = [n for n in walk(node.src[0]) if n.op == "ifloordiv" and n.src[0] is axis.var]

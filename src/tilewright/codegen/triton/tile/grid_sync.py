@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.plan.config import power
-from tilewright.codegen.triton.tile.reduce import Fold
+from tilewright.codegen.triton.tile.reduce import Reduction
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 WORKSPACE, COUNTERS = "workspace", "counters"
 
 
-def meet(kernel: Kernel, found: Sequence[Fold]) -> None:
+def meet(kernel: Kernel, found: Sequence[Reduction]) -> None:
     """Each program leaves what became of its part of a row; those that go on take all parts."""
-    w, count = kernel.w, kernel.shape.shared
-    cells: list[tuple[Fold, list[tuple[str, str]]]] = []
+    w, count = kernel.w, kernel.shape.row_programs
+    cells: list[tuple[Reduction, list[tuple[str, str]]]] = []
     for fold in found:
         made: list[tuple[str, str]] = []
         for name, (kind, none) in zip(fold.left_of_row(), fold.cells, strict=True):
@@ -33,7 +33,7 @@ def meet(kernel: Kernel, found: Sequence[Fold]) -> None:
             made.append((cell, f"{kind}, {none}"))
         cells.append((fold, made))
     kernel.meetings += 1
-    if kernel.alone:
+    if kernel.last_finishes:
         w.line("tl.debug_barrier()")
         with w.block(f"if tri.part({COUNTERS} + spot, {count}) == 0"):
             w.line("return")
@@ -50,9 +50,9 @@ def meet(kernel: Kernel, found: Sequence[Fold]) -> None:
 def leave(kernel: Kernel) -> None:
     """Once a program has read what it needs. The last one of a row does what none may do while
     others read what was there."""
-    if kernel.left or kernel.alone:
+    if kernel.left or kernel.last_finishes:
         return
-    w, until = kernel.w, kernel.shape.shared * (kernel.meetings + 1)
+    w, until = kernel.w, kernel.shape.row_programs * (kernel.meetings + 1)
     kernel.left = True
     made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
     if made & kernel.rewritten:
@@ -65,6 +65,6 @@ def leave(kernel: Kernel) -> None:
 def end(kernel: Kernel) -> None:
     """What was left for the last program of a row."""
     leave(kernel)
-    with nullcontext() if kernel.alone or not kernel.waiting else kernel.w.block("if last"):
+    with nullcontext() if kernel.last_finishes or not kernel.waiting else kernel.w.block("if last"):
         for line in kernel.waiting:
             kernel.w.line(line)

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.analysis.precision import span
+from tilewright.codegen.triton.analysis.index_width import span
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, var
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Place = tuple[str, Expr]  # a buffer and an index
 
 
-class Doubles:
+class Interleaved:
     """The text of one kernel's accesses of two neighbours."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.w = kernel, kernel.w
         self.axis = kernel.shape.parallel[-1]
-        self.read, self.written = pairs(kernel.shape, kernel.buffers, kernel.local)
+        self.read, self.written = interleaved(kernel.shape, kernel.buffers, kernel.local)
         self.two = _lanes(self.axis)
         self._waiting: dict[Place, str] = {}  # values of the first of two stores
 
@@ -43,7 +43,7 @@ class Doubles:
         size = f"2 * {axis.block}"
         w.line(f"{name} = {block} * ({size}) + tl.arange(0, {size}){where}")
         if axis in w.masked:
-            piece = max(axis.piece, 1)  # of a row whose end is a tile beside
+            piece = max(axis.vector, 1)  # of a row whose end is a tile beside
             w.line(f"{name}mask = {name} < {axis.name}numel // {piece} * {2 * piece}")
 
     def load(self, node: Expr) -> str:
@@ -53,7 +53,7 @@ class Doubles:
             return ""
         w = self.w
         with self._both():
-            index = doubled(first.src[0], self.axis) or behind(first.src[0], self.axis)
+            index = from_both(first.src[0], self.axis) or behind(first.src[0], self.axis)
             support = w.covered(w.support(index))
             mask = w.mask(support)
             masked = f", {mask}, other=0" if mask else ""
@@ -80,7 +80,7 @@ class Doubles:
         if not all(p in self._waiting for p in both):
             return True
         with self._both():
-            index = doubled(first, self.axis)
+            index = from_both(first, self.axis)
             assert index is not None
             place = w.index(index)
             text = ", ".join(self._waiting.pop(p) for p in both)
@@ -92,7 +92,7 @@ class Doubles:
 
     @property
     def _at_ends(self) -> bool:
-        return self.kernel.lean is not None and self.kernel.lean.at_ends
+        return self.kernel.peeled is not None and self.kernel.peeled.at_ends
 
     @contextmanager
     def _both(self) -> Generator[None]:
@@ -105,7 +105,7 @@ class Doubles:
         return self.w.shape(support)[:-1] + ", 2]"
 
 
-def pairs(shape: Shape, buffers: Mapping[str, Buffer], local: frozenset[str]
+def interleaved(shape: Shape, buffers: Mapping[str, Buffer], local: frozenset[str]
           ) -> tuple[dict[Expr, Expr], dict[Place, Expr]]:  # fmt: skip
     """For loads that have a neighbour the first of the two, and for stores the index of the first;
     the first comes before the second in both. A load at even places has a neighbour in memory, if
@@ -149,14 +149,14 @@ def _neighbours(places: Iterable[Place], axis: Axis) -> list[tuple[Place, Expr]]
 
 
 def _is_even(index: Expr, axis: Axis) -> bool:
-    return ix.mod(index, 2) is ix.ZERO and doubled(index, axis) is not None
+    return ix.mod(index, 2) is ix.ZERO and from_both(index, axis) is not None
 
 
 def _lanes(axis: Axis) -> Expr:
     return var(f"{axis.name}two", ix.mul(axis.extent, 2))
 
 
-def doubled(index: Expr, axis: Axis) -> Expr | None:
+def from_both(index: Expr, axis: Axis) -> Expr | None:
     """Where the neighbours are that begin at an index: over twice the lanes of the axis, one after
     the other. None where the index is not every second element along it."""
     if loads(index):

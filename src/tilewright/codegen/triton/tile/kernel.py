@@ -10,48 +10,51 @@ from functools import cached_property
 import torch
 
 from tilewright import config
-from tilewright.codegen.triton.analysis import precision, shared_functions
+from tilewright.codegen.triton.analysis import index_width, precision, shared_functions
+from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.analysis.rounding import kept_narrow, skips_a_rounding
-from tilewright.codegen.triton.launch import Param, TritonKernel
+from tilewright.codegen.triton.launch import TritonKernel
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.configs import configs
 from tilewright.codegen.triton.plan.grid_order import rows_first
-from tilewright.codegen.triton.plan.tiling import Axis, Shape, accumulates, scatters
-from tilewright.codegen.triton.strategies.chunked import Held
-from tilewright.codegen.triton.strategies.misaligned_columns import Sliding
-from tilewright.codegen.triton.strategies.misaligned_rows import begin_evenly, moved_singly
-from tilewright.codegen.triton.strategies.misaligned_scans import Stacked
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, accumulates
+from tilewright.codegen.triton.strategies.chunked import Chunked
+from tilewright.codegen.triton.strategies.misaligned_columns import MisalignedColumns
+from tilewright.codegen.triton.strategies.misaligned_rows import begin_evenly
+from tilewright.codegen.triton.strategies.misaligned_scans import MisalignedScans
 from tilewright.codegen.triton.strategies.packed_rows import Packed
-from tilewright.codegen.triton.strategies.prefetched_rows import Fetch
-from tilewright.codegen.triton.strategies.preloaded_scan import UnderWay
-from tilewright.codegen.triton.strategies.scan import Walk
-from tilewright.codegen.triton.strategies.small_matrices import Matrices
+from tilewright.codegen.triton.strategies.prefetched_rows import Prefetch
+from tilewright.codegen.triton.strategies.preloaded_scan import PreloadedScan
+from tilewright.codegen.triton.strategies.scan import BlockScan
+from tilewright.codegen.triton.strategies.small_matrices import SmallMatrices
 from tilewright.codegen.triton.tile.address import address, may_repeat
 from tilewright.codegen.triton.tile.atomics import write_scatter
 from tilewright.codegen.triton.tile.broadcast import common, load_pieces
-from tilewright.codegen.triton.tile.grid_sync import COUNTERS, WORKSPACE, end, meet
-from tilewright.codegen.triton.tile.interleaved import Doubles
+from tilewright.codegen.triton.tile.grid_sync import COUNTERS, end, meet
+from tilewright.codegen.triton.tile.interleaved import Interleaved
 from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Support, Writer
 from tilewright.codegen.triton.tile.online_softmax import (
     ROWS,
     SIDE,
-    OnlineFold,
+    OnlineReduction,
     Pair,
     joined,
     passes,
 )
-from tilewright.codegen.triton.tile.ops import FP8_LARGEST, SIGNATURE, TYPE, cast
+from tilewright.codegen.triton.tile.ops import FP8_LARGEST, TYPE, cast
 from tilewright.codegen.triton.tile.paired import lean_of
-from tilewright.codegen.triton.tile.predication import choices, some_rows
+from tilewright.codegen.triton.tile.predication import row_conditions, some_rows
+from tilewright.codegen.triton.tile.prefetch import early_loads, first
 from tilewright.codegen.triton.tile.reduce import (
-    Fold,
-    Scanning,
-    Together,
-    WelfordFold,
-    fold_whole,
-    folds_of,
+    Reduction,
+    Scan,
+    ThreadLanes,
+    Welford,
+    reduce_whole,
+    reductions_of,
     scans_of,
 )
+from tilewright.codegen.triton.tile.render import imports, params_of
 from tilewright.codegen.triton.tile.weighted_sums import Weighted
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, syms, walk
@@ -77,8 +80,8 @@ class Kernel:
         self.target = target
         early = config.triton.enable_pdl and target.capability >= (9, 0)
         # whether of the programs of a row the last one goes on alone, and none waits for another
-        self.alone = shape.in_turn and not shape.again and not shape.walked
-        self.early = early and (self.alone or not shape.shared)
+        self.last_finishes = shape.ticketed and not shape.reread and not shape.prefetched_scan
+        self.early = early and (self.last_finishes or not shape.row_programs)
         self.pointers: dict[str, str] = {}
         self.numbers: dict[Expr, str] = {}
         self.checked = False
@@ -86,22 +89,23 @@ class Kernel:
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
         self.w = Writer(shape.axes, shape.rank, index_type, self._name, self.load, self._check)
         self._ends = {a: found for a in shape.axes if (found := shape.ends(a))}
-        walk_by = UnderWay if shape.under_way else Walk
-        self.walk = walk_by(self, shape.inner[0]) if shape.walked else None
-        self.lean = self.walk or lean_of(self)
+        walk_by = PreloadedScan if shape.preloaded else BlockScan
+        self.walk = walk_by(self, shape.inner[0]) if shape.prefetched_scan else None
+        self.peeled = self.walk or lean_of(self)
         self.packed = Packed.of(self)
-        self.held = Held(self, shape.inner[0]) if shape.held else None
+        self.chunked = Chunked(self, shape.inner[0]) if shape.chunk else None
         scans = any(segment.scans for segment, _ in shape.segments)
-        slid = Matrices if shape.persistent else Stacked if scans else Sliding
-        self.sliding = slid(self) if shape.slid else None
-        self.fetch = Fetch(self, shape.inner[0]) if shape.fetched else None
-        self.doubles = Doubles(self)
+        looped = MisalignedScans if scans else MisalignedColumns
+        staged = SmallMatrices if shape.persistent else looped
+        self.staged = staged(self) if shape.staged else None
+        self.prefetch = Prefetch(self, shape.inner[0]) if shape.prefetched else None
+        self.interleaved = Interleaved(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         exprs = [e for m in shape.members for e in m.exprs]
         results = [s.value for m in shape.members for s in m.stores if s.buffer not in self.local]
         if target.capability >= (8, 0):
-            self.w.pairs = {a for a in shape.axes
+            self.w.rounds_pairs = {a for a in shape.axes
                             if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
         made = {s.buffer: s.value for m in shape.members for s in m.stores}
         self.w.made = made
@@ -115,17 +119,17 @@ class Kernel:
             exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
         if target.capability >= (8, 9) and precision.may_convert(shape):
             self.w.fp8 = FP8_LARGEST
-        self.w.valued = precision.valued(exprs, [s for m in shape.members for s in m.stores])
-        self.w.seldom = choices(shape, self.w)
+        self.w.valued = index_width.valued(exprs, [s for m in shape.members for s in m.stores])
+        self.w.seldom = row_conditions(shape, self.w)
         if not shape.persistent:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
-                             for a in shape.inner if a.lean is None}  # fmt: skip
+                             for a in shape.inner if a.start is None}  # fmt: skip
         self.rewritten = rewritten(shape.members)
-        self.online: dict[Expr, OnlineFold] = {}
+        self.online: dict[Expr, OnlineReduction] = {}
         self._joined = {} if shape.persistent else joined(shape, self.local)
         self._passes = passes(shape, self.local)
         self._at: Segment | None = None  # the loop at hand
-        self.accumulated: dict[str, list[Fold]] = {}  # of members that fold serial loops
+        self.accumulated: dict[str, list[Reduction]] = {}  # of members that reduce serial loops
         self.cells = 0  # of each program of a shared row
         self.meetings = 0  # of the programs that share a row
         self.left = False  # whether it has told those it shares a row with
@@ -140,7 +144,7 @@ class Kernel:
     def _is_narrow(self) -> bool:
         """Whether 32-bit indices do; what depends on unbounded sizes is assumed and reported."""
         touched = {b for m in self.shape.members for b in m.reads | m.writes}
-        self.assume = precision.narrow(
+        self.assume = index_width.narrow(
             [e for m in self.shape.members for e in m.exprs],
             [a.extent for a in self.shape.axes],
             [self.buffers[b] for b in sorted(touched)],
@@ -150,14 +154,16 @@ class Kernel:
 
     def _is_full(self, axis: Axis) -> bool:
         """Whether every block of every configuration is inside the axis."""
-        size = axis.size if axis.lean is None else None
-        if size and self.shape.in_turn and axis in self.shape.inner:
-            size = size // self.shape.shared if size % (PIECE * self.shape.shared) == 0 else None
+        size = axis.size if axis.start is None else None
+        if size and self.shape.ticketed and axis in self.shape.inner:
+            count = self.shape.row_programs
+            size = size // count if size % (PIECE * count) == 0 else None
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
 
     @property
     def _along(self) -> set[torch.dtype]:
-        """The types of results that are no folds: the order of sums shows in a fold anyway."""
+        """The types of results that are no reductions: the order of sums shows in a reduction
+        anyway."""
         found: set[torch.dtype] = set()
         for segment, axis in self.shape.segments:
             folded = bool(self.shape.inner) and axis is None
@@ -168,7 +174,7 @@ class Kernel:
 
     @property
     def _takes_turns(self) -> bool:
-        return self.shape.in_turn and not self.alone
+        return self.shape.ticketed and not self.last_finishes
 
     @property
     def work(self) -> int:
@@ -186,7 +192,7 @@ class Kernel:
     def _piece(self, axis: Axis) -> int:
         """The largest block of a parallel axis, if it is a part of what some place is divided by:
         the quotient is one number for a program then, and what it finds there is one load."""
-        if axis.lean is not None or self.packed is not None or self.shape.slid:
+        if axis.start is not None or self.packed is not None or self.shape.staged:
             return 0
         largest = max(c.kwargs[axis.block] for c in self.configs)
         cut = (n for m in self.shape.members for n in walk(*m.exprs)
@@ -241,44 +247,23 @@ class Kernel:
 
     def whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
         full = f"triton_{self.shape.family}_fused_{name}".rstrip("_")
-        params = self.params()
+        params = params_of(self)
         names = [p.argument for p in params]
         head = [*names, *(["err"] if self.checked else []),
                 *(f"{b}: tl.constexpr" for b, _ in self.configs[0].constants)]  # fmt: skip
-        text = "\n".join([*precision.imports(lines), "", "", "@triton.jit",
+        text = "\n".join([*imports(lines), "", "", "@triton.jit",
                           f"def {full}({', '.join(head)}):", *lines]) + "\n"  # fmt: skip
         grid = [(ix.add(a.extent, a.slack), a.block) for a in self.shape.parallel]
-        if self.sliding is not None:
-            grid = self.sliding.grid
-        if self.shape.shared:
-            grid.append((ix.as_index(self.shape.shared), "1"))
+        if self.staged is not None:
+            grid = self.staged.grid
+        if self.shape.row_programs:
+            grid.append((ix.as_index(self.shape.row_programs), "1"))
         rows = self.shape.parallel[0].size or 0
         return TritonKernel(text, full, params, tuple(grid), self.configs[0], self.configs,
                             self.checked, tuple(self.assume or ()), self.early, self.joins,
-                            2 * self.cells * rows * self.shape.shared,
+                            2 * self.cells * rows * self.shape.row_programs,
                             rows + self._takes_turns if self.meetings else 0,
-                            self.shape.in_turn)  # fmt: skip
-
-    def params(self) -> tuple[Param, ...]:
-        found: list[Param] = []
-        members = self.shape.members
-        high, meets = precision.positions(members), precision.meeting(members, self.buffers)
-        single = moved_singly(self.shape) if self.shape.odd and self.lean is None else ()
-        for buffer, name in self.pointers.items():
-            dtype = self.buffers[buffer].dtype
-            found.append(Param("ptr", buffer, SIGNATURE[dtype], name, 1 if buffer in single else 16,
-                               high=high.get(buffer, 0), meets=meets.get(buffer, "")))  # fmt: skip
-        for e, name in self.numbers.items():
-            if e.dtype == torch.float64:
-                found.append(Param("float", e.arg.name, "fp64", name))
-                continue
-            narrow = self.w.index_type == "tl.int32" and e not in self.w.valued
-            kind = "i32" if narrow else "i64"
-            found.append(Param("int", e.arg.name, kind, name, hint=e.arg.hint))
-        if self.meetings:
-            found += [Param("ptr", WORKSPACE, "*fp32", WORKSPACE, 16),
-                      Param("ptr", COUNTERS, "*i32", COUNTERS, 16)]  # fmt: skip
-        return tuple(found)
+                            self.shape.ticketed)  # fmt: skip
 
     def _programs(self) -> None:
         """Which block of each axis is this program's: the last parallel axis runs fastest, or the
@@ -287,18 +272,18 @@ class Kernel:
         first = self.first
         if self._takes_turns:
             rows = self.shape.parallel[0].size or 0
-            total = rows * self.shape.shared
+            total = rows * self.shape.row_programs
             first = self._way(f"tri.ticket({COUNTERS} + {rows}, {total})", str(total))
         w.begin(first, self.early)
-        if self.shape.shared:
-            w.line(f"part = pid % {self.shape.shared}")
-            w.line(f"pid = pid // {self.shape.shared}")
+        if self.shape.row_programs:
+            w.line(f"part = pid % {self.shape.row_programs}")
+            w.line(f"pid = pid // {self.shape.row_programs}")
             w.line("spot = pid")
-            if self.held is not None:
-                self.held.place()
-        if self.sliding is not None:
-            self.sliding.columns()
-        axes = () if self.sliding is not None else self.shape.parallel
+            if self.chunked is not None:
+                self.chunked.place()
+        if self.staged is not None:
+            self.staged.columns()
+        axes = () if self.staged is not None else self.shape.parallel
         order = -1 if rows_first(self.buffers, self.shape, self.target) else 1
         for k, axis in reversed(list(enumerate(axes[::order]))):
             rows = "" if self.packed is None else self.packed.rounded
@@ -318,23 +303,23 @@ class Kernel:
             if piece:
                 w.programs[axis] = first, piece
             w.line(f"{axis.name}base = {first} + {self.lanes(axis)}")
-            self.doubles.begin(axis, at)
-            if axis.lean is not None:
+            self.interleaved.begin(axis, at)
+            if axis.start is not None:
                 w.line(f"{axis.name}block = {at}")
             if k:
                 w.line(f"pid = pid // {axis.name}blocks")
-            if axis.lean is None:
+            if axis.start is None:
                 self._enter(axis, f"{axis.name}base")
         for axis in self.shape.inner:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             w.line(f"{axis.name}base = {self.lanes(axis)}")
             if self._draws and not self._is_narrowest(axis):
                 w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
-            if self.shape.persistent and axis.lean is None and self.held is None:
+            if self.shape.persistent and axis.start is None and self.chunked is None:
                 self._enter(axis, f"{axis.name}base")
             elif not self.shape.persistent and self.walk is None:
                 self._span(axis)
-        for form in (self.lean, self.packed, self.held, self.sliding):
+        for form in (self.peeled, self.packed, self.chunked, self.staged):
             if form is not None:
                 form.begin()
 
@@ -344,14 +329,14 @@ class Kernel:
     def _span(self, axis: Axis) -> None:
         """From where to where this program walks a row: all of it, or whole blocks; in turn, as
         much as the others."""
-        w, a, count = self.w, axis.name, self.shape.shared
+        w, a, count = self.w, axis.name, self.shape.row_programs
         if not count:
             w.line(f"{a}first, {a}last = 0, {a}numel")
             if (limit := self.shape.limit(axis)) is not None:
                 w.line(f"{a}limit = tl.minimum({a}numel, {w.index(limit)})")
                 w.line(f"{a}last = tl.reduce({a}limit, None, tri.maximum)")
             return
-        step = str(PIECE) if self.shape.in_turn else axis.block
+        step = str(PIECE) if self.shape.ticketed else axis.block
         each = f"({a}numel + {count} * {step} - 1) // ({count} * {step}) * {step}"
         w.line(f"{a}first = part * ({each})")
         w.line(f"{a}last = tl.minimum({a}first + {each}, {a}numel)")
@@ -366,7 +351,7 @@ class Kernel:
             self.w.know(axis.var, place)
         if axis in self.w.masked:
             sooner = [f"(({self.w.index(e)}) < 0)" for e in self._ends.get(axis, ())]
-            partly = self.shape.in_turn and axis in self.shape.inner
+            partly = self.shape.ticketed and axis in self.shape.inner
             end = f"{axis.name}last" if partly else f"{axis.name}numel"
             inside = " & ".join([f"({place} < {end})", *sooner])
             self.w.line(f"{axis.name}mask = {inside}")
@@ -375,18 +360,18 @@ class Kernel:
 
     def _segments(self) -> None:
         online = self._joined
-        if self.fetch is not None:
-            self.fetch.begin()
+        if self.prefetch is not None:
+            self.prefetch.begin()
         for node in self.w.seldom:  # none of them waits for another
             self.w.operand(node.src[0])
-        for node in () if self.alone else precision.early_loads(self.shape, self.local):
+        for node in () if self.last_finishes else early_loads(self.shape, self.local):
             self.w.operand(node)
-        lean = self.lean if self.lean and self.lean.axis in self.shape.parallel else None
+        lean = self.peeled if self.peeled and self.peeled.axis in self.shape.parallel else None
         if lean and not lean.slid_rows:
             lean.tile()
         for k, (segment, axis) in enumerate(self.shape.segments):
-            if axis is not None and self.held is not None:
-                self.held.segment(k, segment)
+            if axis is not None and self.chunked is not None:
+                self.chunked.segment(k, segment)
             elif axis is None or self.shape.persistent:
                 self._straight(segment, axis)
             elif k in online:
@@ -406,7 +391,7 @@ class Kernel:
         axes = {m.name: axis for s, axis in self.shape.segments for m in s.members}
         for m in waiting:
             axis = axes[m.name] if m.name in self.shape.total else None
-            self.accumulated[m.name] = list(folds_of([m], axis, w).values())
+            self.accumulated[m.name] = list(reductions_of([m], axis, w).values())
             for fold in self.accumulated[m.name]:
                 fold.begin()
         self._before()
@@ -433,12 +418,12 @@ class Kernel:
                 self.w.operand(node)
 
     def _begin_round(self) -> None:
-        """All of a row is under way before its first fold, what it has one number of first."""
+        """All of a row is in flight before its first reduction, what it has one number of first."""
         for node in sorted(self._first_loads(), key=lambda e: len(self.w.support(e.src[0]))):
             self.w.operand(node)
 
     def _first_loads(self) -> list[Expr]:
-        return precision.first(self.shape, loads(*(e for m in self.shape.members for e in m.exprs)))
+        return first(self.shape, loads(*(e for m in self.shape.members for e in m.exprs)))
 
     def _rounds(self, v: Expr) -> str:
         """How often a serial loop runs: a scalar, also where it depends on the program."""
@@ -453,10 +438,11 @@ class Kernel:
         """A segment at once: no loops, or loops that fit in one block."""
         w = self.w
         reducing = [m for m in segment.members if m.reduce]
-        folds = {} if axis is None else folds_of(reducing, axis, w)
+        folds = {} if axis is None else reductions_of(reducing, axis, w)
         self._have_ends(axis, folds)
-        whole = self.lean is None or self.lean.axis is not axis
-        scans = [] if axis is None else scans_of(segment.members, axis, w, self.shape.back, whole)
+        whole = self.peeled is None or self.peeled.axis is not axis
+        back = self.shape.reverse_scan
+        scans = [] if axis is None else scans_of(segment.members, axis, w, back, whole)
         for m in segment.members:
             if m.name in self.accumulated:
                 for fold in self.accumulated[m.name]:
@@ -464,12 +450,12 @@ class Kernel:
                 continue
             for node in walk(*m.exprs):
                 if node in folds:
-                    fold_whole(node, folds)
+                    reduce_whole(node, folds)
             for scan in scans:
                 if scan.node not in set(walk(*m.exprs)):
                     continue
-                if self.lean is not None and self.lean.axis is axis:
-                    scan.with_ends(self.lean.ends)
+                if self.peeled is not None and self.peeled.axis is axis:
+                    scan.with_ends(self.peeled.ends)
                 else:
                     scan.step(carried=False)
             if some := some_rows(m, self.shape, w):
@@ -478,46 +464,46 @@ class Kernel:
                 continue
             if self.packed is None or not self.packed.stores(m):
                 self.stores([m])
-            if self.lean is not None and self.lean.axis is axis and not m.reduce:
-                self.lean.store_ends([m])
+            if self.peeled is not None and self.peeled.axis is axis and not m.reduce:
+                self.peeled.store_ends([m])
 
-    def _have_ends(self, axis: Axis | None, folds: Mapping[Expr, Fold]) -> None:
-        if self.lean is None or self.lean.axis is not axis:
+    def _have_ends(self, axis: Axis | None, folds: Mapping[Expr, Reduction]) -> None:
+        if self.peeled is None or self.peeled.axis is not axis:
             return
         for fold in folds.values():
-            fold.ends = self.lean.ends
+            fold.ends = self.peeled.ends
 
     def _looped(self, segment: Segment, axis: Axis, pairs: Sequence[Pair | Weighted]) -> None:
         w = self.w
         self._at = segment
-        folds = folds_of(segment.members, axis, w)
+        folds = reductions_of(segment.members, axis, w)
         for node, fold in folds.items():
-            if isinstance(fold, WelfordFold) and fold.counted:
+            if isinstance(fold, Welford) and fold.counted:
                 fold.together = self._together(node, axis)
         for pair in pairs:
-            if isinstance(fold := folds[pair.largest], OnlineFold):
+            if isinstance(fold := folds[pair.largest], OnlineReduction):
                 self.online[pair.total] = fold
                 fold.join(pair)
             else:
                 folds[pair.largest] = self.pair(pair, fold, axis)
         for node, fold in folds.items():
-            if pairs and type(fold) is Fold and not self.shape.across:
+            if pairs and type(fold) is Reduction and not self.shape.across:
                 fold.beside = self._together(node, axis)
         self._have_ends(axis, folds)
-        scans = scans_of(segment.members, axis, w, self.shape.back)
+        scans = scans_of(segment.members, axis, w, self.shape.reverse_scan)
         for item in (*folds.values(), *scans):
             item.begin()
         self._hoist(segment, axis)
         self.w.barriers.before_loop(segment.members)
-        if self.walk is not None and self.shape.shared:
+        if self.walk is not None and self.shape.row_programs:
             self.walk.meet(*scans)
-        if self.sliding is not None:
-            self.sliding.walk(lambda: self._steps(segment, folds, scans))
-            self.sliding.end(list(folds.values()))
-        elif self.lean is not None and self.lean.axis is axis:
-            self.lean.walk(self._is_back(segment, axis), lambda: self._steps(
+        if self.staged is not None:
+            self.staged.walk(lambda: self._steps(segment, folds, scans))
+            self.staged.end(list(folds.values()))
+        elif self.peeled is not None and self.peeled.axis is axis:
+            self.peeled.walk(self._is_back(segment, axis), lambda: self._steps(
                 segment, folds, scans))  # fmt: skip
-            self.lean.store_ends(segment.members)
+            self.peeled.store_ends(segment.members)
         else:
             back = self._is_back(segment, axis)
             place = self._round(axis, back)
@@ -528,25 +514,25 @@ class Kernel:
             if axis in everywhere and not pairs and may_repeat(self.shape, segment, axis):
                 self.repeated = axis
                 index = f"tl.minimum({index}, {axis.name}last - 1)"
-            moments = any(isinstance(fold, WelfordFold) for fold in folds.values())
+            moments = any(isinstance(fold, Welford) for fold in folds.values())
             for loop, masked in self._bounds(axis, back, self.shape.across and not moments):
                 w.masked = everywhere if masked else everywhere - {axis}
                 with w.block(f"for {axis.name}offset in {loop}"):
-                    if self.fetch is not None and not masked:
-                        self.fetch.enter()
+                    if self.prefetch is not None and not masked:
+                        self.prefetch.enter()
                     w.line(f"{axis.name}index = {index}")
                     self._enter(axis, f"{axis.name}index")
                     self._steps(segment, folds, scans)
             w.masked, self.repeated = everywhere, None
         self._at = None
-        if self.shape.shared and folds:
+        if self.shape.row_programs and folds:
             meet(self, list(folds.values()))
         else:
             for fold in folds.values():
                 fold.end()
         self.stores([m for m in segment.members if m.reduce])
 
-    def _steps(self, segment: Segment, folds: Mapping[Expr, Fold], scans: Sequence[Scanning]
+    def _steps(self, segment: Segment, folds: Mapping[Expr, Reduction], scans: Sequence[Scan]
                ) -> None:  # fmt: skip
         """One round of a loop."""
         waiting = dict(folds)
@@ -560,36 +546,37 @@ class Kernel:
             if not m.reduce:
                 self.stores([m])
 
-    def pair(self, pair: Pair | Weighted, largest: Fold, axis: Axis) -> OnlineFold:
+    def pair(self, pair: Pair | Weighted, largest: Reduction, axis: Axis) -> OnlineReduction:
         """What folds a pair in place of its largest value: of as many neighbours as a thread loads
         at once, for others it would have to be told."""
         wide = all(n.dtype.itemsize == 4 and n.arg not in self.local for n in loads(pair.largest)
                    if axis.var in free_vars(n.src[0]))  # fmt: skip
         apart = self._apart(pair.largest, axis)
         side = apart or (SIDE // 2 if wide else SIDE)
-        self.online[pair.total] = fold = OnlineFold(pair, largest, self.w, side, bool(apart))
+        self.online[pair.total] = fold = OnlineReduction(pair, largest, self.w, side, bool(apart))
         return fold
 
-    def _together(self, node: Expr, axis: Axis) -> Together:
+    def _together(self, node: Expr, axis: Axis) -> ThreadLanes:
         """Where memory runs across, a block has sixteen rows of pairs."""
         if self.shape.across:
             rows = min(LANES, *(c.kwargs[axis.block] for c in self.configs))
-            return Together((f"{axis.block} // {rows}", str(rows)), 0)
+            return ThreadLanes((f"{axis.block} // {rows}", str(rows)), 0)
         wide = max((n.dtype.itemsize for n in loads(node)), default=4)
         side = SIDE if self._apart(node, axis) else max(1, 16 // wide)
         rest, own = f"{axis.block} // {side}", str(side)
-        return Together((own, rest), 0) if self._apart(node, axis) else Together((rest, own), 1)
+        apart = self._apart(node, axis)
+        return ThreadLanes((own, rest), 0) if apart else ThreadLanes((rest, own), 1)
 
     def _apart(self, fold: Expr, axis: Axis) -> int:
-        """A thread has neighbours of a row where they are loaded together, sixteen bytes at once;
-        of a row that begins anywhere it has every so many-th element. Lengths that are not known
-        are taken to be as even as they were (H200: losses of 10000 rows of 16384 bfloat16 of any
-        length 1413 us otherwise)."""
+        """A thread has neighbours of a row where they are loaded together, sixteen bytes at
+        once; of a row that is misaligned it has every so many-th element. Lengths that are not
+        known are taken to be as even as they were (H200: losses of 10000 rows of 16384 bfloat16
+        of any length 1413 us otherwise)."""
         if self.shape.across:
             return ROWS
         for n in loads(fold):
             if axis.var not in free_vars(n.src[0]) or (
-                self.lean is not None and (self.lean.steps(n.src[0]) or self.lean.slides(n))
+                self.peeled is not None and (self.peeled.steps(n.src[0]) or self.peeled.slides(n))
             ):  # fmt: skip
                 continue
             first = substitute(n.src[0], {axis.var: ix.ZERO})
@@ -615,7 +602,7 @@ class Kernel:
         them, 92 us, 118 us), if there is not to be one for the `whole`."""
         a, block = axis.name, axis.block
         masked = axis in self.w.masked and axis is not self.repeated
-        apart = self.shape.shared and not self.shape.in_turn
+        apart = self.shape.row_programs and not self.shape.ticketed
         sooner = axis in self._ends and (back or self.shape.limit(axis) is None)
         if not masked or sooner or apart or whole:
             return [(self.loop(f"{a}first, {a}last, {block}"), masked)]
@@ -635,7 +622,7 @@ class Kernel:
     def _is_back(self, segment: Segment, axis: Axis) -> bool:
         """Whether the next loop over an axis runs back. Of columns that programs walk side by side
         the first one does too, where what the kernel before it read last is still in cache."""
-        if self.shape.back:
+        if self.shape.reverse_scan:
             return True
         forwards = self._forwards.get(axis, self.back and self.shape.across)
         ordered = any(n.op == "scan" or (n.op == "reduce" and n.arg.kind in IN_ORDER)
@@ -646,7 +633,8 @@ class Kernel:
     def loop(self, bounds: str) -> str:
         if self.shape.unrolled:
             return f"tl.static_range(0, {self.shape.inner[0].size})"
-        return f"tl.range({bounds}, num_stages=STAGES)" if self.shape.ahead else f"range({bounds})"
+        stages = ", num_stages=STAGES"
+        return f"tl.range({bounds}{stages})" if self.shape.pipelined else f"range({bounds})"
 
     def _hoist(self, segment: Segment, axis: Axis) -> None:
         """Load before a loop what is the same in all its rounds."""
@@ -665,11 +653,11 @@ class Kernel:
                 return f"tl.where({w.operand(node.src[1])}, {text}, 0)"
             maker = self.maker(node)
             return cast(w.operand(maker.value), maker.value.dtype, node.dtype)
-        if both := self.doubles.load(node):
+        if both := self.interleaved.load(node):
             return both
         if self.packed is not None and (rows := self.packed.load(node)):
             return rows
-        if self.lean is not None and (rows := self.lean.alike(node)):
+        if self.peeled is not None and (rows := self.peeled.alike(node)):
             return rows
         support = w.covered(w.support(*node.src))
         axis = common(self, node, support)
@@ -695,10 +683,10 @@ class Kernel:
             masked = f", tl.reshape({mask}, [{block}]), other=0" if mask else ""
             place = f"tl.reshape({place}, [{block}])"
             return f"tl.load({self.pointer(node.arg)} + {place}{masked}{policy})[:, None]"
-        if self.lean is not None:
-            if slid := self.lean.slid(node, self.pointer(node.arg), mask):
+        if self.peeled is not None:
+            if slid := self.peeled.slid(node, self.pointer(node.arg), mask):
                 return slid
-            place = self.lean.place(node.src[0]) or place
+            place = self.peeled.place(node.src[0]) or place
         if self.walk is not None and self.walk.may_be_whole(mask):
             return self.walk.load(f"{self.pointer(node.arg)} + ({place})")
         masked = f", {mask}, other=0" if mask else ""
@@ -708,7 +696,8 @@ class Kernel:
         """Whether a load has one value for each row of a tile. As a column beside wide rows every
         thread would load it for each of its elements (Triton 3.6); a load of its own does not. In
         loops that run ahead a column is fetched ahead."""
-        return self.shape.rank == 2 and not self.shape.ahead and all(a.dim == 0 for a in support)
+        fetched = self.shape.pipelined or self.shape.rank != 2
+        return not fetched and all(a.dim == 0 for a in support)
 
     def _policy(self, node: Expr, support: Support) -> str:
         """Rows read again by a later loop are asked to stay in cache until the last one has read
@@ -762,7 +751,7 @@ class Kernel:
         have = w.support(store.index)
         want = w.covered(points | w.support(*store.exprs))
         text = w.spread(w.index(store.index), have, want)
-        text = (self.lean.place(store.index) if self.lean is not None else "") or text
+        text = (self.peeled.place(store.index) if self.peeled is not None else "") or text
         return address(self, store.buffer, store.index, text), have | want
 
     def _store(self, store: Store) -> None:
@@ -775,25 +764,25 @@ class Kernel:
         known = self._loads_of(store)
         have, want = w.support(store.value), w.support(store.index)
         read = value
-        if known and not want <= have:  # what folds it counts its elements
+        if known and not want <= have:  # what reduces it counts its elements
             read = w.let(f"tl.broadcast_to({value}, {w.shape(want | have)})")
         for node in known:
             w.know(node, read)
-        if store.buffer in self.local or self.doubles.store(store, value):
+        if store.buffer in self.local or self.interleaved.store(store, value):
             return
-        if self.sliding is not None and self.sliding.stores(store, value):
+        if self.staged is not None and self.staged.stores(store, value):
             return
         self.w.barriers.before_store(store.buffer, store.index)
         place, support = self.place(store)
         mask = w.mask(support)
         # rows that are to be read again shall stay in cache, not those that are written
-        policy = ', eviction_policy="evict_first"' if (
-            self._at is not None and self.shape.again and self._walks(support)) else ""  # fmt: skip
+        again = self._at is not None and self.shape.reread and self._walks(support)
+        policy = ', eviction_policy="evict_first"' if again else ""
         text = f"tl.store({place}, {value}{', ' + mask if mask else ''}{policy})"
         if self.walk is not None and self.walk.may_be_whole(mask):
             self.walk.store(place, value)
             return
-        if self.shape.shared and store.buffer in self.rewritten and not self._walks(support):
+        if self.shape.row_programs and store.buffer in self.rewritten and not self._walks(support):
             self.waiting.append(text)
         else:
             w.line(text)

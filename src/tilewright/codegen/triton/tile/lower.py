@@ -59,7 +59,7 @@ class Writer:
         self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
         self.programs: dict[Axis, tuple[str, int]] = {}  # the same of what each program has one of
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
-        self.pairs: set[Axis] = set()  # along which floats can be rounded two at a time
+        self.rounds_pairs: set[Axis] = set()  # along which floats can be rounded two at a time
         self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
         self.fp8: Collection[torch.dtype] = ()  # types that the card itself converts
         self.made: Mapping[str, Expr] = {}  # the values of buffers that the kernel makes
@@ -167,7 +167,7 @@ class Writer:
                 continue
             if node.op == "var":
                 found = frozenset((self._axis[node],)) if node in self._axis else NOWHERE
-                if any(a.lean is not None for a in found):  # where it begins is the row's
+                if any(a.start is not None for a in found):  # where it begins is the row's
                     found = self.covered(found)
             elif node.op == "ifloordiv" and self._stays(node) is not None:
                 found = NOWHERE
@@ -187,11 +187,15 @@ class Writer:
         """With what the masks of these axes depend on."""
         return support.union(*(self.ends.get(a, NOWHERE) for a in support))
 
-    def shape(self, support: Support) -> str:
-        extents = ["1"] * self.rank
+    def extents(self, support: Support) -> list[str]:
+        """The lengths of a tile, one for each of its dimensions."""
+        found = ["1"] * self.rank
         for axis in support:
-            extents[axis.dim] = self.ends_of_rows.get(axis, (axis.block, ""))[0]
-        return f"[{', '.join(extents)}]"
+            found[axis.dim] = self.ends_of_rows.get(axis, (axis.block, ""))[0]
+        return found
+
+    def shape(self, support: Support) -> str:
+        return f"[{', '.join(self.extents(support))}]"
 
     def mask(self, support: Support, *conditions: str) -> str:
         """Where the tile is inside the axes, and the conditions hold; empty: everywhere."""
@@ -405,7 +409,7 @@ class Writer:
         source = rounded(node)
         if source is None or is_exact(source):
             return source
-        paired = self.pairs & self.support(node) and node.src[0] not in self.narrow
+        paired = self.rounds_pairs & self.support(node) and node.src[0] not in self.narrow
         return source if paired else None
 
     def _drawn_at_once(self, node: Expr, limit: float | None = None) -> str:
@@ -485,7 +489,7 @@ class Writer:
         if node.op != "imod" or self.rank > 1:
             return None
         size = ix.value_of(node.src[1]) or 0
-        axis = next((a for a in self.pairs if a.var is node.src[0]), None)
+        axis = next((a for a in self.rounds_pairs if a.var is node.src[0]), None)
         if axis is None or size < 8 or size % 8 == 0:
             return None
         return axis if self.known(axis.var) == f"{axis.name}base" else None

@@ -1,5 +1,5 @@
-"""Softmax in one pass: a loop that folds a largest value, and a later one that folds exponentials
-relative to it, as one loop.
+"""Softmax in one pass: a loop that reduces a largest value, and a later one that reduces
+exponentials relative to it, as one loop.
 
 The pair kept is the largest value so far and the sum relative to it; what the later fold is really
 relative to is known after the loop, and the sum is scaled then.
@@ -15,7 +15,7 @@ import torch
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.tile.lower import Writer
 from tilewright.codegen.triton.tile.ops import cast
-from tilewright.codegen.triton.tile.reduce import Fold
+from tilewright.codegen.triton.tile.reduce import Reduction
 from tilewright.codegen.triton.tile.weighted_sums import Matching, Terms, Weighted
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, substitute, walk
@@ -109,10 +109,10 @@ def _weighted(shape: Shape, sums: Sequence[Expr], first: int, axis: Axis
     return found if len({w.largest for w in found if w}) == len(found) else []
 
 
-class OnlineFold(Fold):
-    """The accumulators of a pair; it takes the place of the fold of the largest value."""
+class OnlineReduction(Reduction):
+    """The accumulators of a pair; it takes the place of the reduction of the largest value."""
 
-    def __init__(self, pair: Pair | Weighted, fold: Fold, w: Writer, side: int, apart: bool
+    def __init__(self, pair: Pair | Weighted, fold: Reduction, w: Writer, side: int, apart: bool
                  ) -> None:  # fmt: skip
         """`side`: how many values of a thread are taken together, and whether they lie `apart`."""
         super().__init__(pair.largest, fold.axis, w)
@@ -122,7 +122,7 @@ class OnlineFold(Fold):
         self.weighted: Weighted | None = None
         self.join(pair)
         self._top = self._total = self._product = self._middle = ""
-        self._extents = w.shape(self.support).strip("[]").split(", ")
+        self._extents = w.extents(self.support)
 
     def join(self, pair: Pair | Weighted) -> None:
         if isinstance(pair, Weighted):
@@ -198,8 +198,8 @@ class OnlineFold(Fold):
                        for t, m in zip(totals, more, strict=True))]  # fmt: skip
 
     def left(self) -> list[str]:
-        """The largest of all lanes, then the sums relative to it: two folds of one number take less
-        than one of both, with exponentials at every step."""
+        """The largest of all lanes, then the sums relative to it: two reductions of one number
+        take less than one of both, with exponentials at every step."""
         w = self.w
         top = w.let(f"tl.reduce({self.name}, 1, tri.maximum, keep_dims=True)")
         sums = (f"tri.relative({self.name}, {name}, {top})" for name in self._names[1:])

@@ -58,7 +58,7 @@ def number(value: bool | int | float, dtype: torch.dtype) -> str:
 
 
 def neutral(kind: str, dtype: torch.dtype) -> str:
-    """What a fold starts from."""
+    """What a reduction starts from."""
     if kind in ("sum", "any", "xor", "logsumexp_sum"):
         return number(0, dtype)
     if kind in ("prod", "all"):
@@ -81,23 +81,24 @@ def _e4m3fn_beyond() -> int:
     return int(torch.tensor(1e6).to(torch.float8_e4m3fn).view(torch.uint8).item())
 
 
-def _fp8(dtype: torch.dtype, part: Literal["from", "to"]) -> str:
+def _fp8(dtype: torch.dtype, part: Literal["from", "to"]) -> tuple[str, ...]:
+    """What a conversion from or to an eight-bit float is told of its type."""
     man = 3 if dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz) else 2
     uz = dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     bias = (7 if man == 3 else 15) + uz
     inf = 0x7C if dtype == torch.float8_e5m2 else -1
     nan = 0x80 if uz else (0x7F if man == 3 else 0x7D)
     if part == "from":
-        return f"{man}, {bias}, {inf}, {nan}, {uz}"
+        return tuple(map(str, (man, bias, inf, nan, uz)))
     largest = 0x7F if uz else (0x7E if man == 3 else 0x7B)
     beyond = 0x80 if uz else (_e4m3fn_beyond() if man == 3 else 0x7C)
-    return f"{man}, {bias}, {largest}, {beyond}, {uz}"
+    return tuple(map(str, (man, bias, largest, beyond, uz)))
 
 
 def fp8_at_once(text: str, source: Expr, to: torch.dtype, made: Mapping[str, Expr]) -> str:
     """A float in a type of `FP8_LARGEST`, by the card's own instruction. `made` are the values of
     the buffers the kernel makes."""
-    *facts, _ = _fp8(to, "to").split(", ")
+    *facts, _ = _fp8(to, "to")
     largest = FP8_LARGEST[to]
     within = str(_is_within(source, largest) or is_scaled(source, largest, made))
     arguments = (cast(text, source.dtype, torch.float32), *facts, within)
@@ -106,7 +107,7 @@ def fp8_at_once(text: str, source: Expr, to: torch.dtype, made: Mapping[str, Exp
 
 def fp8_read(text: str, source: torch.dtype, to: torch.dtype) -> str:
     """The other way."""
-    *facts, _ = _fp8(source, "from").split(", ")
+    *facts, _ = _fp8(source, "from")
     return cast(f"tri_fp8.given({', '.join((text, *facts))})", torch.float32, to)
 
 
@@ -147,11 +148,13 @@ def cast(text: str, source: torch.dtype, to: torch.dtype) -> str:
     if source == to:
         return text
     if source in FP8:
-        return cast(f"tri_fp8.read({text}, {_fp8(source, 'from')})", torch.float32, to)
+        read = f"tri_fp8.read({', '.join((text, *_fp8(source, 'from')))})"
+        return cast(read, torch.float32, to)
     if to == torch.bool:
         return f"({text} != 0)"
     if to in FP8:
-        return f"tri_fp8.rounded({cast(text, source, torch.float32)}, {_fp8(to, 'to')})"
+        given = (cast(text, source, torch.float32), *_fp8(to, "to"))
+        return f"tri_fp8.rounded({', '.join(given)})"
     if to in _SMALL and source != torch.float32:
         text = f"{text}.to(tl.float32)"  # as eager: through float
     if source in _SMALL and to != torch.float32:

@@ -12,8 +12,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.strategies.remainder import Rest
-from tilewright.codegen.triton.tile.peeled import Lean
+from tilewright.codegen.triton.strategies.remainder import Remainder
+from tilewright.codegen.triton.tile.peeled import Peeled
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, substitute, var
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PAIR = 2
 
 
-class Pairs(Lean):
+class Paired(Peeled):
     """The text of one kernel's axis in pairs."""
 
     def begin(self) -> None:
@@ -36,7 +36,7 @@ class Pairs(Lean):
         w.line(f"{a}at = tl.where({a}odd == 0, {a}numel - 1, 0)")
         w.line(f"{a}tail = {a}numel - 1")
         self.fetch(self.ends)
-        if not self.kernel.shape.held:
+        if not self.kernel.shape.chunk:
             w.line(f"{a}lane = {a}base")
             self._enter(f"{a}lane < {a}tail")
 
@@ -83,10 +83,10 @@ class Pairs(Lean):
         return f"tl.where({a}odd == 0, {', '.join(made)})"
 
 
-def lean_of(kernel: Kernel) -> Lean | None:
-    axis = next((a for a in kernel.shape.axes if a.lean is not None), None)
+def lean_of(kernel: Kernel) -> Peeled | None:
+    axis = next((a for a in kernel.shape.axes if a.start is not None), None)
     if axis is None:
         return None
-    if axis.lean is ix.ZERO and axis in kernel.shape.inner:
-        return Rest(kernel, axis)
-    return Pairs(kernel, axis) if axis.piece == PAIR else Lean(kernel, axis)
+    if axis.start is ix.ZERO and axis in kernel.shape.inner:
+        return Remainder(kernel, axis)
+    return Paired(kernel, axis) if axis.vector == PAIR else Peeled(kernel, axis)

@@ -1,9 +1,9 @@
-"""Rows that begin anywhere in memory, moved sixteen bytes at once.
+"""Misaligned rows in memory, moved sixteen bytes at once.
 
 Of a row of an odd length no thread can load neighbours at once: most rows begin between two places
 of sixteen bytes. The lanes of an axis that leans begin at such a place, and pieces of sixteen bytes
 that are whole in the row are loaded and stored at once. What is left at the two ends of a row is a
-tile of two pieces, which is folded and stored beside: its values stay while the row is walked.
+tile of two pieces, which is reduced and stored beside: its values stay while the row is walked.
 
 Other rows may be walked beside, that begin elsewhere, as a layer's weights. Two of their pieces
 have what belongs to one of the axis (`tri_rows.slid`); the last piece of a row is part of its end
@@ -19,7 +19,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
-from tilewright.codegen.triton.plan.tiling import Axis, is_looked_up
+from tilewright.codegen.triton.analysis.operations import is_gathered
+from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
@@ -31,34 +32,34 @@ PIECE = 8  # elements of those pieces that two others can have
 WIDEST = 4  # bytes of an element of these
 
 
-class Lean:
+class Peeled:
     """The text of one kernel's axis that leans."""
 
     def __init__(self, kernel: Kernel, axis: Axis) -> None:
-        assert axis.lean is not None
+        assert axis.start is not None
         self.kernel, self.w, self.axis = kernel, kernel.w, axis
-        self.start = axis.lean
+        self.start = axis.start
         self.whole = axis.slack == 0  # one row that begins with a piece
         exprs = [e for m in kernel.shape.members for e in m.exprs]
         self.slid_rows = any(self.slides(n) and n.dtype.itemsize > 1 for n in loads(*exprs))
         self._lanes_of_ends = (
-            axis.piece if self.whole else (4 if self.slid_rows else 2) * axis.piece
+            axis.vector if self.whole else (4 if self.slid_rows else 2) * axis.vector
         )
-        self.most_left = (3 if self.slid_rows else 2) * axis.piece  # of a row beside whole pieces
+        self.most_left = (3 if self.slid_rows else 2) * axis.vector  # of a row beside whole pieces
         self.at_ends = False
         self.kept: dict[Expr, str] = {}  # what is known at the ends of rows
-        self.w.ends[axis] = self.w.support(axis.lean)
+        self.w.ends[axis] = self.w.support(axis.start)
 
     def begin(self) -> None:
         """Where lanes begin, the whole pieces of the row in them, and its ends."""
-        a, n, block = self.axis.name, self.axis.piece, self.axis.block
+        a, n, block = self.axis.name, self.axis.vector, self.axis.block
         w = self.w
         if self.whole:
             w.line(f"{a}tail = {a}numel // {n} * {n}")
             w.line(f"{a}mask = {a}base < {a}tail")
             w.know(self.axis.var, f"{a}base")
             return
-        if self.kernel.shape.several > 1:
+        if self.kernel.shape.planes_each > 1:
             return
         self.place_row()
         if self.axis in self.kernel.shape.parallel:
@@ -67,7 +68,7 @@ class Lean:
             return
         self.edges()
         self.fetch(self.ends)
-        if self.kernel.shape.held:
+        if self.kernel.shape.chunk:
             return
         if self.kernel.shape.persistent:
             w.line(f"{a}lane = {a}head + {a}base")
@@ -78,7 +79,7 @@ class Lean:
             w.line(f"{a}all = ({a}numel // {n} * {n} + {block} - 1) // {block}")
 
     def place_row(self) -> None:
-        w, a, n = self.w, self.axis.name, self.axis.piece
+        w, a, n = self.w, self.axis.name, self.axis.vector
         w.line(f"{a}place = {w.spread(w.index(self.start), w.support(self.start), frozenset())}")
         w.line(f"{a}start = {a}place // {n} * {n}")
         w.line(f"{a}slide = {a}place - {a}start")
@@ -100,7 +101,7 @@ class Lean:
         if ix.coefficient(index, self.axis.var) is not ix.ONE:
             return False
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
-        return ix.mod(apart, self.axis.piece) is ix.ZERO and self.axis.var not in free_vars(apart)
+        return ix.mod(apart, self.axis.vector) is ix.ZERO and self.axis.var not in free_vars(apart)
 
     def place(self, index: Expr) -> str:
         """An index as text that shows what it is a multiple of; nothing where it is none."""
@@ -112,19 +113,19 @@ class Lean:
         return f"{a}start + {a}lane{more}"
 
     def slides(self, node: Expr) -> bool:
-        """Whether a load walks rows that begin elsewhere, of which whole pieces are loaded (H200:
-        layer norm of 11003 bfloat16 88 us, 96 us with single weights). Beside rows that are held
-        only bytes: for others there are no registers left (softmax of 3365 with a mask 110 us,
-        120 us by single bytes). Where nothing is folded, rows that are looked up (29843 of 889
-        float16 29 us, 34 us by single elements; but 75000 of 301 32 us, 31 us)."""
+        """Whether a load walks rows that begin elsewhere, of which whole pieces are loaded
+        (H200: layer norm of 11003 bfloat16 88 us, 96 us with single weights). Beside rows that
+        are held only bytes: for others there are no registers left (softmax of 3365 with a mask
+        110 us, 120 us by single bytes). Where nothing is reduced, rows that are gathered (29843
+        of 889 float16 29 us, 34 us by single elements; but 75000 of 301 32 us, 31 us)."""
         (index, *masks), var, shape = node.src, self.axis.var, self.kernel.shape
-        if self.whole or masks or self.axis.piece != PIECE or self.steps(index):
+        if self.whole or masks or self.axis.vector != PIECE or self.steps(index):
             return False
         single = node.dtype.itemsize == 1
         if shape.family == "poi":
-            allowed = is_looked_up(index) and not single
+            allowed = is_gathered(index) and not single
         else:
-            allowed = bool(shape.inner) and (single or not shape.persistent or bool(shape.held))
+            allowed = bool(shape.inner) and (single or not shape.persistent or bool(shape.chunk))
         if not allowed:
             return False
         if node.dtype.itemsize > WIDEST or node.arg in self.kernel.local:
@@ -150,20 +151,19 @@ class Lean:
 
     def walk(self, back: bool, round_: Callable[[], None]) -> None:
         """A loop over the blocks of whole pieces, and one over what may be beyond these."""
-        w, a, count = self.w, self.axis.name, self.kernel.shape.shared
+        w, a, count = self.w, self.axis.name, self.kernel.shape.row_programs
 
-        def own(blocks: str) -> str:
+        def own(first: str, end: str) -> str:
             """Those of this program's part of the row: every so many-th."""
             if not count:
-                return blocks
-            first, end = blocks.split(", ")
+                return f"{first}, {end}"
             return f"{first} + (part + {count} - {first} % {count}) % {count}, {end}, {count}"
 
         def inside() -> None:
-            fetch = self.kernel.fetch
+            fetch = self.kernel.prefetch
             if fetch is not None and back:
                 fetch.begin_back()
-            with w.block(f"for {a}offset in {self.kernel.loop(own(f'0, {a}full'))}"):
+            with w.block(f"for {a}offset in {self.kernel.loop(own('0', f'{a}full'))}"):
                 if fetch is not None:
                     fetch.enter(back)
                 self.lanes(f"({a}full - 1 - {a}offset)" if back else f"{a}offset", "")
@@ -172,7 +172,7 @@ class Lean:
                 w.masked.add(self.axis)
 
         def beyond() -> None:
-            with w.block(f"for {a}offset in range({own(f'{a}full, {a}all')})"):
+            with w.block(f"for {a}offset in range({own(f'{a}full', f'{a}all')})"):
                 self.lanes(f"{a}offset", f"{a}lane < {a}tail")
                 round_()
 
@@ -189,7 +189,7 @@ class Lean:
 
     def edges(self) -> None:
         """Places in the row of what is not in whole pieces, before them and after them."""
-        w, a, n = self.w, self.axis.name, self.axis.piece
+        w, a, n = self.w, self.axis.name, self.axis.vector
         if self.whole:
             w.line(f"{a}at = {a}tail + tl.arange(0, {n})")
             w.line(f"{a}edge = {a}at < {a}numel")
@@ -198,8 +198,8 @@ class Lean:
         w.line(f"{a}two = tl.arange(0, {self._lanes_of_ends})[{where}]")
         w.line(f"{a}at = tl.where({a}two < {n}, {a}two, {a}tail - {a}slide + {a}two - {n})")
         shape, end = self.kernel.shape, f"{a}numel"
-        if shape.shared and not (shape.held and shape.parts == 1):
-            part = f"part % {shape.parts}" if shape.held else "part"
+        if shape.row_programs and not (shape.chunk and shape.parts == 1):
+            part = f"part % {shape.parts}" if shape.chunk else "part"
             end = f"tl.where({part} == 0, {a}numel, 0)"
         w.line(f"{a}edge = (({a}two < {n}) == ({a}at < {a}head - {a}slide)) & ({a}at < {end})")
 
@@ -218,7 +218,7 @@ class Lean:
             del w.ends_of_rows[self.axis]
 
     def fetch(self, ends: Callable[[], AbstractContextManager[None]]) -> None:
-        """What is loaded of the ends is under way before the rows are."""
+        """What is loaded of the ends is in flight before the rows are."""
         members = self.kernel.shape.members
         made = frozenset[str]().union(*(m.writes for m in members))
         with ends():
@@ -240,4 +240,4 @@ class Lean:
         self.kept.clear()
 
 
-__all__ = ["Lean"]
+__all__ = ["Peeled"]

@@ -8,11 +8,11 @@ from tilewright.ir.expr import Expr, walk
 from tilewright.ir.program import Nest
 
 
-def choices(shape: Shape, w: Writer) -> tuple[Expr, ...]:
+def row_conditions(shape: Shape, w: Writer) -> tuple[Expr, ...]:
     """Of rows that look up several others, those that not every row has: to load and to add nothing
     takes as long (H200: gathered gradients of 2048 bfloat16, of which a row has one on average but
     up to four, 79 us with masks)."""
-    if not shape.looked_up:
+    if not shape.gathered:
         return ()
     found: dict[Expr, None] = {}
     for node in walk(*(e for m in shape.members for e in m.exprs)):
@@ -30,7 +30,7 @@ def some_rows(nest: Nest, shape: Shape, w: Writer) -> str:
     nothing where there is no such mask."""
     masks = {s.mask for s in nest.stores}
     mask = next(iter(masks), None)
-    if len(masks) != 1 or mask is None or not shape.looked_up:
+    if len(masks) != 1 or mask is None or not shape.gathered:
         return ""
     support = w.covered(w.support(mask))
     if any(a.dim for a in support):

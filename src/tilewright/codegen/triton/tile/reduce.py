@@ -19,13 +19,13 @@ from tilewright.ir.expr import INDEX, Expr, substitute, walk
 from tilewright.ir.program import Nest
 
 if TYPE_CHECKING:
-    from tilewright.codegen.triton.strategies.chunked import Held
+    from tilewright.codegen.triton.strategies.chunked import Chunked
 
 _NO_PLACE = {"tl.int32": str(2**31 - 1), "tl.int64": str(2**63 - 1)}
 
 
-def folded_type(dtype: torch.dtype) -> torch.dtype:
-    """The type a fold of such values runs in: small ones have no instructions of their own."""
+def reduced_type(dtype: torch.dtype) -> torch.dtype:
+    """The type a reduction of such values runs in: small ones have no instructions of their own."""
     if dtype == torch.bool or (not dtype.is_floating_point and dtype.itemsize < 4):
         return torch.int32
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
@@ -37,7 +37,7 @@ def _is_truth(e: Expr) -> bool:
 
 
 @dataclass(frozen=True)
-class Together:
+class ThreadLanes:
     """How values of a block that one thread has are taken together: the lengths of what the row
     part of the block is seen as, and which of both is theirs."""
 
@@ -56,7 +56,7 @@ class Together:
 LONGEST_OF_LOGS = 4096  # elements of a row whose logarithms are scanned after its largest are
 
 
-def _vanishes(fold: Fold | Scanning, e: Expr) -> bool:
+def _vanishes(fold: Reduction | Scan, e: Expr) -> bool:
     """Whether a value is neutral outside the row as it is: what is loaded there is zero. To choose
     for each element takes registers (sum of columns of bfloat16: 68, 52 without)."""
     if fold.start not in ("0", "0.0"):
@@ -67,26 +67,27 @@ def _vanishes(fold: Fold | Scanning, e: Expr) -> bool:
     return known and all(_vanishes(fold, s) for s in e.src)
 
 
-class Fold:
+class Reduction:
     """One `reduce` node: its accumulators' names, start values and steps.
 
-    Without an axis it folds over serial loops: every point of the tile has its own accumulator.
+    Without an axis it reduces over serial loops: every point of the tile has its own
+    accumulator.
     """
 
     def __init__(self, node: Expr, axis: Axis | None, w: Writer) -> None:
         self.node, self.axis, self.w = node, axis, w
         self.kind: str = node.arg.kind
         self.value = node.src[0]
-        self.dtype = folded_type(self.value.dtype)
+        self.dtype = reduced_type(self.value.dtype)
         self.combine = COMBINE[self.kind]
         self.name = w.fresh("acc")
         self.support = w.covered(w.support(*node.src) | (NOWHERE if axis is None else {axis}))
         self.start = neutral(self.kind, torch.int32 if self.value.dtype == torch.bool
                              else self.dtype)  # fmt: skip
-        # how values are folded before they meet the accumulators, if these shall be few
-        self.beside: Together | None = None
+        # how values are reduced before they meet the accumulators, if these shall be few
+        self.beside: ThreadLanes | None = None
         # what has the pieces of rows, if these are in several
-        self.pieces: Held | None = None
+        self.pieces: Chunked | None = None
         # where the ends of rows are, if these are a tile of their own
         self.ends: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -153,7 +154,7 @@ class Fold:
         self.w.line(f"{self.name} = tl.full({shape}, {self.start}, {TYPE[self.dtype]})")
 
     def step(self) -> None:
-        known = self.axis is not None and self.axis.lean is None
+        known = self.axis is not None and self.axis.start is None
         text = self._values() if known and _vanishes(self, self.value) else self._tile()
         if self.beside is not None:
             seen = f"tl.reshape({text}, [{self._columns}, {', '.join(self.beside.lengths)}])"
@@ -162,7 +163,7 @@ class Fold:
 
     @property
     def _columns(self) -> str:
-        return self.w.shape(self.support).strip("[]").split(", ")[0]
+        return self.w.extents(self.support)[0]
 
     def end(self) -> None:
         if self.axis is None:
@@ -177,7 +178,7 @@ class Fold:
         with self.ends():
             more = self.again([self.w.let(t) for t in self._tiles()], keep="")
         made = [self.w.fresh() for _ in names]
-        rows = self.w.shape(self.support).strip("[]").split(", ")[0]
+        rows = self.w.extents(self.support)[0]
         both = [f"tri.one({t})" for t in (*(f"tl.reshape({t}, [{rows}])" for t in names), *more)]
         self.w.line(f"{', '.join(made)} = {self.combine}({', '.join(both)})")
         return made
@@ -220,7 +221,7 @@ class Fold:
         self._finish(names[0])
 
 
-class ArgFold(Fold):
+class ArgReduction(Reduction):
     """The position of an extreme."""
 
     def _places(self, kept: bool = False) -> str:
@@ -238,8 +239,8 @@ class ArgFold(Fold):
         return [(TYPE[self.dtype], self.start), (index, _NO_PLACE[index])]
 
     def left(self) -> list[str]:
-        """The extreme, then the first place that has it: two folds of one number take less than one
-        of both."""
+        """The extreme, then the first place that has it: two reductions of one number take less
+        than one of both."""
         top = self.w.let(f"tl.reduce({self.name}, 1, {self._extreme}, keep_dims=True)")
         there = self._having(top, self.name, f"{self.name}_at")
         at = self.w.let(f"tl.reduce({there}, 1, tri.minimum, keep_dims=True)")
@@ -273,7 +274,7 @@ class ArgFold(Fold):
 
     def _in_order(self) -> bool:
         """Whether later rounds of the loop have later places: the first of equals is kept then."""
-        if self.axis is None or self.axis.lean is not None:
+        if self.axis is None or self.axis.start is not None:
             return False
         slope = ix.coefficient(self.node.src[1], self.axis.var)
         return slope is not None and ix.bounds(slope)[0] > 0
@@ -297,14 +298,14 @@ class ArgFold(Fold):
             super().end()
 
 
-class WelfordFold(Fold):
+class Welford(Reduction):
     """Mean and squared deviations: in two steps of a whole row, else a running pair for several
     values of a block (H200: var of 256 rows of 512 columns 65 us, 81 us with a pair for each)."""
 
     def __init__(self, node: Expr, axis: Axis | None, w: Writer) -> None:
         super().__init__(node, axis, w)
         self.start = "0.0"
-        self.together = Together((w.shape(self.support).strip("[]").split(", ")[-1], "1"), 1)
+        self.together = ThreadLanes((w.extents(self.support)[-1], "1"), 1)
 
     def _give(self, mean: str, m2: str) -> None:
         self.w.know(part(self.node, 0), mean)
@@ -338,7 +339,7 @@ class WelfordFold(Fold):
         assert self.axis is not None
         if self.pieces is not None and self.pieces.own:
             return f"({self.pieces.own}).to({TYPE[self.dtype]})"
-        if self.axis in w.ends and self.axis.lean is None:
+        if self.axis in w.ends and self.axis.start is None:
             tile = f"tl.broadcast_to({self._inside}, {w.shape(self.support)})"
             return f"tl.reduce({tile}.to({TYPE[self.dtype]}), 1, tri.add, keep_dims=True)"
         count = w.spread(w.index(self.axis.extent), NOWHERE, NOWHERE)
@@ -369,7 +370,7 @@ class WelfordFold(Fold):
     def _leans(self) -> bool:
         """Whether how many values a lane has beyond whole blocks depends on the row: they are
         counted where they are, which lays them out as the values."""
-        return self.axis is not None and self.axis.lean is not None
+        return self.axis is not None and self.axis.start is not None
 
     def step(self) -> None:
         w = self.w
@@ -440,7 +441,7 @@ class WelfordFold(Fold):
         self._give(names[0], names[1])
 
 
-class Scanning:
+class Scan:
     """One `scan` node; the carry is what all blocks before this one gave, or, if it runs back, all
     behind it. `placed` says that the places of extremes are scanned with them."""
 
@@ -451,7 +452,7 @@ class Scanning:
         self.extremes = self.kind in ("min", "max")
         self.places = self.extremes and placed
         self.logs = self.kind == "logsumexp"  # of sums beside the largest of what they are of
-        self.dtype = folded_type(node.src[0].dtype)
+        self.dtype = reduced_type(node.src[0].dtype)
         self.combine = RUNNING[self.kind]
         if self.extremes and not placed:
             self.combine = f"tri.later_of_{self.kind}"
@@ -501,7 +502,7 @@ class Scanning:
         return f"{self.combine}({', '.join((*self.carry, *self._total(tiles)))})"
 
     def _whole(self, tiles: Sequence[str]) -> list[str]:
-        """What a block folds to."""
+        """What a block reduces to."""
         return self._total(tiles)
 
     @property
@@ -549,7 +550,7 @@ class Scanning:
     def with_ends(self, ends: Callable[[], AbstractContextManager[None]]) -> None:
         """Of a row whose ends are a tile of their own: what comes before its whole pieces, and what
         comes after them."""
-        w, before = self.w, f"{self.axis.name}two < {self.axis.piece}"
+        w, before = self.w, f"{self.axis.name}two < {self.axis.vector}"
         with ends():
             tiles = self._placed()
             edges = self._scanned(tiles)
@@ -582,7 +583,7 @@ class Scanning:
             w.know(part(self.node, 1, INDEX), w.let(f"{names[1]}.to(tl.int64)"))
 
 
-class Logarithms(Scanning):
+class Logarithms(Scan):
     """Of sums of exponentials, which are scanned by a function of their own."""
 
     @property
@@ -605,7 +606,7 @@ class Logarithms(Scanning):
         return names
 
 
-class Sorting(Scanning):
+class Sorting(Scan):
     """A row in order; one block has all of it, what is outside comes last."""
 
     def step(self, carried: bool) -> None:
@@ -614,28 +615,28 @@ class Sorting(Scanning):
         self._give([self.w.let(f"{self.combine}({tile})")])
 
 
-def _fold(node: Expr, axis: Axis | None, w: Writer) -> Fold:
-    kinds = {"welford": WelfordFold, "argmax": ArgFold, "argmin": ArgFold}
-    return kinds.get(node.arg.kind, Fold)(node, axis, w)
+def _fold(node: Expr, axis: Axis | None, w: Writer) -> Reduction:
+    kinds = {"welford": Welford, "argmax": ArgReduction, "argmin": ArgReduction}
+    return kinds.get(node.arg.kind, Reduction)(node, axis, w)
 
 
-def fold_whole(node: Expr, folds: dict[Expr, Fold]) -> None:
+def reduce_whole(node: Expr, folds: dict[Expr, Reduction]) -> None:
     """Of a row that is one block; with the place of an extreme there is the extreme itself."""
     fold = folds.pop(node)
     fold.whole()
     for other in [f for f in folds.values() if f.value is fold.value]:
-        if isinstance(fold, ArgFold) and fold.kind == f"arg{other.kind}":
+        if isinstance(fold, ArgReduction) and fold.kind == f"arg{other.kind}":
             folds.pop(other.node).taken([fold.top])
 
 
-def folds_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr, Fold]:
+def reductions_of(members: Sequence[Nest], axis: Axis | None, w: Writer) -> dict[Expr, Reduction]:
     """One accumulator per distinct `reduce` node of the members."""
     found = [n for m in members for n in walk(*m.exprs) if n.op == "reduce"]
     return {node: _fold(node, axis, w) for node in dict.fromkeys(found)}
 
 
 def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool, whole: bool = False
-             ) -> list[Scanning]:  # fmt: skip
+             ) -> list[Scan]:  # fmt: skip
     """`whole` says that rows are one tile, in order: where places of extremes are not asked for,
     they are not needed there to tell which of two equal ones is later, as zeros are."""
     nodes = list(walk(*(e for m in members for e in m.exprs)))
@@ -643,7 +644,7 @@ def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool, whole: 
     placed = {n.src[0] for n in nodes if n.op == "part" and n.arg == 1}
     # of long rows in one block pairs are joined faster (H200: cumulative logarithms of 4394 rows of
     # 8192 bfloat16 106 us, 142 us so; 17578 of 2048 82 us)
-    joined = axis.lean is None and axis.likely > LONGEST_OF_LOGS
-    kinds = {"sort": Sorting, "logsumexp": Scanning if joined else Logarithms}
-    return [kinds.get(node.arg.kind, Scanning)(node, axis, w, back, node in placed or not whole)
+    joined = axis.start is None and axis.likely > LONGEST_OF_LOGS
+    kinds = {"sort": Sorting, "logsumexp": Scan if joined else Logarithms}
+    return [kinds.get(node.arg.kind, Scan)(node, axis, w, back, node in placed or not whole)
             for node in dict.fromkeys(found)]  # fmt: skip

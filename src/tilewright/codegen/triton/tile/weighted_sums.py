@@ -84,6 +84,6 @@ class Matching:
         return self.row not in free_vars(e)
 
     def _waits(self, e: Expr) -> bool:
-        """Whether something is made of what is folded."""
+        """Whether something is made of what is reduced."""
         return any(n.op in ("reduce", "scan") or (n.op == "load" and n.arg in self.kept)
                    for n in walk(e))  # fmt: skip
