@@ -21,6 +21,7 @@ from bench.real.zoo import made, zoo
 
 FIELDS = {
     "convolution net", "diffusion", "state space", "recommender", "graph", "speech", "recurrent",
+    "decoder", "encoder", "mixture of experts", "vision transformer", "quantised",
 }  # fmt: skip
 
 
@@ -165,6 +166,10 @@ def test_models_of_our_own_run_and_are_the_same_every_time(name: str) -> None:
             out = found.module.eval()(**found.inputs)
         results.append(out[0] if isinstance(out, tuple) else out)
     assert torch.equal(*results) and bool(torch.isfinite(results[0]).all())
+
+
+def test_thirty_architectures_need_no_other_package() -> None:
+    assert sum(m.source == "torch.nn" for m in zoo().values()) >= 30
 
 
 def test_every_field_has_a_model() -> None:
