@@ -1,7 +1,8 @@
 """`python -m bench.real`: whole models under eager, the reference and tilewright, in turn.
 
 Every model runs in a process of its own; records are appended to a file as they come, and tasks
-that are in it already are not run again, so that many models can be split over many runs.
+that are in it already are not run again, so that many models can be split over many runs. Last
+comes whether all of the file is what is asked of real models, and which rows are not.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bench.measure import CACHE_VARIABLES
 from bench.real import side_by_side, tables
 from bench.real.child import Task
 from bench.real.side_by_side import Running
+from bench.real.verdict import verdict
 from bench.real.zoo import SIZES, Model, zoo
 
 WORKS = ("inference", "training")
@@ -65,7 +67,8 @@ MODES = ("default", "max-autotune", "reduce-overhead", "max-autotune-no-cudagrap
 @click.option("--note", default="", help="A sentence for the tables: what else the machine did.")
 @click.option("--list", "listing", is_flag=True, help="Only name the models.")
 def main(**given: Any) -> None:
-    """Measure whole models side by side; exit 1 if any is wrong, fails, or is not silent."""
+    """Measure whole models side by side; exit 1 if any is wrong, fails, or is not silent. The last
+    lines say of all that the file has whether it is what is asked of real models."""
     options = Options(**given)
     chosen = _chosen(options.names, options.fields, options.sources)
     if options.listing:
@@ -86,6 +89,9 @@ def main(**given: Any) -> None:
                f"{len(wrong)} failures")  # fmt: skip
     for line in wrong:
         click.echo(f"failed: {line}")
+    alike = [r for r in tables.read(options.out) if r["size"] == _size(options)]
+    for line in verdict([r for r in alike if r["device"] == options.device]):
+        click.echo(line)
     sys.exit(1 if wrong else 0)
 
 
@@ -117,11 +123,14 @@ class Options:
 
 
 def _tasks(options: Options, models: list[Model]) -> list[Task]:
-    size = options.size or ("small" if options.device == "cpu" else "full")
-    return [Task(m.name, work, mode, options.device, size, options.rounds, options.row_seconds,
-                 options.allocator, options.clock)
+    return [Task(m.name, work, mode, options.device, _size(options), options.rounds,
+                 options.row_seconds, options.allocator, options.clock)
             for mode in options.modes for m in models for work in options.works or WORKS
             if work == "inference" or m.trains]  # fmt: skip
+
+
+def _size(options: Options) -> str:
+    return options.size or ("small" if options.device == "cpu" else "full")
 
 
 def _chosen(names: tuple[str, ...], fields: tuple[str, ...], sources: tuple[str, ...]

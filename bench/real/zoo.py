@@ -67,7 +67,7 @@ def without_dropout(module: nn.Module) -> None:
 @functools.cache
 def zoo() -> dict[str, Model]:
     """All models by name: of transformers, of torchvision where it is installed, and our own."""
-    from bench.real import pictures, published, written
+    from bench.real import layered, pictures, published, written
 
-    models = [*published.models(), *pictures.models(), *written.models()]
+    models = [*published.models(), *pictures.models(), *written.models(), *layered.models()]
     return {m.name: m for m in models}

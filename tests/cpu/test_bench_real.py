@@ -16,10 +16,12 @@ import torch
 from bench.real import side_by_side, tables
 from bench.real.child import LEAST, Ear, error, is_wrong
 from bench.real.side_by_side import STOPPED, Gate, Running
+from bench.real.verdict import verdict
 from bench.real.zoo import made, zoo
 
 FIELDS = {
     "convolution net", "diffusion", "state space", "recommender", "graph", "speech", "recurrent",
+    "decoder", "encoder", "mixture of experts", "vision transformer", "quantised",
 }  # fmt: skip
 
 
@@ -35,7 +37,9 @@ def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended
     out, page = tmp_path / "real.jsonl", tmp_path / "page.md"
     first = suite("two_towers", "--work", "training", out=out)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert first.stdout.splitlines()[-1] == "1 of 1 measured, 0 left for the next run, 0 failures"
+    lines = first.stdout.splitlines()
+    assert lines[1] == "1 of 1 measured, 0 left for the next run, 0 failures"
+    assert lines[-1] == "cpu: does not hold: at least 12 models in default mode: 1 so far"
     (record,) = tables.read(out)
     assert set(record["backends"]) == {"eager", "inductor", "tilewright"}
     for row in record["backends"].values():
@@ -47,7 +51,50 @@ def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended
     assert "| two_towers | training | default |" in page.read_text()
 
     nothing = suite("two_towers", "--work", "inference", "--budget", "0", out=out)
-    assert nothing.stdout.splitlines() == ["0 of 1 measured, 1 left for the next run, 0 failures"]
+    left = "0 of 1 measured, 1 left for the next run, 0 failures"
+    assert nothing.stdout.splitlines() == [left, *lines[2:]]  # of all that the file has
+
+
+def row(model: str, device: str, mode: str = "default", work: str = "inference",
+        over: tuple[float, float] = (2.0, 1.2), *failures: str) -> tables.Record:  # fmt: skip
+    seconds = {"eager": 0.0, "inductor": 9.0, "tilewright": 2.0}
+    return {"model": model, "work": work, "mode": mode, "device": device, "size": "full",
+            "speed": dict(zip(("eager", "inductor"), over, strict=True)),
+            "failures": list(failures),
+            "backends": {b: {"compile_s": s} for b, s in seconds.items()}}  # fmt: skip
+
+
+def test_a_verdict_names_what_is_asked_and_the_rows_that_are_not_so() -> None:
+    many = [row(f"m{k}", "cuda") for k in range(30)]
+    tuned = [row(f"m{k}", "cuda", "max-autotune") for k in range(8)]
+    more = [row("m0", "cuda", "reduce-overhead"), row("gpt2", "cuda", work="training")]
+    good = verdict([*many, *tuned, *more])
+    assert len(good) == 10 and all(line.startswith("cuda: holds: ") for line in good)
+
+    for record in (*many, *tuned):
+        record["backends"]["tilewright"]["compile_s"] = 4.5
+    many[0]["speed"] = {"eager": 0.97, "inductor": 0.99}
+    many[1]["speed"]["inductor"] = 1e-9
+    many[2]["failures"] += ["wrong values: 1", "said: hello"]
+    more[1]["speed"]["eager"] = 1.9
+    bad = verdict([*many[:-2], *tuned[:-1], more[1]])
+    assert not any(line.startswith("cuda: holds") for line in bad) and len(bad) == 10
+    assert bad[2].endswith("eager by more than 2%: m0 inference default 0.97")
+    assert bad[3].endswith("2%: m1 inference default 0.00")  # 0.99 is within 2 %
+    assert bad[0].endswith("m2 inference default (wrong values: 1)")
+    assert bad[1].endswith("m2 inference default (said: hello)")
+    assert bad[6].endswith("and 23 more") and bad[9].endswith("gpt2 training default 1.90")
+
+
+def test_a_verdict_of_a_cpu_asks_for_less() -> None:
+    close = [row(f"m{k}", "cpu", over=(0.975, 0.975)) for k in range(12)]
+    assert all(line.startswith("cpu: holds: ") for line in verdict(close))
+    assert len(verdict(close)) == 5
+    assert verdict([row("m", "cpu", over=(0.97, 1.0))])[2:] == [
+        "cpu: does not hold: none slower than eager by more than 3%: m inference default 0.97",
+        "cpu: holds: none slower than the reference by more than 3%",
+        "cpu: does not hold: at least 12 models in default mode: 1 so far",
+    ]
 
 
 ALONE = """
@@ -119,6 +166,10 @@ def test_models_of_our_own_run_and_are_the_same_every_time(name: str) -> None:
             out = found.module.eval()(**found.inputs)
         results.append(out[0] if isinstance(out, tuple) else out)
     assert torch.equal(*results) and bool(torch.isfinite(results[0]).all())
+
+
+def test_thirty_architectures_need_no_other_package() -> None:
+    assert sum(m.source == "torch.nn" for m in zoo().values()) >= 30
 
 
 def test_every_field_has_a_model() -> None:

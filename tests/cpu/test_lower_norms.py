@@ -226,3 +226,25 @@ def test_rows_that_are_looked_up_are_folded_along_themselves() -> None:
     actual, (code,) = run_and_get_code(torch.compile(f, backend="tilewright"), *args, score)
     torch.testing.assert_close(actual, f(*args, score), rtol=1e-4, atol=1e-4)
     assert "acc" in code and "[lane]" not in code
+
+
+def test_a_channels_deviation_is_inverted_once_and_not_for_every_place() -> None:
+    """Where its variance is not written by the kernel that reads it."""
+
+    def function(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return F.relu(F.batch_norm(x, mean, variance))
+
+    x = torch.randn(2, 24, 9, 7).to(memory_format=torch.channels_last)
+    statistics = torch.randn(24), torch.rand(24) + 0.5
+    result, (text,) = run_and_get_code(compiled(function), x, *statistics)
+    torch.testing.assert_close(result, function(x, *statistics))
+    table, _, rows = text.partition("for (int64_t d0d2d3")
+    assert "tw::rsqrt" in table and "tw::rsqrt" not in rows
+
+
+def test_what_the_kernel_itself_changes_is_in_no_table() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * torch.rsqrt(x[0] + 1)
+
+    check(function, torch.rand(40, 24))
