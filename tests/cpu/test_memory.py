@@ -20,9 +20,9 @@ from tests.programs import check, compiled, copy, fresh_compiler, same
 from tilewright import config
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.program import Nest, Store
+from tilewright.ir.program import Buffer, Nest, Store
 from tilewright.schedule.fusion.group import Group
-from tilewright.schedule.memory import peak, profile
+from tilewright.schedule.memory import peak, profile, same_bytes
 from tilewright.schedule.order import defer
 from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
@@ -61,6 +61,15 @@ def test_a_result_overwrites_what_a_product_returned() -> None:
 def test_rows_are_overwritten_by_their_softmax() -> None:
     text = host(lambda x: torch.softmax(x @ x, 1), torch.randn(16, 16))
     assert allocations(text) == 0
+
+
+def test_memory_with_gaps_is_nobody_elses() -> None:
+    size = ix.as_index(4), ix.as_index(8)
+    gaps = Buffer("a", torch.float32, torch.device("cpu"), size, (ix.as_index(16), ix.ONE))
+    dense = replace(gaps, stride=(ix.as_index(8), ix.ONE))
+    assert same_bytes(dense, replace(dense, name="b"))
+    assert not same_bytes(gaps, replace(gaps, name="b"))
+    assert not same_bytes(dense, replace(dense, device=torch.device("meta")))
 
 
 def test_what_is_scanned_is_not_overwritten() -> None:

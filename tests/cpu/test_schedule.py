@@ -22,7 +22,7 @@ from tilewright.ir.program import Handle, Opaque, Program, Store, View
 from tilewright.ir.verify import verify_nest
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.plan import Schedule, schedule
-from tilewright.schedule.split.apply import online_softmax
+from tilewright.schedule.split import online_softmax
 
 F32 = torch.float32
 

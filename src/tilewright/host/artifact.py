@@ -20,7 +20,7 @@ from tilewright import caches, config, metrics
 from tilewright.attention.choose import Resort
 from tilewright.errors import BuildError, location_of
 from tilewright.gemm.choose import Decision
-from tilewright.gemm.problem import sm_carveout
+from tilewright.gemm.problem import sm_carveout, takes_tf32
 from tilewright.gemm.provider import CompiledSource, LibrarySource
 from tilewright.graph.boundary import EVERYTHING, Boundary
 from tilewright.graph.digest import Undigestible, digest
@@ -207,10 +207,11 @@ def tell_passes_apart() -> None:
 
 
 def named(*made_from: str) -> str:
-    """The name of what this compiler, with these options, makes for this machine."""
+    """The name of what this compiler, with these options, makes for this machine; and with what is
+    written into kernels: how float32 is multiplied, and for how many SMs."""
     taken = repr(sorted((str(target), digest) for target, digest in OVERRIDES.items()))
     return store.key(*made_from, repr(config.code_key()), torch.__version__, compiler_digest(),
-                     Target.host().key, taken, str(sm_carveout()))  # fmt: skip
+                     Target.host().key, taken, str(takes_tf32()), str(sm_carveout()))  # fmt: skip
 
 
 # ---- why a graph was not found
