@@ -25,6 +25,7 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, sym
 from tilewright.ir.program import Buffer, Opaque, Origin, Program, View
 from tilewright.runtime import driver
+from tilewright.target import Target
 from tilewright.testing import fresh_cache, run_and_get_code
 
 pytest.importorskip("quack", reason="quack is not installed")
@@ -71,6 +72,16 @@ def test_cd_l1_a_hopper_kernel_compiles(groups: int, k: int, n: int) -> None:
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
 
 
+@pytest.mark.parametrize("chosen", [0, 1], ids=lambda k: str(grouped.BLACKWELL[k]))
+def test_cd_l1_a_blackwell_kernel_compiles(chosen: int) -> None:
+    """CD-L1, CD-L4: with tiles of its own, one block's or a pair's."""
+    with config.patch({"cuda.arch": "sm_100", "cutedsl_enable_autotuning": True}):
+        every = offered(*asked(8, 1024, 256, 128))
+        assert tuple(c.config for c in every) == grouped.BLACKWELL
+        request = every[chosen].request(Target("sm_100"))
+        assert request.architecture == "sm_100a" and "tcgen05" in ptx(request)
+
+
 A_LAYOUTS = {
     "contiguous": view("a", (1024, 64)),
     "offset": view("a", (1024, 64), offset=128),
@@ -94,6 +105,7 @@ def test_cd_l2_layouts_are_taken_as_they_are(a: str, b: str) -> None:
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an older card": ({"cuda.arch": "sm_80"}, {}, "Hopper's and Blackwell's"),
     "not asked for": ({"max_autotune": False}, {}, "nothing is measured"),
     "another backend": ({"max_autotune_gemm_backends": "ATEN"}, {}, "not in max_autotune_gemm"),
     "a bias": ({}, {"bias": 1}, "it has bias"),

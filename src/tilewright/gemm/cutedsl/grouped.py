@@ -39,6 +39,7 @@ DEFAULTS: tuple[Config, ...] = (
     Config(256, 128, 1, 1, False), Config(128, 256, 1, 1, False),
 )  # fmt: skip
 EXHAUSTIVE: tuple[Config, ...] = tuple(dict.fromkeys((*DEFAULTS, *quack.CONFIGS)))
+BLACKWELL: tuple[Config, ...] = tuple(dict.fromkeys((Config(128, 256, 1, 1), *quack.BLACKWELL)))
 
 
 def limits(views: Sequence[View], layout: Layout, **numbers: Any) -> str:
@@ -48,6 +49,8 @@ def limits(views: Sequence[View], layout: Layout, **numbers: Any) -> str:
         return reason
     if numbers:
         return f"it has {', '.join(sorted(numbers))}"
+    if _target(layout).arch not in quack.GENERATIONS:
+        return "the kernels are Hopper's and Blackwell's"
     if len(views) != 3 or [len(v.size) for v in views] != [2, 3, 1]:
         return "it is not rows of one matrix, a matrix for each group, and offsets"
     a, b, offsets = views
@@ -73,17 +76,25 @@ def _unasked() -> str:
     return "" if "CUTEDSL" in backends else "CUTEDSL is not in max_autotune_gemm_backends"
 
 
-def configurations() -> tuple[Config, ...]:
+def _target(layout: Layout) -> Target:
+    """The card the result is for; where none can be asked and none is named, Hopper."""
+    known = config.cuda.arch is not None or torch.cuda.is_available()
+    return Target.of(layout.buffer.device) if known else Target("sm_90")
+
+
+def configurations(target: Target) -> tuple[Config, ...]:
+    first, few, every = BASELINE, DEFAULTS, EXHAUSTIVE
+    if target.arch != "sm_90":
+        first, few, every = BLACKWELL[0], BLACKWELL, BLACKWELL
     if not config.cutedsl_enable_autotuning:
-        return (BASELINE,)
-    every = config.max_autotune_gemm_search_space.upper() == "EXHAUSTIVE"
-    return EXHAUSTIVE if every else DEFAULTS
+        return (first,)
+    return every if config.max_autotune_gemm_search_space.upper() == "EXHAUSTIVE" else few
 
 
 def choices(found: list[Any], views: Sequence[View], layout: Layout, **numbers: Any) -> None:
     if limits(views, layout, **numbers):
         return
-    for k, chosen in enumerate(configurations()):
+    for k, chosen in enumerate(configurations(_target(layout))):
         found.append(GroupedCaller(f"cutedsl_grouped_mm_{k}", chosen, tuple(views), layout))
 
 
@@ -147,7 +158,10 @@ class GroupedCaller:
         symbols = sorted({s.arg.name for s in syms(*exprs)})
         groups = ix.value_of(offs.size[0])
         assert groups is not None
-        sms = 132 if target is None else target.sms
+        target = target or _target(self.layout)
+        generation, sms = quack.GENERATIONS[target.arch], target.sms
+        # Blackwell's kernel has no ping-pong: sums are not in registers
+        manner = f"pingpong={self.config.pingpong}, is_persistent=True, " if generation == 9 else ""
         text = _TEXT.format(
             imports=IMPORTS,
             params=", ".join((*(f"p_{n}: cute.Pointer" for n in names),
@@ -156,7 +170,7 @@ class GroupedCaller:
             a=_tensor(a), b=_tensor(quack.turned(b)), offs=_tensor(offs), out=_tensor(out),
             groups=groups, threads=-(-groups // 32) * 32, dtype=named(a.dtype),
             m=self.config.m, n=self.config.n, cm=self.config.cluster_m, cn=self.config.cluster_n,
-            pingpong=self.config.pingpong,
+            manner=manner, generation=generation,
             clusters=max(1, sms // (self.config.cluster_m * self.config.cluster_n)),
         )  # fmt: skip
         params: list[Any] = [(("ptr", n), Pointer(dtypes[n])) for n in names]
@@ -192,7 +206,7 @@ def epilogue(acc):
     return {{"D": acc}}
 
 MOD = EpiMod(epilogue)
-KERNEL = MOD._mint((), 9, False, False, (), RoundingMode.RN, (), False)
+KERNEL = MOD._mint((), {generation}, False, False, (), RoundingMode.RN, (), False)
 
 @cute.kernel
 def begin(ends: cute.Tensor, starts: cute.Tensor):
@@ -210,8 +224,7 @@ def grouped({params}):
     out = {out}
     starts = cute.make_tensor(p_scratch, cute.make_layout(({groups} + 1,), stride=(1,)))
     begin(ends, starts).launch(grid=(1, 1, 1), block=({threads}, 1, 1), stream=stream)
-    gemm = KERNEL(cutlass.Float32, {dtype}, ({m}, {n}), ({cm}, {cn}, 1), pingpong={pingpong},
-                  is_persistent=True, use_pdl=False)
+    gemm = KERNEL(cutlass.Float32, {dtype}, ({m}, {n}), ({cm}, {cn}, 1), {manner}use_pdl=False)
     gemm(a, b, out, None, KERNEL.EpilogueArguments(),
          TileSchedulerOptions(cutlass.Int32({clusters}), max_swizzle_size=cutlass.Int32(8)),
          VarlenArguments(mCuSeqlensM=starts), stream)
