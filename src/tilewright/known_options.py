@@ -123,7 +123,7 @@ ACCEPTED: dict[str, str] = {
         triton.cudagraph_managed_input_rerecord_action
         triton.cudagraph_managed_input_rerecord_limit triton.cudagraph_trees_generation_cloning
         triton.enable_flex_tdm triton.enable_host_side_tma triton.enable_template_autows
-        triton.tlx_mode
+        triton.tlx_mode triton.enable_tlx_templates
     """,
     _CHECKS: """
         size_asserts scalar_asserts alignment_asserts debug_index_asserts debug_ir_traceback
@@ -143,7 +143,8 @@ ACCEPTED: dict[str, str] = {
         triton.max_kernel_dump_occurrences triton.proton_profiling triton.proton_output_dir
         triton.proton_group_by_sm triton.proton_split_invocations triton.proton_per_cta_occupancy
         autoheuristic_collect.pad_mm autoheuristic_collect.mixed_mm autoheuristic_use.pad_mm
-        autoheuristic_use.mixed_mm autoheuristic_log_path wrap_inductor_compiled_regions
+        autoheuristic_use.mixed_mm autoheuristic_log_path autoheuristic_collect autoheuristic_use
+        wrap_inductor_compiled_regions
     """,
     _FREES: """
         reorder_for_compute_comm_overlap reorder_for_compute_comm_overlap_passes
@@ -162,7 +163,7 @@ ACCEPTED: dict[str, str] = {
         emulate_precision_casts_on_saved_tensors triton.codegen_upcast_to_fp32
         eager_numerics.division_rounding eager_numerics.disable_ftz
         eager_numerics.use_pytorch_libdevice
-        strict_signed_zero
+        strict_signed_zero force_same_precision
     """,
 }
 _LEAVES = """
@@ -243,7 +244,8 @@ REFUSED: dict[str, str] = {
     _TESTING: """
         cpp.inject_relu_bug_TESTING_ONLY cpp.inject_log1p_bug_TESTING_ONLY
         triton.inject_relu_bug_TESTING_ONLY force_disable_cudagraph_TESTING_ONLY
-        check_stack_no_cycles_TESTING_ONLY triton.disallow_failing_autotune_kernels_TESTING_ONLY
+        check_stack_no_cycles_TESTING_ONLY always_complex_memory_overlap_TESTING_ONLY
+        triton.disallow_failing_autotune_kernels_TESTING_ONLY
     """,
 }
 REFUSED_GROUPS = {

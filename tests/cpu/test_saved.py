@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,12 @@ if gradient is not None:
     torch.testing.assert_close(w.grad, gradient)
 print(metrics.cache_misses)
 """
+
+
+@pytest.fixture(autouse=True)
+def _enabled() -> Iterator[None]:
+    with torch._dynamo.config.patch(enable_aot_compile=True):  # as it is since torch 2.12
+        yield
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
