@@ -264,8 +264,11 @@ class _Chooser:
         finally:
             self._release()
         self.complete = verdict.complete
-        return {names[plan]: t.median_us for plan, t in verdict.times.items()
-                if plan not in verdict.rejected}  # fmt: skip
+        found = {names[plan]: t.median_us for plan, t in verdict.times.items()
+                 if plan not in verdict.rejected}  # fmt: skip
+        winner = names[verdict.winner.name]
+        # a choice that another process made comes without times
+        return found if winner in found else {winner: 1.0}
 
     def of_sizes(self, question: dynamic.Question) -> list[Group]:
         """The groups with a kernel for each range of sizes."""
