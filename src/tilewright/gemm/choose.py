@@ -166,7 +166,8 @@ def _prepare(program: Program, groups: list[Group], names: Sequence[str],
     """Let the candidates of all products be built at once: those of later ones while the earlier
     are measured. A product that changes with the choice for another is prepared in vain."""
     found = (_chooser(program, groups, name, loop_kernel) for name in names)
-    each = {c.key: c for c in found if c is not None}  # equal products are chosen for once
+    known = (c for c in found if c is not None and c.driver is None)
+    each = {c.key: c for c in known}  # equal products are chosen for once
     begun = [c for c in each.values() if c.begin()]
     for chooser in begun:
         chooser.prepare()
@@ -263,8 +264,11 @@ class _Chooser:
         finally:
             self._release()
         self.complete = verdict.complete
-        return {names[plan]: t.median_us for plan, t in verdict.times.items()
-                if plan not in verdict.rejected}  # fmt: skip
+        found = {names[plan]: t.median_us for plan, t in verdict.times.items()
+                 if plan not in verdict.rejected}  # fmt: skip
+        winner = names[verdict.winner.name]
+        # a choice that another process made comes without times
+        return found if winner in found else {winner: 1.0}
 
     def of_sizes(self, question: dynamic.Question) -> list[Group]:
         """The groups with a kernel for each range of sizes."""
