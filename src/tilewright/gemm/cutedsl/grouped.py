@@ -78,8 +78,9 @@ def _unasked() -> str:
 
 def _target(layout: Layout) -> Target:
     """The card the result is for; where none can be asked and none is named, Hopper."""
+    device = layout.buffer.device
     known = config.cuda.arch is not None or torch.cuda.is_available()
-    return Target.of(layout.buffer.device) if known else Target("sm_90")
+    return Target.of(device) if known and device.type == "cuda" else Target("sm_90")
 
 
 def configurations(target: Target) -> tuple[Config, ...]:
