@@ -544,6 +544,7 @@ def test_a_nest_that_scatters_scans_or_has_no_points_is_alone() -> None:
     assert is_alone(b.nest([i], masked)) == "it scatters"
     looked_up = Store(out, build.op("index", place, ix.as_index(8)), value)
     assert is_alone(b.nest([i], looked_up)) == "it stores at gathered indices"
+    assert is_alone(b.nest([i], Store(out, i, build.scan("sum", i, value)))) == "it scans"
     (none,) = b.loops(0)
     assert is_alone(b.nest([none], Store(out, none, b.at(x, none)))) == "it has no points"
 
