@@ -54,3 +54,18 @@ def test_an_argument_of_a_gradient_is_a_number_computed_of_sizes(device: str) ->
     else:
         with as_cuda():
             check()
+
+
+def test_a_product_sums_over_a_part_of_a_dynamic_size() -> None:
+    """`K = n // 2` has no line before it for its quotient to have a name."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x.chunk(2, -1)[0] @ y.chunk(2, 0)[0]
+
+    with as_cuda():
+        for seed in range(len(templates("card"))):
+            with forced(seed, "card"):
+                call = compiled(function, dynamic=True)
+                for inner in (32, 48):
+                    x, y = torch.randn(8, inner), torch.randn(inner, 24)
+                    torch.testing.assert_close(call(x, y), function(x, y), rtol=1e-3, atol=1e-3)

@@ -89,6 +89,10 @@ class _Writer(Writer):
 
     names: Callable[[], int]
     bytes: Mapping[torch.dtype, str]  # eight-bit types to the card's own, if not the same
+    inline: bool = False  # texts are not given names
+
+    def let(self, text: str, family: str = "t") -> str:
+        return f"({text})" if self.inline else super().let(text, family)
 
     def fresh(self, family: str = "t") -> str:
         return f"{family}{self.names()}"
@@ -198,8 +202,10 @@ class Hooks:
     # ---- hooks
 
     def size(self, v: Expr) -> str:
-        """The size of a loop."""
-        return self.writer([], lambda e: "").index(v.src[0])
+        """The size of a loop, as one text: there is no line before it for a part of it."""
+        w = self.writer([], lambda e: "")
+        w.inline = True
+        return w.index(v.src[0])
 
     def tile(self) -> list[str]:
         """The rows and columns of block (`pid_m`, `pid_n`), and which of them exist."""
