@@ -112,6 +112,18 @@ def test_one_that_cannot_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             assert libraries.preferred(operands(), 0.0, True, None, False) == FLASH
 
 
+def test_what_cannot_be_measured_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for operands, say: the program compiles, and the reason is kept."""
+
+    def full(self: libraries.Layout, *args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(libraries.Layout, "filled", full)
+    assert FORWARD in code_of()
+    (why,) = (d.why for d in decisions if d.winner == "torch's own")
+    assert "no memory" in why
+
+
 def test_random_numbers_and_sizes_that_are_not_known() -> None:
     """Measuring takes none of the user's random numbers; of sizes that change nothing is known."""
     times.update(flash=2.0, math=1.0)

@@ -186,7 +186,11 @@ def preferred(operands: Sequence[torch.Tensor], dropout: float, causal: bool, sc
     call = Call(tuple(t for t in layouts if t is not None), dropout, causal, scale, grouped,
                 operands[0].device)  # fmt: skip
     if call not in _memo:
-        _memo[call] = _measured(call)
+        try:
+            _memo[call] = _measured(call)
+        except Exception as error:  # of the card or its libraries: torch still computes it
+            decided(Decision(str(call), "torch's own", f"it could not be measured: {error!r}"))
+            _memo[call] = None
     return _memo[call]
 
 
