@@ -649,6 +649,44 @@ def test_whatever_meets_at_other_points_is_apart(kind: str) -> None:
     assert asked_of(earlier, touching(second, ix.add(i, 1), y), (i,)) == {elsewhere}
 
 
+def test_each_nest_is_asked_about_all_before_it() -> None:
+    b = Build()
+    x, common = b.input(9), b.buffer((9,))
+    (i,) = b.loops(8)
+    nests = [b.nest([i], Store(common, i, b.at(x, i)))]
+    for shift in (0, 1):
+        nests.append(b.nest([i], Store(b.buffer((8,)), i, b.at(common, ix.add(i, shift)))))
+    assert first_conflict(nests[:2], (i,)) == first_conflict(nests[1:], (i,)) == ""
+    assert first_conflict(nests, (i,)) == f"{common} is needed at other points of the shared loops"
+    assert first_conflict(nests, (i,), {x}) == ""
+
+
+def test_how_far_a_row_is_walked() -> None:
+    """From its last element backwards, by steps of another length, and as far as a mask lets each
+    of the loads; a store goes everywhere."""
+    b = Build()
+    x, common, out = b.input(10), b.buffer((64,)), b.buffer((4, 10))
+    i, j = b.loops(4, 10)
+    row = ix.mul(i, 10)
+    wrote = b.nest([i, j], Store(common, ix.add(row, j), b.at(x, j)))
+    below = build.op("lt", j, ix.as_index(9))
+
+    def reads(*values: Expr) -> str:
+        value = values[0] if len(values) == 1 else build.op("add", *values)
+        return conflict(wrote, b.nest([i, j], Store(out, b.index(out, i, j), value)), (i,))
+
+    shifted = f"{common} is needed at other points of the shared loops"
+    assert reads(b.at(common, ix.sub(ix.add(row, 9), j))) == ""
+    assert reads(b.at(common, ix.sub(ix.add(row, 8), j))) == shifted
+    assert reads(b.at(common, ix.add(ix.mul(i, 9), j))) == shifted
+    after = ix.add(row, j, 1)
+    some, every = b.at(common, after, mask=below), b.at(common, after)
+    assert reads(some) == ""
+    assert reads(every) == reads(some, every) == reads(every, some) == shifted
+    moves = b.nest([i, j], Store(common, after, some))
+    assert conflict(wrote, moves, (i,)) == shifted
+
+
 def test_kernels_share_the_loops_along_which_all_step_alike() -> None:
     """Of rows and columns only the rows, where a row is read the other way round; only the columns,
     where all read one row; none, where the rows come the other way round."""
@@ -705,6 +743,12 @@ def test_loops_correspond_by_stride_and_extent() -> None:
     one, other = part.members
     assert one.loops[0] is other.loops[0] and len({one.loops[1].arg, other.loops[1].arg}) == 2
     assert aligned(rows, nest((most,), most)) == Misfit("no loops in common")
+    p, q = b.loops(6, 6)
+    square = (p, q)
+    along, across = (nest(square, ix.add(ix.mul(p, s), ix.mul(q, t))) for s, t in ((6, 1), (1, 6)))
+    turned = aligned(along, across)
+    assert isinstance(turned, Fit)
+    assert turned.members[0].indices[x] == turned.members[1].indices[x]
     serial = Fit((rows,), (i,), (j,))
     together = align(serial, Fit((whole,), (flat,)), {})
     assert together == Misfit("their loops run one after the other")
