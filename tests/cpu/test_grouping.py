@@ -22,13 +22,20 @@ from tilewright import config, metrics
 from tilewright.graph.simplify import simplify
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, var
+from tilewright.ir.expr import Expr, load, var
 from tilewright.ir.program import Nest, Program, Store
 from tilewright.lower.context import Lowering
 from tilewright.lower.graph import lower
 from tilewright.schedule.fusion.group import MOST_SHARED, Search
-from tilewright.schedule.fusion.legality import Fit, Misfit, align, conflict, is_alone
-from tilewright.schedule.nests.access import disjoint, within
+from tilewright.schedule.fusion.legality import (
+    Fit,
+    Misfit,
+    align,
+    conflict,
+    first_conflict,
+    is_alone,
+)
+from tilewright.schedule.nests.access import disjoint, signature, terms, within
 from tilewright.schedule.order.topological import Order
 from tilewright.schedule.plan import schedule
 from tilewright.schedule.rewrite import improve, scan_epilogue
@@ -595,6 +602,181 @@ def test_what_overlapping_rows_read_is_not_overwritten_beside_them() -> None:
         read = b.nest([i, j], Store(out, b.index(out, i, j), b.at(x, ix.add(row, j))))
         first = b.nest([i], Store(x, row, build.op("neg", b.at(out, i, ix.ZERO))))
         assert conflict(read, first, (i,)) == why
+
+
+def test_a_sum_is_complete_only_after_its_loop() -> None:
+    b = Build()
+    x, total, out = b.buffer((4, 6)), b.buffer((4,)), b.buffer((4, 6))
+    i, j = b.loops(4, 6)
+    sums = b.nest([i], Store(total, i, build.reduce("sum", b.at(x, i, j))), reduce=[j])
+    then = b.nest([i, j], Store(out, b.index(out, i, j), b.at(total, i)))
+    assert conflict(sums, then, (i,)) == ""
+    incomplete = "is complete only after the loop over the group"
+    assert conflict(sums, then, (i, j)) == f"{total} {incomplete}"
+    change = b.nest([i, j], Store(x, b.index(x, i, j), b.at(out, i, j)))
+    assert conflict(sums, change, (i,)) == "", "a row is read whole before it is changed"
+    assert conflict(sums, change, (i, j)) == f"{x} {incomplete}"
+
+
+def asked_of(earlier: Nest, later: Nest, outer: tuple[Expr, ...]) -> set[str]:
+    """What stands against one kernel of the two, whoever is asked; align may be given either
+    first."""
+    position = {earlier.name: 0, later.name: 1}
+    one, other = Fit((earlier,), outer), Fit((later,), outer)
+    fits = align(one, other, position), align(other, one, position)
+    for fit in fits:
+        if isinstance(fit, Fit):
+            assert [m.name for m in fit.members] == [earlier.name, later.name]
+    reasons = (fit.reason if isinstance(fit, Misfit) else "" for fit in fits)
+    return {conflict(earlier, later, outer), first_conflict((earlier, later), outer), *reasons}
+
+
+@pytest.mark.parametrize("kind", ["read after write", "write after read", "write after write"])
+def test_whatever_meets_at_other_points_is_apart(kind: str) -> None:
+    """Iterations run in any order: one must not change what another reads or writes."""
+    first, _, second = kind.partition(" after ")[::-1]
+    b = Build()
+    x, y, common, out = b.input(8), b.input(8), b.buffer((9,)), b.buffer((8,))
+    (i,) = b.loops(8)
+
+    def touching(how: str, at: Expr, other: str) -> Nest:
+        store = Store(common, at, b.at(other, i))
+        return b.nest([i], store if how == "write" else Store(out, i, b.at(common, at)))
+
+    earlier = touching(first, i, x)
+    assert asked_of(earlier, touching(second, i, y), (i,)) == {""}
+    elsewhere = f"{common} is needed at other points of the shared loops"
+    assert asked_of(earlier, touching(second, ix.add(i, 1), y), (i,)) == {elsewhere}
+
+
+def test_each_nest_is_asked_about_all_before_it() -> None:
+    b = Build()
+    x, common = b.input(9), b.buffer((9,))
+    (i,) = b.loops(8)
+    nests = [b.nest([i], Store(common, i, b.at(x, i)))]
+    for shift in (0, 1):
+        nests.append(b.nest([i], Store(b.buffer((8,)), i, b.at(common, ix.add(i, shift)))))
+    assert first_conflict(nests[:2], (i,)) == first_conflict(nests[1:], (i,)) == ""
+    assert first_conflict(nests, (i,)) == f"{common} is needed at other points of the shared loops"
+    assert first_conflict(nests, (i,), {x}) == ""
+
+
+def test_how_far_a_row_is_walked() -> None:
+    """From its last element backwards, by steps of another length, and as far as a mask lets each
+    of the loads; a store goes everywhere."""
+    b = Build()
+    x, common, out = b.input(10), b.buffer((64,)), b.buffer((4, 10))
+    i, j = b.loops(4, 10)
+    row = ix.mul(i, 10)
+    wrote = b.nest([i, j], Store(common, ix.add(row, j), b.at(x, j)))
+    below = build.op("lt", j, ix.as_index(9))
+
+    def reads(*values: Expr) -> str:
+        value = values[0] if len(values) == 1 else build.op("add", *values)
+        return conflict(wrote, b.nest([i, j], Store(out, b.index(out, i, j), value)), (i,))
+
+    shifted = f"{common} is needed at other points of the shared loops"
+    assert reads(b.at(common, ix.sub(ix.add(row, 9), j))) == ""
+    assert reads(b.at(common, ix.sub(ix.add(row, 8), j))) == shifted
+    assert reads(b.at(common, ix.add(ix.mul(i, 9), j))) == shifted
+    after = ix.add(row, j, 1)
+    some, every = b.at(common, after, mask=below), b.at(common, after)
+    assert reads(some) == ""
+    assert reads(every) == reads(some, every) == reads(every, some) == shifted
+    moves = b.nest([i, j], Store(common, after, some))
+    assert conflict(wrote, moves, (i,)) == shifted
+
+
+def test_kernels_share_the_loops_along_which_all_step_alike() -> None:
+    """Of rows and columns only the rows, where a row is read the other way round; only the columns,
+    where all read one row; none, where the rows come the other way round."""
+    b = Build()
+    x, common, out = b.input(4, 6), b.buffer((4, 6)), b.buffer((4, 6))
+    i, j = b.loops(4, 6)
+    place = b.index(out, i, j)
+    first = b.nest([i, j], Store(common, place, b.at(x, i, j)))
+    position = {first.name: 0}
+
+    def shared(value: Expr) -> list[int] | str:
+        then = b.nest([i, j], Store(out, place, value))
+        fit = align(Fit((first,), (i, j)), Fit((then,), (i, j)), position | {then.name: 1})
+        if isinstance(fit, Misfit):
+            return fit.reason
+        return [ix.value_of(v.src[0]) or 0 for v in fit.outer]
+
+    assert shared(b.at(common, i, j)) == [4, 6]
+    assert shared(b.at(common, i, ix.sub(5, j))) == [4]
+    assert shared(b.at(common, i, ix.ZERO)) == [4]
+    assert shared(b.at(common, ix.ZERO, j)) == [6]
+    elsewhere = f"{common} is needed at other points of the shared loops"
+    assert shared(b.at(common, ix.sub(3, i), j)) == elsewhere
+
+
+def test_loops_correspond_by_stride_and_extent() -> None:
+    """A longer loop is split to meet a shorter one, and one without a counterpart keeps out of the
+    way of the others' names."""
+    b = Build()
+    x = b.input(6, 8)
+    i, j = b.loops(6, 8)
+    (flat,) = b.loops(48)
+    few, most = b.loops(6, 7)
+
+    def nest(loops: tuple[Expr, ...], at: Expr) -> Nest:
+        out = b.buffer(tuple(ix.value_of(v.src[0]) or 0 for v in loops))
+        return b.nest(loops, Store(out, b.index(out, *loops), build.op("neg", load_of(x, at))))
+
+    def load_of(buffer: str, at: Expr) -> Expr:
+        return load(buffer, b.program.buffers[buffer].dtype, at)
+
+    def aligned(one: Nest, other: Nest) -> Fit | Misfit:
+        return align(Fit((one,), one.loops), Fit((other,), other.loops),
+                     {one.name: 0, other.name: 1})  # fmt: skip
+
+    row = ix.add(ix.mul(i, 8), j)
+    whole, rows = nest((flat,), flat), nest((i, j), row)
+    for fit in (aligned(rows, whole), aligned(whole, rows)):
+        assert isinstance(fit, Fit)
+        assert [ix.value_of(v.src[0]) for v in fit.outer] == [6, 8]
+        assert {m.loops for m in fit.members} == {fit.outer}
+    part = aligned(rows, nest((few, most), ix.add(ix.mul(few, 8), most)))
+    assert isinstance(part, Fit) and part.outer == (i,)
+    one, other = part.members
+    assert one.loops[0] is other.loops[0] and len({one.loops[1].arg, other.loops[1].arg}) == 2
+    assert aligned(rows, nest((most,), most)) == Misfit("no loops in common")
+    p, q = b.loops(6, 6)
+    square = (p, q)
+    along, across = (nest(square, ix.add(ix.mul(p, s), ix.mul(q, t))) for s, t in ((6, 1), (1, 6)))
+    turned = aligned(along, across)
+    assert isinstance(turned, Fit)
+    assert turned.members[0].indices[x] == turned.members[1].indices[x]
+    serial = Fit((rows,), (i,), (j,))
+    together = align(serial, Fit((whole,), (flat,)), {})
+    assert together == Misfit("their loops run one after the other")
+
+
+def test_what_an_access_touches() -> None:
+    """Told by strides, extents and where it starts; what loops are called says nothing."""
+    i, j, short = var("i", ix.as_index(10)), var("j", ix.as_index(10)), var("i", ix.as_index(9))
+    once = var("k", ix.ONE)
+    row = ix.add(ix.mul(i, 4), 3)
+    assert signature(row) == signature(ix.add(ix.mul(j, 4), 3)) == signature(ix.add(row, once))
+    others = [ix.add(ix.mul(i, 4), 2), ix.add(ix.mul(i, 5), 3), ix.add(ix.mul(short, 4), 3),
+              ix.add(row, j), ix.mod(row, 7)]  # fmt: skip
+    assert len({signature(e) for e in (row, *others)}) == 6
+    found = terms(ix.add(row, j), (i,))
+    assert found is not None and found[0] == {i: ix.as_index(4)} and found[1] is ix.add(j, 3)
+    assert terms(ix.mod(row, 7), (i,)) is None
+
+
+def test_what_runs_backwards_or_past_its_row_is_not_apart() -> None:
+    i, j = var("i", ix.as_index(4)), var("j", ix.as_index(5))
+    row, back = ix.mul(i, 10), ix.sub(3, i)
+    assert disjoint(back, ix.add(i, 4)) and not disjoint(back, ix.add(i, 3))
+    assert disjoint(ix.sub(-1, i), i) and not disjoint(ix.neg(i), i)
+    left = ix.sub(ix.add(row, 4), j)  # the first five of each row, from the last
+    assert disjoint(left, ix.add(row, j, 5)) and not disjoint(ix.sub(left, 1), ix.add(row, j, 5))
+    assert not disjoint(row, ix.add(ix.mul(j, 10), ix.ZERO)), "the same, and one row more"
+    assert not disjoint(row, row)
 
 
 def test_sums_into_places_are_a_kernel_of_their_own() -> None:

@@ -20,9 +20,10 @@ from tests.programs import check, compiled, copy, fresh_compiler, same
 from tilewright import config
 from tilewright.ir import build
 from tilewright.ir import index as ix
+from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer, Nest, Store
 from tilewright.schedule.fusion.group import Group
-from tilewright.schedule.memory import peak, profile, same_bytes
+from tilewright.schedule.memory import peak, plan, profile, same_bytes
 from tilewright.schedule.order import defer
 from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
@@ -70,6 +71,7 @@ def test_memory_with_gaps_is_nobody_elses() -> None:
     assert same_bytes(dense, replace(dense, name="b"))
     assert not same_bytes(gaps, replace(gaps, name="b"))
     assert not same_bytes(dense, replace(dense, device=torch.device("meta")))
+    assert not same_bytes(dense, replace(dense, dtype=torch.float16))
 
 
 def test_what_is_scanned_is_not_overwritten() -> None:
@@ -146,6 +148,116 @@ def test_as_many_elements_of_fewer_bytes_give_no_memory() -> None:
     plan = plan_of(function, torch.randn(16, 16))
     assert {b.numel.arg for b in plan.program.buffers.values()} == {256}
     assert [step.reuse for step in plan.steps if step.reuse] == []
+
+
+# ---- in place, group by group
+
+
+def overwritten(b: Build, *groups: Group) -> list[list[tuple[str, str]]]:
+    """Of each group (new, old) where it writes a new buffer over an old one."""
+    return [step.reuse for step in plan(b.program, groups)]
+
+
+def made(b: Build, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[str, Group]:
+    """A value that a library call returns, and the call."""
+    x, value = b.input(*shape, dtype=dtype), b.buffer(shape, dtype)
+    return value, Group(call=b.call(torch.ops.aten.clone.default, (b.view(x),), value))
+
+
+def test_arguments_are_not_ours_to_overwrite() -> None:
+    """But those that are given away are; a result is nobody's but the caller's."""
+    b = Build()
+    x, first, last = b.input(8), b.buffer((8,)), b.buffer((8,))
+    (i,) = b.loops(8)
+    groups = [Group((b.nest([i], Store(first, i, b.at(x, i))),)),
+              Group((b.nest([i], Store(last, i, b.at(first, i))),))]  # fmt: skip
+    b.returns(last)
+    assert overwritten(b, *groups) == [[], [(last, first)]]
+    assert profile(b.program, plan(b.program, groups)) == [32, 32]
+    b.program.donated = frozenset({x})
+    assert overwritten(b, *groups) == [[(first, x)], [(last, first)]]
+    assert profile(b.program, plan(b.program, groups)) == [32, 32]
+    b.returns(first, last)
+    assert overwritten(b, *groups) == [[(first, x)], []]
+    b.program.donated = frozenset()
+    b.program.buffers[x] = replace(b.program.buffers[x], kind="constant")
+    assert overwritten(b, *groups) == [[], []]
+
+
+def test_only_the_last_to_read_a_value_overwrites_it() -> None:
+    """Whether those are kernels or nests of one kernel."""
+    b = Build()
+    value, call = made(b, 8)
+    p, q = b.buffer((8,)), b.buffer((8,))
+    (i,) = b.loops(8)
+    first = b.nest([i], Store(p, i, b.at(value, i)))
+    then = b.nest([i], Store(q, i, build.op("add", b.at(value, i), b.at(p, i))))
+    b.returns(p, q)
+    assert overwritten(b, call, Group((first,), (i,)), Group((then,), (i,))) == [
+        [], [], [(q, value)]]  # fmt: skip
+    assert overwritten(b, call, Group((first, then), (i,))) == [[], [(q, value)]]
+    with config.patch(inplace_buffers=False):
+        assert overwritten(b, call, Group((first, then), (i,))) == [[], []]
+
+
+def test_what_is_read_at_other_places_is_not_overwritten() -> None:
+    """By the nest that stores, or by one after it; nor where a store leaves some as they were."""
+    b = Build()
+    value, call = made(b, 8)
+    out, sums = b.buffer((8,)), b.buffer((1,))
+    i, j = b.loops(8, 8)
+    once = b.loops(1)[0]
+    at, back = b.at(value, i), b.at(value, ix.sub(7, i))
+    b.returns(out, sums)
+
+    def over(value: Expr, mask: Expr | None = None, mode: Any = "set") -> list[tuple[str, str]]:
+        store = Store(out, i, value, mode, mask)
+        return overwritten(b, call, Group((b.nest([i], store),), (i,)))[1]
+
+    assert over(build.op("neg", at)) == [(out, value)]
+    assert over(back) == over(build.op("add", at, back)) == []
+    assert over(at, build.op("lt", i, ix.as_index(5))) == over(at, mode="add") == []
+    whole = b.nest([once], Store(sums, once, build.reduce("sum", b.at(value, j))), reduce=[j])
+    plain = b.nest([i], Store(out, i, at))
+    assert overwritten(b, call, Group((whole, plain)))[1] == [(out, value)]
+    assert overwritten(b, call, Group((plain, whole)))[1] == []
+
+
+def test_what_is_folded_is_not_overwritten_by_its_fold() -> None:
+    """It is read again for each element of the loop it is folded over."""
+    b = Build()
+    value, call = made(b, 8)
+    w, out = b.input(8, 5), b.buffer((8,))
+    i, j = b.loops(8, 5)
+    total = build.reduce("sum", build.op("mul", b.at(value, i), b.at(w, i, j)))
+    fold = b.nest([i], Store(out, i, total), reduce=[j])
+    b.returns(out)
+    assert overwritten(b, call, Group((fold,), (i,))) == [[], []]
+
+
+def test_what_a_call_may_have_kept_is_not_overwritten() -> None:
+    b = Build()
+    value, call = made(b, 8)
+    (i,) = b.loops(8)
+    out = b.buffer((8,))
+    group = Group((b.nest([i], Store(out, i, b.at(value, i))),), (i,))
+    b.returns(out)
+    assert call.call is not None
+    assert overwritten(b, call, group) == [[], [(out, value)]]
+    assert overwritten(b, Group(call=replace(call.call, aliases=True)), group) == [[], []]
+
+
+def test_kernels_of_one_launch_do_not_overwrite_what_another_reads() -> None:
+    b = Build()
+    value, call = made(b, 8)
+    p, q = b.buffer((8,)), b.buffer((8,))
+    (i,) = b.loops(8)
+    one = Group((b.nest([i], Store(p, i, b.at(value, i))),), (i,))
+    other = Group((b.nest([i], Store(q, i, b.at(value, i))),), (i,))
+    alone = Group((b.nest([i], Store(q, i, b.at(b.input(8), i))),), (i,))
+    b.returns(p, q)
+    assert overwritten(b, call, Group(parts=(one, alone))) == [[], [(p, value)]]
+    assert overwritten(b, call, Group(parts=(one, other))) == [[], []]
 
 
 # ---- donated buffers
