@@ -2,7 +2,7 @@
 
     result[m, n] = (sum over k of x[m, k] * weights[n, k]) * scales[n]
 
-The sum is multiplied in float32 and rounded once, as ATen's own kernel does. Weights are widened
+The sum is multiplied in float32 and rounded once, as by ATen's own kernels. Weights are widened
 where they are read, so a C++ kernel can take in what makes `x` and what follows; ATen's call, which
 is hard to beat for few rows, is measured beside it. On a card, and for sizes known only at run
 time, the call is ATen's.
@@ -74,6 +74,8 @@ def is_tuned(call: Opaque) -> bool:
 
 def parsed(program: Program, call: Opaque, result: View) -> WeightsProblem | str:
     """The problem, in the program's names, or why it is the library's."""
+    if not {p.name for p in enabled()} & {"ATEN", "CPP"}:
+        return "neither ATEN nor CPP is in max_autotune_gemm_backends"
     target = Target.of(program.buffers[result.buffer].device)
     if target.is_gpu:
         return "on a card the library alone multiplies by weights of eight bits"
@@ -106,7 +108,7 @@ def _refused(x: View, weights: View, scales: View, result: View) -> str:
     kinds = (weights.dtype, scales.dtype, result.dtype)
     if x.dtype not in DTYPES or kinds != (torch.int8, x.dtype, x.dtype):
         return f"no kernels for {x.dtype} by {weights.dtype} with scales of {scales.dtype}"
-    if any(not _is_contiguous(t) for t in (x, weights, scales)):
+    if x.stride[1] is not ix.ONE or not all(map(_is_contiguous, (weights, scales))):
         return "its operands are not contiguous"
     return ""
 
