@@ -193,8 +193,8 @@ def test_cg_6_a_product_of_integers_is_scaled_in_one_kernel() -> None:
         return F.relu(torch._int_mm(rounded, w.t()).float() * step * scale)
 
     w = torch.randint(-128, 128, (40, 64), dtype=torch.int8)
-    count, _ = kernels(quantised, r(32, 64), w, torch.rand(40))
-    assert count == 2, "rounding, and the product with what follows"
+    count, code = kernels(quantised, r(32, 64), w, torch.rand(40))
+    assert count == 2 and "extern_" not in code, "rounding, and the product with what follows"
 
 
 @pytest.mark.parametrize("options", [

@@ -48,6 +48,9 @@ TILES = {"avx512": ((6, 4), (8, 3), (12, 2), (28, 1)), "avx2": ((6, 2), (4, 3), 
 # Of tiles of pairs, the sums held at once; and how much faster than vectors of floats.
 PAIRED: dict[Unit, tuple[int, int, float]] = {"amx_bf16": (32, 2, 10.0),
                                               "avx512_bf16": (14, 2, 2.0)}  # fmt: skip
+# What pairs hold without rounding: they have eight bits of a number, and the range of float32.
+EXACT = frozenset((torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn,
+                   torch.float8_e5m2))  # fmt: skip
 NEAR, MANY = 24, 192  # rows of P at once: few that stay in the nearest cache, or the most of others
 # Steps of k between two visits to the sums; what is tried first comes first.
 DEPTHS = {"avx512": (768, 384, 256), "avx2": (384, 768, 256), "scalar": (384, 768, 256)}
@@ -124,6 +127,8 @@ class CppProvider:
             return "C++ kernels are for the CPU"
         if problem.op == "mm_pair":
             return "one result at a time"
+        if problem.is_block_scaled:
+            return "a scale changes along k"
         if any(ix.value_of(e) == 0 for e in problem.sizes[:3]):
             return "there is nothing to compute"
         unknown = [b.dtype for b in problem.buffers if b.dtype not in CTYPE]
@@ -239,8 +244,8 @@ def _threads() -> int:
 
 
 def _paired(problem: GemmProblem, q: Expr) -> Iterator[Config]:
-    """Pairs of bfloat16, where the processor multiplies them."""
-    if any(o.dtype != torch.bfloat16 for o in problem.operands):
+    """Pairs of bfloat16, where the processor multiplies them: of what they hold exactly."""
+    if any(o.dtype not in EXACT for o in problem.operands):
         return
     if sum_dtype(problem) != torch.float32:
         return

@@ -106,6 +106,8 @@ def stores_of(problem: GemmProblem) -> tuple[Store, ...]:
     total = load(SUM, sum_dtype(problem), ix.ZERO)
     if problem.alpha != 1:
         total = op("mul", total, const(problem.alpha, total.dtype))
+    for scale in problem.scales:
+        total = op("mul", total, cast(scale.value, total.dtype))
     if problem.bias is not None and problem.beta != 0:
         bias = cast(problem.bias.value, total.dtype)
         if problem.beta != 1:

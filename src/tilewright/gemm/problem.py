@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 Op = Literal[
     "mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm", "_grouped_mm",
-    "mm_pair", "_sparse_semi_structured_mm",
+    "mm_pair", "_sparse_semi_structured_mm", "_weight_int8pack_mm",
 ]  # fmt: skip
 NARROW: tuple[Op, ...] = ("_int_mm", "_scaled_mm")
 SCALED = 128  # elements along k that have a scale in common, where it depends on k
@@ -77,7 +77,7 @@ class GemmProblem:
     beta: float = 1.0
     keeps: bool = True  # `c` is itself needed in memory
     epilogue: tuple[Store, ...] = ()
-    scales: tuple[Operand, ...] = ()  # of _scaled_mm, at a position of the result and of k
+    scales: tuple[Operand, ...] = ()  # of scaled products, at a position of the result and of k
     fast: bool = False  # of _scaled_mm: sums may be taken in fewer bits
     ends: Operand | None = None  # of _grouped_mm: where a group ends
     second: View | None = None  # of mm_pair: the second product's result
@@ -294,14 +294,14 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
     the problem itself does not touch (prologues' operands, a product not kept) are used as well."""
     nodes: list[Node] = []
     own = problem.operator
-    if own is not None:
-        after = Nest("epilogue", problem.place, (), problem.epilogue, _ORIGIN)
-        return (own, after) if problem.epilogue else (own,)
     for k, (operand, place) in enumerate(zip(problem.operands, problem.positions, strict=True)):
-        if not operand.is_plain:
+        if not operand.is_plain and problem.bare.operands[k].is_plain:
             index = _at(operand.view, place)
             made = Store(operand.view.buffer, index, operand.value)
             nodes.append(Nest(f"operand{k}", place, (), (made,), _ORIGIN))
+    if own is not None:
+        after = Nest("epilogue", problem.place, (), problem.epilogue, _ORIGIN)
+        return (*nodes, own, after) if problem.epilogue else (*nodes, own)
     views = [o.view for o in problem.operands]
     if problem.op == "mm_plus_mm":
         second = [problem.result, *views[2:]]
