@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -330,3 +331,14 @@ def test_generated_programs_cover_what_they_claim() -> None:
     assert any(0 in i.shape for i in inputs)
     assert any(i.grad for i in inputs)
     assert any(p.dynamic for p in programs)
+
+
+def test_a_backend_that_warns_is_noticed() -> None:
+    """Torch's operations in place of a kernel give what is right too."""
+
+    def warns(gm: torch.fx.GraphModule, _: list[Tensor]) -> object:
+        logging.getLogger("tilewright.fuzz").warning("%s is replaced", "a kernel")
+        return gm
+
+    program = _program((_MATRIX,), (("torch.sin({0})", (0,)),), (1,))
+    assert difference(program, warns) == "a kernel is replaced"

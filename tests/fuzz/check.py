@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,6 +37,32 @@ def difference(program: Program, backend: Any = "tilewright") -> str:
 
 
 def _difference(program: Program, backend: Any) -> str:
+    with _listening() as heard:
+        return _wrong(program, backend) or "; ".join(heard)
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    """What the backend warns of: kernels that were replaced by torch's operations give right values
+    too, and of a program that is compiled as it should be there is nothing to say."""
+    listener, logger = _Listener(), logging.getLogger("tilewright")
+    logger.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        logger.removeHandler(listener)
+
+
+def _wrong(program: Program, backend: Any) -> str:
     torch._dynamo.reset()
     metrics.reset()
     function = program.function()
