@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.compile import cubin
+from bench import cubin
 from tests.compile.as_cuda import CARD, _lower, as_cuda, as_fake_cuda
 from tests.compile.cubin import build
 from tilewright import config

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.compile import cubin
+from bench import cubin
 from tests.compile.as_cuda import _lower
 from tests.compile.cubin import build
 from tests.compile.interp import check

@@ -108,13 +108,14 @@ def eight(*size: int, dtype: torch.dtype = E4) -> Tensor:
 
 
 def product(function: Callable[..., Tensor], *args: Any, dynamic: bool | None = False,
-            tolerance: float = 2e-2, arch: str = "sm_90", **options: Any) -> str:  # fmt: skip
+            tolerance: float = 2e-2, arch: str = "sm_90", backends: str = "TRITON",
+            **options: Any) -> str:  # fmt: skip
     """Near to eager, by the template with the most in it; the generated program."""
     select.add_preprocessing_fn(most_fused)
     try:
         one = {"test_configs.max_mm_configs": 1, **options}
         with as_cuda(arch), config.patch(one), fresh_cache():
-            given: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+            given: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": backends}
             call = torch.compile(function, backend="tilewright", dynamic=dynamic, options=given)
             found, code = run_and_get_code(call, *args)
     finally:

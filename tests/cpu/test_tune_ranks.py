@@ -24,6 +24,11 @@ how, folder, meet, world, problems = sys.argv[1], sys.argv[2], sys.argv[3], 4, 3
 
 def work(rank):
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+    open(f"{folder}/met{rank}", "w").close()
+    while how == "dies" and rank == 0 and not all(
+        os.path.exists(f"{folder}/met{r}") for r in range(world)
+    ):
+        time.sleep(0.01)  # one that dies before the others have met it is gloo's affair
     config.cache_dir = f"{folder}/cache{rank}"
     config.autotune_rank_timeout_seconds = 60.0 if how == "fails" else 1.5
     clock.of = lambda device: FakeClock()
