@@ -215,6 +215,15 @@ def test_what_a_scatter_adds_to_is_read_as_often_as_it_is_written() -> None:
         assert accessed(b.program, puts) == accessed(b.program, adds), "its target is read too"
 
 
+def test_all_that_is_added_to_a_place_counts() -> None:
+    b = Build()
+    x, at, out = b.input(3, 2), b.input(3, dtype=torch.int64), b.buffer((10,))
+    i, j = b.loops(3, 2)
+    place = build.op("index", b.at(at, i), ix.as_index(10))
+    adds = Group((b.nest([i, j], Store(out, place, b.at(x, i, j), "add")),))
+    assert moved(b.program, adds, {x, at, out}) == {x: 24, at: 24, out: 2 * 24}
+
+
 def test_a_store_under_a_mask_may_leave_what_was_there() -> None:
     b = Build()
     x, out, end = b.input(8), b.buffer((8,)), b.buffer((8,))

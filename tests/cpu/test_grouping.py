@@ -403,7 +403,7 @@ def test_how_far_a_mask_lets_a_loop_go() -> None:
         (None, (0, 9)), (between("lt", v, 6), (0, 5)), (between("ge", v, 3), (3, 9)),
         (build.op("bit_and", between("lt", v, 6), between("ge", v, 3)), (3, 5)),
         (between("lt", back, 4), (7, 9)), (between("ge", back, 4), (0, 6)),
-        (between("lt", ix.mul(v, 2), 6), (0, 9)),
+        (between("lt", ix.mul(v, 2), 6), (0, 9)), (between("ge", ix.mul(v, 2), 6), (0, 9)),
     ):  # fmt: skip
         assert tuple(map(ix.value_of, within(v, mask))) == expected
 
@@ -710,6 +710,7 @@ def test_kernels_share_the_loops_along_which_all_step_alike() -> None:
     assert shared(b.at(common, ix.ZERO, j)) == [6]
     elsewhere = f"{common} is needed at other points of the shared loops"
     assert shared(b.at(common, ix.sub(3, i), j)) == elsewhere
+    assert shared(b.at(common, i, ix.add(j, 1))) == elsewhere
 
 
 def test_loops_correspond_by_stride_and_extent() -> None:

@@ -182,6 +182,17 @@ def test_arguments_are_not_ours_to_overwrite() -> None:
     b.program.donated = frozenset()
     b.program.buffers[x] = replace(b.program.buffers[x], kind="constant")
     assert overwritten(b, *groups) == [[], []]
+    assert plan(b.program, groups)[0].free == [], "a constant is there for the next call"
+
+
+def test_one_value_gives_its_memory_to_one_result() -> None:
+    b = Build()
+    value, call = made(b, 8)
+    p, q = b.buffer((8,)), b.buffer((8,))
+    (i,) = b.loops(8)
+    both = b.nest([i], Store(p, i, b.at(value, i)), Store(q, i, build.op("neg", b.at(value, i))))
+    b.returns(p, q)
+    assert overwritten(b, call, Group((both,), (i,))) == [[], [(p, value)]]
 
 
 def test_only_the_last_to_read_a_value_overwrites_it() -> None:
