@@ -295,7 +295,8 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
     nodes: list[Node] = []
     own = problem.operator
     for k, (operand, place) in enumerate(zip(problem.operands, problem.positions, strict=True)):
-        if not operand.is_plain and problem.bare.operands[k].is_plain:
+        is_image = len(operand.view.size) != len(place)  # a convolution's own reading of it
+        if not (operand.is_plain or is_image) and problem.bare.operands[k].is_plain:
             index = _at(operand.view, place)
             made = Store(operand.view.buffer, index, operand.value)
             nodes.append(Nest(f"operand{k}", place, (), (made,), _ORIGIN))
