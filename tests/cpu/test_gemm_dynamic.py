@@ -277,6 +277,12 @@ def test_six_kernels_at_most() -> None:
     assert all(t[who] <= 1.01 * t["library"] for t, who in zip(times, found, strict=True))
 
 
+def test_sizes_with_no_kernel_in_common_have_one_each() -> None:
+    """However much may be lost: the search for fewer once went on for ever."""
+    times = [{f"k{at}": 1.0} for at in range(14)]
+    assert dynamic.assigned(times, "library") == [f"k{at}" for at in range(14)]
+
+
 def test_nobody_is_slower_than_the_library() -> None:
     times = [{"ours": 1.0, "library": 1.2}, {"ours": 1.0, "library": 0.985},
              {"ours": 1.0, "library": 1.2}]  # fmt: skip

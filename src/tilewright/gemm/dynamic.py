@@ -250,13 +250,15 @@ Times = Mapping[str, float]  # microseconds of each that was measured at a size
 
 def assigned(times: Sequence[Times], library: str) -> list[str]:
     """Who computes each size, so that changes are few. Nobody is taken who is slower than the
-    library; where more than `MOST_KERNELS` would be needed, joining may lose more."""
+    library; where more than `MOST_KERNELS` would be needed, joining may lose more, up to any loss:
+    sizes that have no kernel in common keep one each."""
     loss = LOSS
     while True:
         found = _fewest(times, library, loss)
-        if len(set(found)) <= MOST_KERNELS and len(list(runs(found))) <= 2 * MOST_KERNELS:
+        few = len(set(found)) <= MOST_KERNELS and len(list(runs(found))) <= 2 * MOST_KERNELS
+        if few or math.isinf(loss):
             return found
-        loss *= 2
+        loss = 2 * loss if loss < 1 else math.inf
 
 
 def _fewest(times: Sequence[Times], library: str, loss: float) -> list[str]:
