@@ -17,10 +17,10 @@ demo: check-cxx $(STAMP) ## compile and run two small models, checked against ea
 	@$(PY) examples/demo.py
 
 test: check-cxx lint ## lint, then every test that needs no GPU (what CI runs)
-	@$(PY) -m pytest -n auto --maxprocesses 8
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test-all: test ## the tests, then the slow sweeps and PyTorch's whole operator sample set
-	@$(PY) -m pytest -n auto --maxprocesses 8 -m slow
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow
 	@$(PY) -m pytest tests/cutlass
 	@$(PY) -m pip install -q -c constraints.txt -e ".[ray]"
 	@$(PY) -m pytest tests/ray

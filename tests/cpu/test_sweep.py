@@ -28,7 +28,7 @@ from tests.sweep.report import reproduce
 
 BACKEND = os.environ.get("TILEWRIGHT_TEST_BACKEND", "tilewright")
 # One group in this many of those that are not float32, static and as far as the operator goes.
-SLICE = 16
+SLICE = 64
 KNOWN = differences.by_case(differences.load())
 
 
