@@ -209,6 +209,14 @@ def test_lo_07_a_small_common_operand_is_no_reason_to_fuse() -> None:
     assert kernels == 2
 
 
+def test_lo_07_a_view_of_a_common_operand_is_that_operand() -> None:
+    """Seen as a row, in parts, without its first rows."""
+    for view in (lambda x: x.view(-1), lambda x: x.view(4, 75, 8, 8), lambda x: x[12:].flatten()):
+        f = lambda x, view=view: (x + 1, view(x) * 2)  # noqa: E731
+        elements = one_kernel(f, torch.randn(300, 64))
+        assert elements == 300 * 64 * 2 + view(torch.empty(300, 64)).numel()
+
+
 def rms_norm(x: Tensor, w: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
 
