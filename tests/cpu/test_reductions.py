@@ -235,8 +235,10 @@ def test_a_fold_that_the_rows_need_is_finished_first() -> None:
     check(function, torch.randn(70, 64), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("size", "together"), [((64, 64), 18944), ((128, 128), 74752),
-                                                ((400, 24), 44896), ((40, 400), 75360)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "together"),
+    [((64, 64), 18944), ((128, 128), 74752), ((400, 24), 44896), ((40, 400), 75360)],
+)
 def test_never_more_bytes_than_apart(size: tuple[int, int], together: int) -> None:
     """RD-5: sizes near each other, or too few rows: a cut is made where it saves bytes."""
     rows, columns = size
