@@ -561,7 +561,8 @@ def test_a_nest_that_scatters_scans_or_has_no_points_is_alone() -> None:
     assert is_alone(b.nest([i], looked_up)) == "it stores at gathered indices"
     assert is_alone(b.nest([i], Store(out, i, build.scan("sum", i, value)))) == "it scans"
     (none,) = b.loops(0)
-    assert is_alone(b.nest([none], Store(out, none, b.at(x, none)))) == "it has no points"
+    for loops in ([none], [i, none]):
+        assert is_alone(b.nest(loops, Store(out, none, b.at(x, none)))) == "it has no points"
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 8])
@@ -596,6 +597,8 @@ def test_rows_that_reach_into_the_next_are_not_a_block() -> None:
     assert conflict(wrote, reads(ix.add(row, j), i, j), (i,)) == ""
     assert conflict(wrote, reads(ix.add(row, k, 1), i, k), (i,)) == "", "the rest of its row"
     assert conflict(wrote, reads(ix.add(row, j, 1), i, j), (i,)) == shifted
+    (longer,) = b.loops(15)
+    assert conflict(wrote, reads(ix.add(row, longer), i, longer), (i,)) == shifted
     some = b.nest([i, m], Store(between, ix.add(row, ix.mul(m, 2)), b.at(x, m)))
     assert conflict(some, reads(ix.add(row, m), i, m), (i,)) == ""
     assert conflict(some, reads(ix.add(row, ix.mul(m, 3)), i, m), (i,)) == shifted
