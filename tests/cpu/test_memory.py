@@ -466,8 +466,9 @@ def test_mp_1_buffers_alive_at_once_come_from_one_pool(dynamic: bool) -> None:
 def test_a_slot_is_taken_once_it_is_free() -> None:
     """The smallest that is large enough; what is read in the step itself is not free yet."""
     row = _Row("pool", torch.device("cpu"), 0)
-    for name, size, start, end in (("a", 128, 0, 1), ("b", 64, 0, 1), ("c", 64, 1, 2),
-                                   ("d", 64, 2, 3), ("e", 128, 2, 4), ("f", 192, 5, 5)):  # fmt: skip
+    lives = (("a", 128, 0, 1), ("b", 64, 0, 1), ("c", 64, 1, 2), ("d", 64, 2, 3), ("e", 128, 2, 4),
+             ("f", 192, 5, 5))  # fmt: skip
+    for name, size, start, end in lives:
         row.take(name, ix.as_index(size), start, end)
     assert row.taken == [("a", 0, 0), ("b", 1, 0), ("c", 2, 1), ("d", 1, 2), ("e", 0, 2),
                          ("f", 3, 5)]  # fmt: skip
