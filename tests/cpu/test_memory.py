@@ -119,6 +119,21 @@ def test_a_small_result_does_not_keep_the_memory_of_a_large_one() -> None:
     assert result.untyped_storage().nbytes() == 8 * 16 * 4
 
 
+def test_memory_is_not_kept_over_the_peak() -> None:
+    """The first product is dead, and as large as what is made in the end; between them is more."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        more = ((y * (x @ x).sum()) @ x).sum()
+        return ((x * more) @ x).sum()
+
+    most: list[int] = []
+    for reuses in (False, True):
+        with config.patch(allow_buffer_reuse=reuses):
+            made = plan_of(function, torch.randn(32, 32), torch.randn(320, 32))
+            most.append(peak(made.program, made.steps))
+    assert most[0] == most[1] >= 2 * 4 * 320 * 32
+
+
 def test_other_shapes_of_as_many_bytes() -> None:
     def function(x: Tensor) -> Tensor:
         a = (x @ x).view(2, 8, 16)
