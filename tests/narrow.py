@@ -137,3 +137,14 @@ LAYERS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]
     "words": (words, lambda: (torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32),
                               r(GROUPS, N))),
 }  # fmt: skip
+
+
+def micro(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight-bit numbers, 32 of a row to a scale of eight bits; scales lie in tiles of 128 by 4."""
+    rows, columns = x.shape
+    groups = x.float().unflatten(1, (columns // 32, 32))
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1, keepdim=True))) - 8
+    q = (groups / torch.exp2(exponent)).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
+    scale = (exponent.squeeze(-1) + 127).clamp(0, 254).to(torch.uint8)
+    tiles = scale.reshape(rows // 128, 4, 32, columns // 128, 4).permute(0, 3, 2, 1, 4)
+    return q, tiles.contiguous().view(torch.float8_e8m0fnu).flatten()

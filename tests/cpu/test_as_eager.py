@@ -138,9 +138,9 @@ def test_sizes_and_numbers_that_are_not_what_the_program_was_told():
                 compiled(torch.tensor([1, 1, 0, 1, 0]))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "needs_contiguous_strides"),
+                    reason="this torch has no tag for it")  # fmt: skip
 def test_an_op_that_needs_contiguous_tensors_gets_them():
-    if not hasattr(torch.Tag, "needs_contiguous_strides"):
-        return
     tag = torch.Tag.needs_contiguous_strides
 
     @torch.library.custom_op("tilewright_tests::in_order", mutates_args=(), tags=[tag])

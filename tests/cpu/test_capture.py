@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 
-from tilewright import config, metrics
+from tilewright import capture, config, metrics
 from tilewright.testing import fresh_cache
 
 Make = Callable[[], tuple[Any, ...]]
@@ -179,6 +182,39 @@ def test_autocast_is_part_of_the_key() -> None:
                 out = torch.compile(product, backend="tilewright")(x, w)
                 assert out.dtype == (torch.bfloat16 if enabled else torch.float32)
         assert traced_and_restored() == (0, 1)
+
+
+@contextlib.contextmanager
+def turned(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def test_what_tracing_asks_of_the_process_is_in_the_key() -> None:
+    """Each setting alone, and none is left changed."""
+    settings: Any = torch.utils.deterministic
+    cuda = torch.backends.cuda
+    fills = functools.partial(setattr, settings, "fill_uninitialized_memory")
+    apart = [
+        torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16),
+        torch.autocast("cpu", torch.float16), torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.cudnn.flags(enabled=False),
+        turned(torch.set_default_dtype, torch.float64, torch.float32),
+        turned(torch.use_deterministic_algorithms, True, False),
+        turned(fills, not settings.fill_uninitialized_memory, settings.fill_uninitialized_memory),
+        *(turned(f, False, True) for f in (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp,
+                                           cuda.enable_math_sdp, cuda.enable_cudnn_sdp)),
+        functorch_config.patch(max_dist_from_bw=7),
+    ]  # fmt: skip
+    found = [capture._surroundings()]
+    for setting in apart:
+        with setting:
+            found.append(capture._surroundings())
+    assert len(set(found)) == 1 + len(apart)
+    assert capture._surroundings() == found[0]
 
 
 def test_functions_torch_made_by_one_maker_are_told_apart() -> None:

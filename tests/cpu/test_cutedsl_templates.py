@@ -224,6 +224,19 @@ def test_cd_k12_m4_bodies_are_apart_and_share_captured_tensors() -> None:
     assert float(found["second"].t) == (2.5 + 5.0) * 5.0
 
 
+def test_cd_m4_a_body_within_another_and_again_computes_for_itself() -> None:
+    """What one body names is nobody else's: under a mask that does not hold none of it is there."""
+    reads = load("table", torch.float32, placeholder("m"))
+    graph = Subgraph(build.op("add", placeholder("score"), reads), buffers=(memory("table", 16),))
+    k = kernel(subgraphs=[graph])
+    outer = k.modification(0, "one", mask="ok", score="s", m="i")
+    text = modified(k, outer, k.modification(0, "two", score="one", m="i"))
+    values = {"mem_table": [of(v) for v in torch.arange(16.0)], "s": of(torch.tensor(2.5)), "i": 5}
+    for ok, one in ((True, 7.5), (False, 0.0)):
+        found = evaluate(text, {**values, "ok": ok})
+        assert (float(found["one"].t), float(found["two"].t)) == (one, one + 5.0)
+
+
 def test_cd_m4_a_subgraph_can_end_in_a_store() -> None:
     store = Store("table", placeholder("m"), build.op("neg", placeholder("score")))
     k = kernel(subgraphs=[Subgraph(stores=(store,), buffers=(memory("table", 4),))])

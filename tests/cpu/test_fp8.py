@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.compile.as_cuda import as_cuda
 from tests.gemm_programs import host, most_fused
-from tests.narrow import expected, operands, scales
+from tests.narrow import expected, micro, operands, scales
 from tilewright import config, metrics
 from tilewright.testing import fresh_cache, run_and_get_code
 from tilewright.tune import select
 
-E4, E5, E8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 WHERE = {"a CPU": nullcontext, "a card": as_cuda}
 
@@ -278,15 +278,6 @@ def test_f8_7_micro_scales() -> None:
     """F8-7: 32 of a row have a scale of eight bits, and scales lie in tiles of 128 by 4: one kernel
     for each operand; operands keep their strides."""
 
-    def micro(x: Tensor) -> tuple[Tensor, Tensor]:
-        rows, columns = x.shape
-        groups = x.float().unflatten(1, (columns // 32, 32))
-        exponent = torch.floor(torch.log2(groups.abs().amax(-1, keepdim=True))) - 8
-        q = (groups / torch.exp2(exponent)).clamp(-448, 448).to(E4).flatten(1)
-        scale = (exponent.squeeze(-1) + 127).clamp(0, 254).to(torch.uint8)
-        tiles = scale.reshape(rows // 128, 4, 32, columns // 128, 4).permute(0, 3, 2, 1, 4)
-        return q, tiles.contiguous().view(E8).flatten()
-
     x, w = torch.randn(128, 256).to(BF16), torch.randn(128, 256).to(BF16)
     assert same(micro, x, dynamic=False) == 1
-    assert same(lambda x, w: (*micro(x), *micro(w)), x, w, dynamic=False) <= 2
+    assert same(lambda x, w: (*micro(x), *micro(w)), x, w, dynamic=False) == 2

@@ -198,7 +198,8 @@ def test_a_digest_tells_arguments_apart_as_far_as_they_mean_something() -> None:
     near = 1.0 + 2**-52
     given = [(1,), (True,), (1.0,), (near,), ("1",), (None,), (slice(0, 8, 2),), (slice(0, 8),),
              ([1, 2],), ([1], 2), (torch.float32,), (torch.float64,), (0.0,), (-0.0,),
-             (float("nan"),), (torch.device("cpu"),), (torch.device("cuda", 1),)]  # fmt: skip
+             (float("nan"),), (torch.device("cpu"),), (torch.device("cuda", 1),), ({"alpha": 2},),
+             ({"beta": 2},)]  # fmt: skip
     found = [digest(graph_of(x, args=args)) for args in given]
     assert len(set(found)) == len(given)
     assert digest(graph_of(x, target=torch.ops.aten.sub.Tensor, args=(1,))) not in found

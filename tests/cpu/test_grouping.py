@@ -209,6 +209,14 @@ def test_lo_07_a_small_common_operand_is_no_reason_to_fuse() -> None:
     assert kernels == 2
 
 
+def test_lo_07_a_view_of_a_common_operand_is_that_operand() -> None:
+    """Seen as a row, in parts, without its first rows."""
+    for view in (lambda x: x.view(-1), lambda x: x.view(4, 75, 8, 8), lambda x: x[12:].flatten()):
+        f = lambda x, view=view: (x + 1, view(x) * 2)  # noqa: E731
+        elements = one_kernel(f, torch.randn(300, 64))
+        assert elements == 300 * 64 * 2 + view(torch.empty(300, 64)).numel()
+
+
 def rms_norm(x: Tensor, w: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
 
@@ -553,7 +561,8 @@ def test_a_nest_that_scatters_scans_or_has_no_points_is_alone() -> None:
     assert is_alone(b.nest([i], looked_up)) == "it stores at gathered indices"
     assert is_alone(b.nest([i], Store(out, i, build.scan("sum", i, value)))) == "it scans"
     (none,) = b.loops(0)
-    assert is_alone(b.nest([none], Store(out, none, b.at(x, none)))) == "it has no points"
+    for loops in ([none], [i, none]):
+        assert is_alone(b.nest(loops, Store(out, none, b.at(x, none)))) == "it has no points"
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 8])
@@ -588,6 +597,8 @@ def test_rows_that_reach_into_the_next_are_not_a_block() -> None:
     assert conflict(wrote, reads(ix.add(row, j), i, j), (i,)) == ""
     assert conflict(wrote, reads(ix.add(row, k, 1), i, k), (i,)) == "", "the rest of its row"
     assert conflict(wrote, reads(ix.add(row, j, 1), i, j), (i,)) == shifted
+    (longer,) = b.loops(15)
+    assert conflict(wrote, reads(ix.add(row, longer), i, longer), (i,)) == shifted
     some = b.nest([i, m], Store(between, ix.add(row, ix.mul(m, 2)), b.at(x, m)))
     assert conflict(some, reads(ix.add(row, m), i, m), (i,)) == ""
     assert conflict(some, reads(ix.add(row, ix.mul(m, 3)), i, m), (i,)) == shifted

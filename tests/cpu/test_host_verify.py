@@ -255,11 +255,22 @@ def test_a_kernel_is_given_what_its_group_touches() -> None:
     other = next(b for b in sorted(plan.program.visible))
     calls[at] = replace(call, args=(*call.args, ("ptr", other)))
     assert f"is given {other}, which its group does not touch" in _fault(plan, calls)
-    written = min(plan.steps[at].group.writes - plan.steps[at].group.local)
-    calls[at] = replace(call, args=tuple(a for a in call.args if a[1] != written))
-    assert f"is not given {written}, which it is to write" in _fault(plan, calls)
     calls[at] = replace(call, args=(*call.args, ("address", f"{other}.data_ptr() + 8")))
     assert f"is given {other}, which its group does not touch" in _fault(plan, calls)
+
+
+def test_a_kernel_is_given_all_that_it_writes() -> None:
+    """Also what it reads, and overwrites."""
+    plan, calls = _plan()
+    overwritten: set[str] = set()
+    for k, call in enumerate(calls):
+        group = plan.steps[k].group
+        for name in sorted(group.writes - group.local) if call is not None else ():
+            calls[k] = replace(call, args=tuple(a for a in call.args if a[1] != name))
+            assert f"is not given {name}, which it is to write" in _fault(plan, calls)
+            overwritten |= {name} & group.reads
+        calls[k] = call
+    assert overwritten and _fault(plan, calls) == ""
 
 
 def test_memory_is_made_once() -> None:

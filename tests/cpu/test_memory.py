@@ -27,6 +27,7 @@ from tilewright.schedule.memory import peak, plan, profile, same_bytes
 from tilewright.schedule.order import defer
 from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
+from tilewright.schedule.pool import _Row
 from tilewright.testing import run_and_get_code
 
 __all__ = ["fresh_compiler"]
@@ -116,6 +117,21 @@ def test_a_small_result_does_not_keep_the_memory_of_a_large_one() -> None:
 
     result = compiled(first_rows)(torch.randn(64, 16))
     assert result.untyped_storage().nbytes() == 8 * 16 * 4
+
+
+def test_memory_is_not_kept_over_the_peak() -> None:
+    """The first product is dead, and as large as what is made in the end; between them is more."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        more = ((y * (x @ x).sum()) @ x).sum()
+        return ((x * more) @ x).sum()
+
+    most: list[int] = []
+    for reuses in (False, True):
+        with config.patch(allow_buffer_reuse=reuses):
+            made = plan_of(function, torch.randn(32, 32), torch.randn(320, 32))
+            most.append(peak(made.program, made.steps))
+    assert most[0] == most[1] >= 2 * 4 * 320 * 32
 
 
 def test_other_shapes_of_as_many_bytes() -> None:
@@ -460,6 +476,18 @@ def test_mp_1_buffers_alive_at_once_come_from_one_pool(dynamic: bool) -> None:
     assert len(re.findall(r"= recast\(pool0", text)) >= 2
     if dynamic:
         assert re.search(r"pool0 = empty_cpu\(\(.* // \(", text)
+
+
+def test_a_slot_is_taken_once_it_is_free() -> None:
+    """The smallest that is large enough; what is read in the step itself is not free yet."""
+    row = _Row("pool", torch.device("cpu"), 0)
+    lives = (("a", 128, 0, 1), ("b", 64, 0, 1), ("c", 64, 1, 2), ("d", 64, 2, 3), ("e", 128, 2, 4),
+             ("f", 192, 5, 5))  # fmt: skip
+    for name, size, start, end in lives:
+        row.take(name, ix.as_index(size), start, end)
+    assert row.taken == [("a", 0, 0), ("b", 1, 0), ("c", 2, 1), ("d", 1, 2), ("e", 0, 2),
+                         ("f", 3, 5)]  # fmt: skip
+    assert [ix.value_of(e) for e in row.starts()] == [0, 128, 192, 256, 448]
 
 
 def test_mp_4_a_pool_of_unknown_size_waits_for_it() -> None:

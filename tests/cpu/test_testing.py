@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import sizes
 from tilewright import caches, config, metrics
+from tilewright.gemm import choose, templates
+from tilewright.gemm.cutlass import filter
 from tilewright.testing import fresh_cache, run_and_get_code
+from tilewright.tune import select
 
 
 def test_run_and_get_code_collects_distinct_texts_in_order():
@@ -70,6 +74,18 @@ def test_ma_a11_fresh_cache_clears_memory_on_entry_and_exit(monkeypatch):
         assert memo == {}
         memo["new"] = 2
     assert memo == {}
+
+
+def test_ma_a11_fresh_cache_forgets_what_was_chosen_rendered_and_waited_for():
+    """Who else keeps something in memory registers it as these do."""
+    held: tuple[Any, ...] = (templates._generated, choose._memo, filter._filtered)
+    for _ in range(2):
+        with fresh_cache():
+            assert not any(held) and not select._waited_for
+            for each in held:
+                each["key"] = None
+            select._waited_for.add("key")
+        assert not any(held) and not select._waited_for
 
 
 def test_size_report(tmp_path):

@@ -17,7 +17,8 @@ from torch import Tensor
 from tests.gemm_programs import most_fused
 from tests.gpu.cases import case, check, cuda
 from tests.gpu.gemm_cases import BF16, F16, FEW, code
-from tests.narrow import KINDS, LAYERS, K, expected, scales
+from tests.narrow import KINDS, LAYERS, K, expected, micro, scales
+from tilewright import metrics
 from tilewright.tune import select
 
 E4, E5, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
@@ -152,3 +153,15 @@ def layers_of_eight_bits() -> None:
         return F.gelu(scaled()(q, w.t(), torch.ones((), device="cuda"), t), approximate="tanh")
 
     code(f, x, w, cuda().abs() / 10, **TRITON, tolerance=NEAR)
+
+
+@case
+def micro_scales() -> None:
+    """F8-7: one kernel for each operand, bit for bit eager's, of its strides."""
+    given = cuda(256, 512, dtype=BF16), cuda(384, 512, dtype=BF16)
+    before = metrics.generated_kernel_count
+    found = torch.compile(lambda x, w: (*micro(x), *micro(w)), backend="tilewright")(*given)
+    assert metrics.generated_kernel_count - before == 2
+    for one, other in zip(found, (*micro(given[0]), *micro(given[1])), strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

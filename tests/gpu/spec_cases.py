@@ -6,6 +6,7 @@ Their twins are in `tests/cpu/test_gemm_spec.py`, `tests/cpu/test_gemm_programs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from tests import traffic
-from tests.gemm_programs import PROGRAMS, all_most_fused, exactly, least_fused
+from tests.gemm_programs import PROGRAMS, all_most_fused, exactly, host, least_fused
 from tests.gemm_programs import check as program_check
 from tests.gpu.cases import case, check, cuda
 from tests.gpu.gemm_cases import BF16, F16, FEW, code, compiled, rounded
@@ -480,3 +481,44 @@ def eight_bit_copies_both_ways() -> None:
     assert metrics.generated_kernel_count - before == 1
     for a, b in zip(found, f(x, scale), strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0)
+
+
+@case
+def sums_in_parts_in_a_backward_graph() -> None:
+    """MA-H6."""
+
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        return torch.relu(torch.cat([a] * 256) @ b).sum()
+
+    def decomposed(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
+        return [c for c in choices if "decompose_k" in c.name] or choices
+
+    a, b = cuda(8, 64, dtype=BF16) / 64, cuda(64, 32768, dtype=BF16) / 8
+    call = torch.compile(f, backend="tilewright", options={**FEW, **TRITON})
+    grads: list[Tensor] = []
+    select.add_preprocessing_fn(decomposed)
+    try:
+        for run in (f, call):
+            left, right = a.clone().requires_grad_(), b.clone().requires_grad_()
+            torch._dynamo.maybe_mark_dynamic(left, 0)
+            with fresh_cache():
+                _, texts = run_and_get_code(lambda x, y, run=run: run(x, y).backward(), left, right)
+            assert left.grad is not None
+            grads.append(left.grad.float())
+    finally:
+        select.clear_preprocessing_fns()
+    torch.testing.assert_close(grads[1] / grads[0].abs().max(), grads[0] / grads[0].abs().max(),
+                               rtol=0, atol=5e-2)  # fmt: skip
+    assert len(texts) == 2 and "decompose_k_mm_" in texts[1]
+    assert re.search(r"\b256\*s\d+|s\d+\*256\b", texts[1])
+
+
+@case
+def a_choice_that_waits_gives_the_same_program() -> None:
+    """BM-8: of one template, timed with its epilogue or decided before."""
+    only = {**TRITON, "test_configs.max_mm_configs": 1}
+    a, b = cuda(512, 256, dtype=BF16) / 16, cuda(256, 384, dtype=BF16)
+    programs = [re.sub(r"#.*", "", host(code(lambda a, b: torch.relu(a @ b), a, b,
+                                             benchmark_epilogue_fusion=waits, **only)))
+                for waits in (False, True)]  # fmt: skip
+    assert programs[0] == programs[1], programs
