@@ -24,7 +24,7 @@ from tilewright.errors import CodegenError, ScheduleError, TilewrightError, Veri
 from tilewright.gemm import choose as choices
 from tilewright.gemm import provider
 from tilewright.gemm.choose import choose
-from tilewright.gemm.place import Implementation
+from tilewright.gemm.place import Implementation, handed_on
 from tilewright.gemm.provider import Argument
 from tilewright.graph.attention import prune
 from tilewright.graph.batch import batch
@@ -294,6 +294,8 @@ def finished(groups: Grouping, boundary: Boundary, limits: Limits | None,
 
     with stage("schedule"):
         plan: Schedule = planned(groups, boundary.role == "backward", limits)
+        for step, group in zip(plan.steps, handed_on([s.group for s in plan.steps]), strict=True):
+            step.group = group
     dump.stage("scheduled", plan)
     return plan
 

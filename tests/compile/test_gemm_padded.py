@@ -199,9 +199,18 @@ def test_a_constant_costs_no_copy() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_head_with_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    """In default mode forward and both gradients are padded, and nothing is fused away."""
+    """In default mode forward and both gradients are padded, and nothing is fused away; what two
+    products of a graph read is copied once: the logits' gradient. The weights are, in each."""
     monkeypatch.setattr(padded, "WORTH", 1)
     monkeypatch.setattr(padded, "GAIN", 0.0)
+    copied: list[int] = []
+    made = PaddedCall._copy
+
+    def copy(self: PaddedCall, pairs: Any, into: bool) -> None:
+        copied.extend([len(pairs)] * into)
+        made(self, pairs, into)
+
+    monkeypatch.setattr(PaddedCall, "_copy", copy)
 
     def head(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x, w).float(), targets)
@@ -218,6 +227,8 @@ def test_a_head_with_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch, dynamic:
             expected.backward()
             for a, b in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=2e-2)
+            assert sum(copied) == 3 and not padded._left
+            copied.clear()
     assert metrics.counters["gemm"]["padded_mm by the model"] == 3
 
 

@@ -170,6 +170,8 @@ class PaddedCall:
     shared_memory: int
     scale: tuple[float, float] = (1.0, 1.0)
     constant: tuple[str, ...] = ()  # arguments that never change: copied at the first call
+    leaves: tuple[str, ...] = ()  # arguments whose copies a later call of the program takes
+    finds: tuple[str, ...] = ()  # arguments that an earlier one has copied
 
     @property
     def text(self) -> str:
@@ -219,9 +221,30 @@ class PaddedCall:
                 rooms[k] = known.setdefault((self, k), room)
                 if rooms[k] is not room:
                     continue
+            elif k < 2 and name in (*self.leaves, *self.finds):
+                rooms[k] = self._handed_on(name, args[self.names.index(name)], side, room)
+                if rooms[k] is not room:
+                    continue
             pairs.append((side, room))
         if pairs:
             self._copy(pairs, into=True)
+        for name in set(self.finds).difference(self.leaves):
+            _left.pop(args[self.names.index(name)], None)
+
+    def _handed_on(self, name: str, owner: torch.Tensor, side: torch.Tensor, room: torch.Tensor
+                   ) -> torch.Tensor:  # fmt: skip
+        """The copy that an earlier call made of these rows, or `room`; it is left for the next."""
+        down = side.stride(-1) != 1
+        rows, wanted = (side.mT, room.mT) if down else (side, room)
+        layout = rows.shape, rows.stride(), rows.storage_offset(), wanted.shape
+        before, copy = _left.get(owner, (None, wanted)) if name in self.finds else (None, wanted)
+        if before != layout:
+            copy = wanted
+        if name in self.leaves:
+            _left[owner] = layout, copy
+        if copy is wanted:
+            return room
+        return copy.mT if down else copy
 
     def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], into: bool) -> None:
         """Each into a window of another size: what is not there is zero, what has no place is left
@@ -246,6 +269,8 @@ class PaddedCall:
 
 _copies: Any = WeakTensorKeyDictionary()
 """Of constants, for as long as they are there: call and operand -> the copy."""
+_left: Any = WeakTensorKeyDictionary()
+"""Of what two products of one run read, between the first and the last: its layout and the copy."""
 
 
 def _row(added: torch.Tensor) -> torch.Tensor:

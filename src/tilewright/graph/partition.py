@@ -9,6 +9,7 @@ torch's; so are graphs in which the user says what to recompute.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -114,6 +115,10 @@ class Facts:
         for n in self.values:
             below = max((self._level[base(i)] for i in n.all_input_nodes), default=0)
             self._level[n] = below + self.is_opaque(n)
+        # asked of a tensor for each of its parts, of which a loop over its rows has many
+        self.in_memory = functools.cache(self._in_memory)
+        self.is_held_anyway = functools.cache(self._is_held_anyway)
+        self.parts_overlap = functools.cache(_parts_overlap)
 
     def is_backward(self, node: Node) -> bool:
         return node in self.info.tangents_closure
@@ -140,7 +145,7 @@ class Facts:
         """Whether the backward pass has to compute this."""
         return self.is_backward(user) or user in self.info.required_bw_nodes
 
-    def in_memory(self, node: Node) -> bool:
+    def _in_memory(self, node: Node) -> bool:
         """Whether the forward pass stores the value whatever is decided here."""
         if node.op == "placeholder" or node in self._returned:
             return True
@@ -151,7 +156,7 @@ class Facts:
         users = [u for u in self.users(node) if self.info.is_required_fw(u)]
         return any(self.is_held_by(u, node) for u in users) or self._used_far_apart(node, users)
 
-    def is_held_anyway(self, node: Node) -> bool:
+    def _is_held_anyway(self, node: Node) -> bool:
         """Whether an opaque call of the backward pass takes the value."""
         return any(self.is_held_by(u, node) and self.needs(u) for u in self.users(node))
 
@@ -181,7 +186,7 @@ def recompute_price(node: Node, facts: Facts) -> int:
     if _asks_for_equals(node):
         return INFINITE
     kind = facts.kind(node)
-    if _is_window(node) and _overlaps(node):
+    if _is_window(node) and facts.parts_overlap(_producer(node)):
         work = 1  # its base is read once for all of them
     elif _is_window(node):
         # it is read out of its base, or fuses with what computes that
@@ -305,9 +310,8 @@ def _is_view(node: Node) -> bool:
     return node.target.is_view or node.target is aten._unsafe_view.default
 
 
-def _overlaps(window: Node) -> bool:
-    """Whether it is one of several parts of a tensor that have much in common, as neighbours do."""
-    source = _producer(window)
+def _parts_overlap(source: Node) -> bool:
+    """Whether several parts of it are used that have much in common, as neighbours do."""
     return 2 * sum(size(n) for n in source.users if _is_window(n)) > 3 * size(source)
 
 
