@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import signal
 import sys
 import threading
@@ -122,6 +123,27 @@ def test_paths_of_the_users_program_may_be_of_any_type(monkeypatch: Any) -> None
     process.put(tuning_jobs.number)
     assert process.get(60) == 3.14
     process.kill()
+
+
+def test_what_is_around_it_is_not_taken_for_an_answer(tmp_path: Path, monkeypatch: Any) -> None:
+    """A machine whose start files print, a program with more files open than `select` can number,
+    and a job that reads what is not for it. Where memory runs out it is ended before its parent."""
+    (tmp_path / "sitecustomize.py").write_text("print('welcome to this machine', flush=True)")
+    monkeypatch.syspath_prepend(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    process = TuningProcess()
+    try:
+        process.put(tuning_jobs.around)
+        assert process.get(60) == ("", "1000\n")
+        process.put(tuning_jobs.number)
+        assert process.get(60) == 3.14
+    finally:
+        process.kill()
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", ""])

@@ -14,7 +14,8 @@ import ctypes
 import functools
 import os
 import pickle
-import select as polling
+import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tilewright import caches, config
@@ -37,6 +39,7 @@ START = 120.0  # seconds: a Python process that imports torch on a busy machine
 DEFAULT_TIMEOUT = 120.0
 TAKES = 30.0  # seconds for a process that has nothing to do to read what it is to do
 LAST = 5.0  # of a process that has closed its end, for its end to be known
+FOR_EVER = 1e6  # as long as can be waited for at once
 # Errors after which CUDA wants the process ended, 700, 702, 710, 714 to 719: texts and names.
 _HARMFUL = ("illegal memory access", "cudaerrorillegaladdress",
             "launch timed out", "cudaerrorlaunchtimeout",
@@ -91,7 +94,7 @@ class TuningProcess:
         left = memoryview(len(packed).to_bytes(8, "little") + packed)
         with contextlib.suppress(BrokenPipeError):  # it has died: `get` tells
             while left:
-                if not polling.select([], [fd], [], max(0.0, end - time.monotonic()))[1]:
+                if not _ready(fd, select.POLLOUT, end):
                     self.kill()
                     raise TimeoutError("it does not read what it is sent")
                 with contextlib.suppress(BlockingIOError):
@@ -151,13 +154,13 @@ class TuningProcess:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.fsdecode, found))}
         if self._device is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(self._device)
+        greeting = secrets.token_hex(16)
+        main = f"from {__name__} import main; main({os.getpid()}, {greeting!r})"
         try:
-            self._process = _begin(
-                [sys.executable, "-c", f"from {__name__} import main; main({os.getpid()})"], env
-            )
+            self._process = _begin([sys.executable, "-c", main], env)
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
-            self._read(8, time.monotonic() + START)  # it is there
+            self._await(greeting.encode(), time.monotonic() + START)
         except (OSError, EOFError) as error:
             why = self._ended() if isinstance(error, EOFError) else f"{error}"
             self.kill()
@@ -167,18 +170,30 @@ class TuningProcess:
             self.kill()
             raise
 
+    def _await(self, greeting: bytes, end: float) -> None:
+        """It is there. What a machine's own start files print before that is passed over."""
+        said = self._read(len(greeting), end)
+        while said != greeting:
+            said = said[1:] + self._read(1, end)
+
     def _read(self, count: int, end: float) -> bytes:
         assert self._process is not None and self._process.stdout is not None
         fd, found = self._process.stdout.fileno(), b""
         while len(found) < count:
-            ready, _, _ = polling.select([fd], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
+            if not _ready(fd, select.POLLIN, end):
                 raise TimeoutError("no answer in time")
             data = os.read(fd, count - len(found))
             if not data:
                 raise EOFError
             found += data
         return found
+
+
+def _ready(fd: int, event: int, end: float) -> bool:
+    """Whether it can be read or written before that time; `select` has no numbers over 1023."""
+    waiting = select.poll()
+    waiting.register(fd, event)
+    return bool(waiting.poll(1000 * min(FOR_EVER, max(0.0, end - time.monotonic()))))
 
 
 class NotStarted(RuntimeError):
@@ -243,15 +258,18 @@ class Settings:
 # ---- in the process
 
 
-def main(parent: int) -> None:
+def main(parent: int, greeting: str) -> None:
     """Serve until there is nobody to serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while a job hangs
     if os.getppid() != parent:
         return
+    with contextlib.suppress(OSError):  # where memory runs out, this is what Linux ends
+        Path("/proc/self/oom_score_adj").write_text("1000")
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor does a job read what is asked next
     os.dup2(2, 1)  # whatever a job prints is not an answer
-    answers.write(bytes(8))
+    answers.write(greeting.encode())
     answers.flush()
     while True:
         size = asked.read(8)
