@@ -77,6 +77,14 @@ def test_one_that_closes_its_end_or_says_what_nobody_can_read(
     process.put(tuning_jobs.close)
     with pytest.raises(EOFError, match="closed its connection"):
         process.get(30)
+    process.put(functools.partial(bytes, 1 << 20))
+    monkeypatch.setattr(child, "LONGEST", 1000)
+    with pytest.raises(ValueError, match="answers with 1048"):
+        process.get(30)
+    process.put(tuning_jobs.wander)
+    assert process.get(30) is None
+    process.put(tuning_jobs.folder)
+    assert process.get(30) == os.getcwd()
     process.put(tuning_jobs.odd)
     pid = process.pid
     with pytest.raises(RuntimeError, match="Odd: mine"):

@@ -42,6 +42,16 @@ def around() -> tuple[str, str]:
     return sys.stdin.read(), Path("/proc/self/oom_score_adj").read_text()
 
 
+def wander() -> None:
+    """To another folder; and a process made like this one answers as well."""
+    os.chdir("/proc")
+    os.fork()
+
+
+def folder() -> str:
+    return os.getcwd()
+
+
 class Odd(Exception):
     """One that cannot be unpickled."""
 

@@ -40,6 +40,7 @@ DEFAULT_TIMEOUT = 120.0
 TAKES = 30.0  # seconds for a process that has nothing to do to read what it is to do
 LAST = 5.0  # of a process that has closed its end, for its end to be known
 FOR_EVER = 1e6  # as long as can be waited for at once
+LONGEST = 1 << 28  # bytes of an answer
 # Errors after which CUDA wants the process ended, 700, 702, 710, 714 to 719: texts and names.
 _HARMFUL = ("illegal memory access", "cudaerrorillegaladdress",
             "launch timed out", "cudaerrorlaunchtimeout",
@@ -178,7 +179,9 @@ class TuningProcess:
 
     def _read(self, count: int, end: float) -> bytes:
         assert self._process is not None and self._process.stdout is not None
-        fd, found = self._process.stdout.fileno(), b""
+        if count > LONGEST:
+            raise ValueError(f"it answers with {count} bytes")
+        fd, found = self._process.stdout.fileno(), bytearray()
         while len(found) < count:
             if not _ready(fd, select.POLLIN, end):
                 raise TimeoutError("no answer in time")
@@ -186,14 +189,15 @@ class TuningProcess:
             if not data:
                 raise EOFError
             found += data
-        return found
+        return bytes(found)
 
 
 def _ready(fd: int, event: int, end: float) -> bool:
     """Whether it can be read or written before that time; `select` has no numbers over 1023."""
+    left = end - time.monotonic()
     waiting = select.poll()
     waiting.register(fd, event)
-    return bool(waiting.poll(1000 * min(FOR_EVER, max(0.0, end - time.monotonic()))))
+    return left > 0 and bool(waiting.poll(1000 * min(FOR_EVER, left)))
 
 
 class NotStarted(RuntimeError):
@@ -271,11 +275,15 @@ def main(parent: int, greeting: str) -> None:
     os.dup2(2, 1)  # whatever a job prints is not an answer
     answers.write(greeting.encode())
     answers.flush()
+    me, folder = os.getpid(), os.open(".", os.O_RDONLY)
     while True:
         size = asked.read(8)
         if len(size) < 8:
             return
         data = _answer(asked.read(int.from_bytes(size, "little")))
+        if os.getpid() != me:  # a job has forked, and the other one answers
+            os._exit(0)
+        os.fchdir(folder)
         answers.write(len(data).to_bytes(8, "little") + data)
         answers.flush()
 
