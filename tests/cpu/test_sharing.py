@@ -420,6 +420,10 @@ def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for(monkeypatch):
             assert remote.get(f"key {k}") is None
         assert remote.stats.errors == remote.FAILURES and not remote._reads.is_open
         assert metrics.counters["remote"]["TimeoutError"] >= remote.FAILURES
+    for thread in threading.enumerate():  # none goes on to read, and to take memory for it
+        if thread.name == "tilewright-limit":
+            thread.join(10)
+            assert not thread.is_alive()
     drips.socket.close()
 
 

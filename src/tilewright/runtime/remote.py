@@ -7,6 +7,7 @@ matches its digest, and nothing is executed that is not signed with `config.remo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -168,9 +169,19 @@ def _tried(gate: _Gate, work: Callable[[Backend], T]) -> T | None:
     except Exception as error:  # of the client, the network or the server: all the same to us
         gate.failed(error)
         _count(type(error).__name__)
+        if isinstance(error, TimeoutError):
+            _hang_up()
         return None
     gate.answered(time.monotonic() - began)
     return found
+
+
+def _hang_up() -> None:
+    """Close the connections: whoever reads without end would take all memory for it."""
+    with contextlib.suppress(Exception):
+        pool: Any = getattr(_backend(), "connection_pool", None)
+        if pool is not None:
+            pool.disconnect()
 
 
 def _count(what: str) -> None:
