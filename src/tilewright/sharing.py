@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -251,7 +251,7 @@ class _Limited(io.RawIOBase):
     """What is unpacked, up to what a cache folder may hold and there is memory for: a small file
     may stand for any amount of zeros."""
 
-    def __init__(self, whole: IO[bytes]) -> None:
+    def __init__(self, whole: gzip.GzipFile) -> None:
         self._whole = whole
         room = memory.room(torch.device("cpu"))
         self._left = room if config.cache_max_bytes is None else min(config.cache_max_bytes, room)
