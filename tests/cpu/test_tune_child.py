@@ -154,7 +154,7 @@ def test_what_is_around_it_is_not_taken_for_an_answer(tmp_path: Path, monkeypatc
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", ""])
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", "", "a\0b"])
 def test_without_a_process_nothing_is_held_against_a_candidate(
     python: str, monkeypatch: Any
 ) -> None:

@@ -162,7 +162,7 @@ class TuningProcess:
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
             self._await(greeting.encode(), time.monotonic() + START)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, RuntimeError, ValueError) as error:  # no thread; no such text
             why = self._ended() if isinstance(error, EOFError) else f"{error}"
             self.kill()
             raise NotStarted(f"a process to time in cannot be started: {sys.executable}: {why}"
