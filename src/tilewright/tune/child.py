@@ -76,8 +76,18 @@ class TuningProcess:
         return (self._process is not None and self._process.poll() is None
                 and self._pid == os.getpid())  # fmt: skip
 
+    def _get_ready(self, job: Job) -> None:
+        """Have it import what a job needs, torch first of all: that is not the job's own time."""
+        self.send(self.packed(functools.partial(callable, job)))
+        try:
+            self.get(START)
+        except TimeoutError as error:  # a busy machine, as far as can be told
+            raise NotStarted(f"a process to time in does not get ready: {error}") from error
+
     def put(self, job: Job) -> None:
         """Give it something to do; it is started if it is not there."""
+        if not self.is_alive:
+            self._get_ready(job)
         self.send(self.packed(job))
 
     @staticmethod
@@ -434,12 +444,6 @@ def asked(job: Job, seconds: float | None = None) -> Any:
 
 def _asked(job: Job, seconds: float) -> Any:
     try:
-        if not _process.is_alive:  # what a job imports is not its own time
-            _process.put(functools.partial(callable, job))
-            try:
-                _process.get(START)
-            except TimeoutError as error:  # a busy machine, as far as can be told
-                raise NotStarted(f"a process to time in does not get ready: {error}") from error
         _process.put(job)
         return _process.get(seconds)
     except TimeoutError:
