@@ -9,6 +9,7 @@ differs where it is not. A pack holds programs: unpack those of people you would
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -23,11 +24,12 @@ from typing import Any
 
 import torch
 
+from tilewright import config
 from tilewright.errors import TilewrightError
 from tilewright.host.artifact import compiler_digest
 from tilewright.runtime import seal, store
 from tilewright.target import Target
-from tilewright.tune import records
+from tilewright.tune import memory, records
 
 FORMAT = 1
 _MANIFEST, _RECORDS, _FILES = "manifest.json", "records.json", "files/"
@@ -224,7 +226,8 @@ def _put(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 def read(path: str | Path) -> Pack:
     """A pack, with every name and digest checked. Nothing is written, and nothing executed."""
     try:
-        with tarfile.open(path, "r:*") as tar:
+        # parts of known length one after the other, so that no more is unpacked than is looked at
+        with gzip.open(path) as whole, tarfile.open(fileobj=_Limited(whole), mode="r|") as tar:
             parts = dict(_members(tar))
         manifest = json.loads(parts.pop(_MANIFEST))
         tables, sums, kind = parts.pop(_RECORDS), manifest["files"], manifest["machine"]
@@ -242,6 +245,23 @@ def read(path: str | Path) -> Pack:
         why = str(error).partition("\n")[0].rstrip(":")  # tarfile tells of all that it tried
         raise PackError(f"{path} is not a pack that can be read: {why}",
                         hint="make one with `tilewright pack FILE`") from error  # fmt: skip
+
+
+class _Limited(io.RawIOBase):
+    """What is unpacked, up to what a cache folder may hold and there is memory for: a small file
+    may stand for any amount of zeros."""
+
+    def __init__(self, whole: gzip.GzipFile) -> None:
+        self._whole = whole
+        room = memory.room(torch.device("cpu"))
+        self._left = room if config.cache_max_bytes is None else min(config.cache_max_bytes, room)
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= self._left:
+            raise ValueError("it holds more than the cache folder may, or there is memory for")
+        data = self._whole.read(size)
+        self._left -= len(data)
+        return data
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:

@@ -21,6 +21,11 @@ def test_importing_tilewright_imports_neither_torch_nor_triton():
     assert run(code) == "[]"
 
 
+def test_a_process_that_times_starts_without_torch():
+    """In a tenth of a second: torch comes with the first candidate."""
+    assert run("import sys, tilewright.tune.child; print('torch' in sys.modules)") == "False"
+
+
 def test_importing_the_backend_does_not_import_triton():
     # torch's front end may import triton by itself; what counts is what we add to it.
     code = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -156,11 +157,21 @@ def test_a_forged_pack_is_refused(tmp_path, number):
 
 def forged(file: Path, manifest: bytes, tables: bytes) -> None:
     sums = manifest.replace(b"%s", hashlib.sha256(tables).hexdigest().encode())
-    with tarfile.open(file, "w") as tar:
+    with tarfile.open(file, "w:gz") as tar:
         for name, data in (("manifest.json", sums), ("records.json", tables)):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
+
+
+def test_a_small_pack_cannot_stand_for_a_lot(tmp_path):
+    """Of a million of zeros, no more is unpacked than a cache folder may hold."""
+    forged(tmp_path / "f.pack", b"{}", bytes(1 << 20))
+    assert (tmp_path / "f.pack").stat().st_size < 2000
+    few, refused = config.patch(cache_max_bytes=1 << 19), pytest.raises(sharing.PackError)
+    with few, refused as raised:
+        sharing.unpack(tmp_path / "f.pack")
+    assert "holds more" in str(raised.value)
 
 
 @pytest.mark.parametrize("tables", [b"[1]", b'{"trials": 3}', b'{"trials": [3], "choices": [{}]}'])
@@ -174,7 +185,7 @@ def test_rows_of_a_pack_that_are_no_rows_are_left_out(tmp_path, tables):
 
 @pytest.mark.parametrize("name", ["../../evil", "files/../../evil.so", "/etc/evil", "files/x"])
 def test_names_in_a_pack_cannot_leave_the_store(tmp_path, name):
-    with tarfile.open(tmp_path / "evil.pack", "w") as tar:
+    with tarfile.open(tmp_path / "evil.pack", "w:gz") as tar:
         member = tarfile.TarInfo(name)
         member.size = 4
         tar.addfile(member, io.BytesIO(b"evil"))
@@ -409,6 +420,10 @@ def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for(monkeypatch):
             assert remote.get(f"key {k}") is None
         assert remote.stats.errors == remote.FAILURES and not remote._reads.is_open
         assert metrics.counters["remote"]["TimeoutError"] >= remote.FAILURES
+    for thread in threading.enumerate():  # none goes on to read, and to take memory for it
+        if thread.name == "tilewright-limit":
+            thread.join(10)
+            assert not thread.is_alive()
     drips.socket.close()
 
 
@@ -455,17 +470,26 @@ def test_a_client_that_is_told_to_give_text_is_not_believed():
 
 @pytest.mark.parametrize("secret", [None, "known to both"])
 def test_what_nobody_signed_is_compared_here(tmp_path, secret):
-    """Of a server that anybody may write to, no row says that a result was compared."""
+    """Of a server that anybody may write to, no row says that a result was compared, or that a
+    kernel fails; no row is of anything else than was asked for, and no time is none."""
     remote.use(Shelf())
-    one = Subject("one", "t", torch.device("cpu"))
+    one, two = (Subject(key, "t", torch.device("cpu")) for key in ("one", "two"))
+    row = functools.partial(records.Row, provider="P")
+    rows = [row("t", "t", timing=Timing(1.0, 0.0, 3), checked=True), row("u", "u", reason="fails"),
+            row("v", "v", timing=Timing(-1.0, 0.0, 3))]  # fmt: skip
     try:
         with config.patch(remote_cache_secret=secret):
             with machine(tmp_path / "a"):
-                records.keep(one, [records.Row("t", "t", "P", Timing(1.0, 0.0, 3), checked=True)])
-                records.share(one)
+                for subject in (one, two):
+                    records.keep(subject, rows)
+                records.offer(one, records.exported())
             with machine(tmp_path / "b"):
                 assert records.had_from_others(one)
-                assert records.measured(one)["t"].checked == (secret is not None)
+                found = records.measured(one)
+                assert found["t"].checked == (secret is not None)
+                assert ("u" in found) == (secret is not None)
+                assert found["v"].timing is None
+                assert records.measured(two) == {}
     finally:
         remote.use(None)
 

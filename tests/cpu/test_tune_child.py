@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import signal
 import sys
 import threading
@@ -76,6 +77,14 @@ def test_one_that_closes_its_end_or_says_what_nobody_can_read(
     process.put(tuning_jobs.close)
     with pytest.raises(EOFError, match="closed its connection"):
         process.get(30)
+    process.put(functools.partial(bytes, 1 << 20))
+    monkeypatch.setattr(child, "LONGEST", 1000)
+    with pytest.raises(ValueError, match="answers with 1048"):
+        process.get(30)
+    process.put(tuning_jobs.wander)
+    assert process.get(30) is None
+    process.put(tuning_jobs.folder)
+    assert process.get(30) == os.getcwd()
     process.put(tuning_jobs.odd)
     pid = process.pid
     with pytest.raises(RuntimeError, match="Odd: mine"):
@@ -124,7 +133,28 @@ def test_paths_of_the_users_program_may_be_of_any_type(monkeypatch: Any) -> None
     process.kill()
 
 
-@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", ""])
+def test_what_is_around_it_is_not_taken_for_an_answer(tmp_path: Path, monkeypatch: Any) -> None:
+    """A machine whose start files print, a program with more files open than `select` can number,
+    and a job that reads what is not for it. Where memory runs out it is ended before its parent."""
+    (tmp_path / "sitecustomize.py").write_text("print('welcome to this machine', flush=True)")
+    monkeypatch.syspath_prepend(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    process = TuningProcess()
+    try:
+        process.put(tuning_jobs.around)
+        assert process.get(60) == ("", "1000\n")
+        process.put(tuning_jobs.number)
+        assert process.get(60) == 3.14
+    finally:
+        process.kill()
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", "", "a\0b"])
 def test_without_a_process_nothing_is_held_against_a_candidate(
     python: str, monkeypatch: Any
 ) -> None:

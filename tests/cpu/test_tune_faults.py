@@ -27,6 +27,7 @@ from tests.cpu.test_gemm_choose import (
 )
 from tilewright import config, metrics
 from tilewright.errors import NoValidChoicesError
+from tilewright.gemm import choose as gemm
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Kernel
 from tilewright.testing import fresh_cache
@@ -142,6 +143,31 @@ class Raising(ToyProvider):
 
     def candidates(self, problem: GemmProblem, effort: Any) -> Sequence[Any]:
         raise self.error("mine")
+
+
+@dataclass
+class Endless(ToyProvider):
+    """Does not end, or offers without end; interrupts itself."""
+
+    where: str = "supports"
+
+    def supports(self, problem: GemmProblem) -> str:
+        if self.where == "supports":
+            time.sleep(20)
+        return ""
+
+    def candidates(self, problem: GemmProblem, effort: Any) -> Any:
+        if self.where == "interrupts":
+            raise KeyboardInterrupt
+        while True:
+            yield object()
+
+
+@pytest.mark.parametrize("where", ["supports", "candidates", "interrupts"])
+def test_a_provider_that_does_not_end(register: Any, monkeypatch: Any, where: str) -> None:
+    monkeypatch.setattr(gemm, "PATIENCE", 0.2 if where == "supports" else 60.0)
+    register(Endless(None, None, where=where))
+    assert "addmm" in check(layer, inputs(), options=DEFAULT)
 
 
 @dataclass

@@ -155,6 +155,19 @@ def test_a_file_that_is_not_ours_is_set_aside(folder, what):
     assert len(list(folder.glob("tuning.db.broken-*"))) == 1
 
 
+@pytest.mark.parametrize("suffix", ["-wal", "-shm"])
+def test_what_belongs_to_it_and_is_no_file_is_set_aside(folder, suffix):
+    """It could otherwise never be written to again."""
+    records.keep(subject(), [row("a")])
+    caches.clear()
+    other = folder / f"tuning.db{suffix}"
+    other.unlink(missing_ok=True)
+    other.mkdir()
+    records.keep(subject(), [row("a")])
+    assert records.measured(subject()) == {"a": row("a")}
+    assert other.is_file()
+
+
 def test_a_file_of_another_user_is_set_aside(folder, monkeypatch):
     """Begun by root, say, in a folder of the user's."""
     records.keep(subject(), [row("a")])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
+from pathlib import Path
 
 from tilewright import config
 
@@ -33,6 +35,21 @@ def close() -> None:
     """What it is heard by is closed, and it goes on."""
     os.closerange(0, 100)
     time.sleep(120)
+
+
+def around() -> tuple[str, str]:
+    """What there is to read, and how readily Linux ends it."""
+    return sys.stdin.read(), Path("/proc/self/oom_score_adj").read_text()
+
+
+def wander() -> None:
+    """To another folder; and a process made like this one answers as well."""
+    os.chdir("/proc")
+    os.fork()
+
+
+def folder() -> str:
+    return os.getcwd()
 
 
 class Odd(Exception):

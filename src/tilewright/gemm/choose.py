@@ -34,12 +34,13 @@ from tilewright.gemm.plan import (
     extent,
     tolerance,
 )
-from tilewright.gemm.problem import Operand, takes_tf32
+from tilewright.gemm.problem import GemmProblem, Operand, takes_tf32
 from tilewright.gemm.provider import (
     FUSION_COUNTERS,
     PROVIDERS,
     Argument,
     Candidate,
+    Provider,
     Source,
     unknown,
 )
@@ -50,6 +51,7 @@ from tilewright.ir.expr import syms
 from tilewright.ir.program import Program, View
 from tilewright.ir.show import number
 from tilewright.runtime import store
+from tilewright.runtime.limit import within
 from tilewright.schedule.fusion.group import Group
 from tilewright.tune import select
 from tilewright.tune.choices import effort, is_filtered
@@ -58,6 +60,8 @@ from tilewright.tune.results import ADVANTAGE
 log = logging.getLogger("tilewright.choose")
 
 LoopKernel = Callable[[Program, Group], tuple[Sequence[Argument], Source]]
+PATIENCE = 60.0  # seconds for a provider that is not this package's to say what it has
+MOST_OFFERED = 10_000
 MOST_BESIDE = 8  # calls that share a launch
 MOST_UNFUSED = 8  # candidates for the product alone, beside fused ones, that are not the library's
 
@@ -436,9 +440,9 @@ class _Chooser:
         for fusion in (self.site.bare, *self.site.fusions):
             for provider in fusion.problem.providers or enabled():
                 try:
-                    reason = provider.supports(fusion.problem)
-                    offered = [] if reason else self._whole(
-                        provider.candidates(fusion.problem, effort()))  # fmt: skip
+                    ask = functools.partial(self._offers, provider, fusion.problem)
+                    own = type(provider).__module__.partition(".")[0] == "tilewright"
+                    reason, offered = ask() if own else within(PATIENCE, ask, "it offers nothing")
                 except (Exception, SystemExit) as error:  # anybody's: it costs what they offer
                     reason, offered = f"it raised {type(error).__name__}: {error}", []
                     log.warning("%s offers nothing for %s: %s", provider.name, fusion.problem,
@@ -456,6 +460,14 @@ class _Chooser:
             few = sorted(others, key=lambda found: found[1].estimate)[:MOST_UNFUSED]
             others = [found for found in others if any(found is kept for kept in few)]
         return [*library, *fused, *others]
+
+    def _offers(self, provider: Provider, problem: GemmProblem) -> tuple[str, list[Candidate]]:
+        """Why a provider has nothing, or what it has; who offers without end is not heard out."""
+        reason = provider.supports(problem)
+        if reason:
+            return reason, []
+        offered = provider.candidates(problem, effort())
+        return "", self._whole(itertools.islice(offered, MOST_OFFERED))
 
     def _whole(self, offered: Iterable[Candidate]) -> list[Candidate]:
         """Those that say what they are ordered by."""
@@ -503,7 +515,9 @@ class _Chooser:
 
     def _plan(self, fusion: Fusion, candidate: Candidate, bench: Bench,
               loops: Mapping[int, tuple[Part, float]]) -> Plan:  # fmt: skip
-        kernel = candidate.kernel()
+        own = type(candidate).__module__.partition(".")[0] == "tilewright"
+        make = candidate.kernel
+        kernel = make() if own else within(PATIENCE, make, "it makes no kernel")
         names = fusion.names
         arguments = tuple((kind, names.get(name, name)) for kind, name in kernel.arguments)
         inside = {*fusion.before, fusion.after}

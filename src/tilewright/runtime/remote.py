@@ -7,7 +7,7 @@ matches its digest, and nothing is executed that is not signed with `config.remo
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from tilewright import caches, config, metrics
+from tilewright.runtime.limit import within
 
 log = logging.getLogger("tilewright.remote")
 T = TypeVar("T")
@@ -164,32 +164,24 @@ def _tried(gate: _Gate, work: Callable[[Backend], T]) -> T | None:
         return None
     began = time.monotonic()
     try:
-        found = _in_time(functools.partial(work, _backend()))
+        whole = WHOLE * config.remote_cache_timeout_seconds
+        found = within(whole, functools.partial(work, _backend()), "no whole answer")
     except Exception as error:  # of the client, the network or the server: all the same to us
         gate.failed(error)
         _count(type(error).__name__)
+        if isinstance(error, TimeoutError):
+            _hang_up()
         return None
     gate.answered(time.monotonic() - began)
     return found
 
 
-def _in_time(work: Callable[[], T]) -> T:
-    """What it gives, in a thread that is not waited for longer than a whole answer may take."""
-    limit = WHOLE * config.remote_cache_timeout_seconds
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    in_context = contextvars.copy_context().run  # the options of this thread
-    threading.Thread(target=in_context, args=(run,), name="tilewright-remote", daemon=True).start()
-    try:
-        return done.result(limit)
-    except TimeoutError:
-        raise TimeoutError(f"no whole answer in {limit:g} s") from None
+def _hang_up() -> None:
+    """Close the connections: whoever reads without end would take all memory for it."""
+    with contextlib.suppress(Exception):
+        pool: Any = getattr(_backend(), "connection_pool", None)
+        if pool is not None:
+            pool.disconnect()
 
 
 def _count(what: str) -> None:

@@ -285,7 +285,7 @@ def put_atomic(target: Path, content: bytes | Callable[[Path], object], *, plain
                 if attempt == 2:
                     raise
     except OSError as error:
-        raise unusable(target.parent, error) from error
+        raise unusable(target.parent.parent, error) from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -14,7 +14,8 @@ import ctypes
 import functools
 import os
 import pickle
-import select as polling
+import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tilewright import caches, config
@@ -37,6 +39,8 @@ START = 120.0  # seconds: a Python process that imports torch on a busy machine
 DEFAULT_TIMEOUT = 120.0
 TAKES = 30.0  # seconds for a process that has nothing to do to read what it is to do
 LAST = 5.0  # of a process that has closed its end, for its end to be known
+FOR_EVER = 1e6  # as long as can be waited for at once
+LONGEST = 1 << 28  # bytes of an answer
 # Errors after which CUDA wants the process ended, 700, 702, 710, 714 to 719: texts and names.
 _HARMFUL = ("illegal memory access", "cudaerrorillegaladdress",
             "launch timed out", "cudaerrorlaunchtimeout",
@@ -72,8 +76,18 @@ class TuningProcess:
         return (self._process is not None and self._process.poll() is None
                 and self._pid == os.getpid())  # fmt: skip
 
+    def _get_ready(self, job: Job) -> None:
+        """Have it import what a job needs, torch first of all: that is not the job's own time."""
+        self.send(self.packed(functools.partial(callable, job)))
+        try:
+            self.get(START)
+        except TimeoutError as error:  # a busy machine, as far as can be told
+            raise NotStarted(f"a process to time in does not get ready: {error}") from error
+
     def put(self, job: Job) -> None:
         """Give it something to do; it is started if it is not there."""
+        if not self.is_alive:
+            self._get_ready(job)
         self.send(self.packed(job))
 
     @staticmethod
@@ -91,7 +105,7 @@ class TuningProcess:
         left = memoryview(len(packed).to_bytes(8, "little") + packed)
         with contextlib.suppress(BrokenPipeError):  # it has died: `get` tells
             while left:
-                if not polling.select([], [fd], [], max(0.0, end - time.monotonic()))[1]:
+                if not _ready(fd, select.POLLOUT, end):
                     self.kill()
                     raise TimeoutError("it does not read what it is sent")
                 with contextlib.suppress(BlockingIOError):
@@ -151,14 +165,14 @@ class TuningProcess:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.fsdecode, found))}
         if self._device is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(self._device)
+        greeting = secrets.token_hex(16)
+        main = f"from {__name__} import main; main({os.getpid()}, {greeting!r})"
         try:
-            self._process = _begin(
-                [sys.executable, "-c", f"from {__name__} import main; main({os.getpid()})"], env
-            )
+            self._process = _begin([sys.executable, "-c", main], env)
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
-            self._read(8, time.monotonic() + START)  # it is there
-        except (OSError, EOFError) as error:
+            self._await(greeting.encode(), time.monotonic() + START)
+        except (OSError, EOFError, RuntimeError, ValueError) as error:  # no thread; no such text
             why = self._ended() if isinstance(error, EOFError) else f"{error}"
             self.kill()
             raise NotStarted(f"a process to time in cannot be started: {sys.executable}: {why}"
@@ -167,18 +181,33 @@ class TuningProcess:
             self.kill()
             raise
 
+    def _await(self, greeting: bytes, end: float) -> None:
+        """It is there. What a machine's own start files print before that is passed over."""
+        said = self._read(len(greeting), end)
+        while said != greeting:
+            said = said[1:] + self._read(1, end)
+
     def _read(self, count: int, end: float) -> bytes:
         assert self._process is not None and self._process.stdout is not None
-        fd, found = self._process.stdout.fileno(), b""
+        if count > LONGEST:
+            raise ValueError(f"it answers with {count} bytes")
+        fd, found = self._process.stdout.fileno(), bytearray()
         while len(found) < count:
-            ready, _, _ = polling.select([fd], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
+            if not _ready(fd, select.POLLIN, end):
                 raise TimeoutError("no answer in time")
             data = os.read(fd, count - len(found))
             if not data:
                 raise EOFError
             found += data
-        return found
+        return bytes(found)
+
+
+def _ready(fd: int, event: int, end: float) -> bool:
+    """Whether it can be read or written before that time; `select` has no numbers over 1023."""
+    left = end - time.monotonic()
+    waiting = select.poll()
+    waiting.register(fd, event)
+    return left > 0 and bool(waiting.poll(1000 * min(FOR_EVER, left)))
 
 
 class NotStarted(RuntimeError):
@@ -243,21 +272,28 @@ class Settings:
 # ---- in the process
 
 
-def main(parent: int) -> None:
+def main(parent: int, greeting: str) -> None:
     """Serve until there is nobody to serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while a job hangs
     if os.getppid() != parent:
         return
+    with contextlib.suppress(OSError):  # where memory runs out, this is what Linux ends
+        Path("/proc/self/oom_score_adj").write_text("1000")
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor does a job read what is asked next
     os.dup2(2, 1)  # whatever a job prints is not an answer
-    answers.write(bytes(8))
+    answers.write(greeting.encode())
     answers.flush()
+    me, folder = os.getpid(), os.open(".", os.O_RDONLY)
     while True:
         size = asked.read(8)
         if len(size) < 8:
             return
         data = _answer(asked.read(int.from_bytes(size, "little")))
+        if os.getpid() != me:  # a job has forked, and the other one answers
+            os._exit(0)
+        os.fchdir(folder)
         answers.write(len(data).to_bytes(8, "little") + data)
         answers.flush()
 
@@ -408,12 +444,6 @@ def asked(job: Job, seconds: float | None = None) -> Any:
 
 def _asked(job: Job, seconds: float) -> Any:
     try:
-        if not _process.is_alive:  # what a job imports is not its own time
-            _process.put(functools.partial(callable, job))
-            try:
-                _process.get(START)
-            except TimeoutError as error:  # a busy machine, as far as can be told
-                raise NotStarted(f"a process to time in does not get ready: {error}") from error
         _process.put(job)
         return _process.get(seconds)
     except TimeoutError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the process that times starts without
+    import torch
 
 PART = 0.5  # of what is free: the program has values of its own to come
 
@@ -14,6 +16,8 @@ PART = 0.5  # of what is free: the program has values of its own to come
 def free(device: torch.device) -> int:
     """Bytes that could be allocated now: what the driver has and torch's allocator holds unused, or
     what Linux says is available, within the limits of this process's control group."""
+    import torch
+
     if device.type == "cuda" and torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):
             held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

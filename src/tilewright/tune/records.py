@@ -51,6 +51,7 @@ create table if not exists choices (
     primary key (subject, offered, environment));
 create table if not exists subjects (subject text primary key, title text, facts text);
 """
+_FILES = ("-wal", "-shm", "")  # of the database, by what their names end with
 T = TypeVar("T")
 
 
@@ -90,8 +91,9 @@ def measured(subject: Subject) -> dict[str, Row]:
 
 def _row(trial: str, name: str, provider: str, reason: str, median: float | None,
          spread: float | None, samples: int | None, *marks: int) -> Row:  # fmt: skip
-    time = None  # also where a file of others has text for numbers
-    if isinstance(median, float) and isinstance(spread, float) and isinstance(samples, int):
+    time = None  # also where others have written what is no time
+    if isinstance(median, float) and isinstance(spread, float) and isinstance(samples, int) and (
+            median > 0 and spread >= 0 and samples > 0):  # fmt: skip
         time = Timing(median, spread, samples)
     return Row(trial, name, provider, time, reason, *map(bool, marks))
 
@@ -290,12 +292,17 @@ def fetch(subject: Subject) -> Tables | None:
     data = None if key in _not_there else remote.get(key)
     if data is None:
         _not_there.add(key)
-    found = None if data is None else _parsed(data.decode(errors="replace"))
-    if found and not remote.is_signed():
-        for row in _listed(found.get("trials")):  # of whom, nobody knows: results are compared here
-            if isinstance(row, dict):
-                row["checked"] = 0
-    return found or None
+        return None
+    tables = cleaned(_parsed(data.decode(errors="replace")))
+    found = {t: [row for row in rows if _is_about(row, subject)] for t, rows in tables.items()}
+    if not remote.is_signed():  # of whom, nobody knows: what fails and what is right is seen here
+        found["trials"] = [{**row, "checked": 0} for row in found["trials"] if not row["reason"]]
+    return found if any(found.values()) else None
+
+
+def _is_about(row: dict[str, Any], subject: Subject) -> bool:
+    here = environment(subject.device)
+    return row["subject"] == subject.key and row.get("environment", here) == here
 
 
 _not_there: set[str] = set()  # on the server, when it was asked: it is asked once
@@ -433,7 +440,7 @@ class _File:
         path = self._path
         self.close()
         to = path.with_name(f"{path.name}.broken-{int(time.time())}-{os.getpid()}")
-        for suffix in ("-wal", "-shm", ""):
+        for suffix in _FILES:
             with contextlib.suppress(OSError):
                 os.replace(f"{path}{suffix}", f"{to}{suffix}")
         log.warning("the tuning records cannot be read (%s); they are now %s, and new ones are "
@@ -467,12 +474,9 @@ class _OtherVersion(sqlite3.DatabaseError):
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    with contextlib.suppress(FileNotFoundError):
-        facts = os.lstat(path)
-        if not stat.S_ISREG(facts.st_mode):
-            raise sqlite3.DatabaseError("it is no file")
-        if facts.st_uid != os.geteuid():  # the folder is ours, so it can be moved away
-            raise sqlite3.DatabaseError(f"it belongs to another user ({facts.st_uid})")
+    for suffix in _FILES:
+        with contextlib.suppress(FileNotFoundError):
+            _look_at_file(Path(f"{path}{suffix}"))
     db = sqlite3.connect(path, timeout=_PATIENCE, check_same_thread=False)
     try:
         with contextlib.suppress(OSError):
@@ -489,6 +493,17 @@ def _opened(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def _look_at_file(path: Path) -> None:
+    """Raises where it is none, or another user's: the folder is ours, so it can be moved away."""
+    facts = os.lstat(path)
+    if not stat.S_ISREG(facts.st_mode):
+        raise sqlite3.DatabaseError(f"{path.name} is no file")
+    if facts.st_uid != os.geteuid():
+        raise sqlite3.DatabaseError(f"it belongs to another user ({facts.st_uid})")
+    if facts.st_mode & 0o600 != 0o600:  # of who had an unusual umask, and was killed before this
+        os.chmod(path, 0o600)
 
 
 def _look_at_tables(db: sqlite3.Connection) -> None:
@@ -554,7 +569,9 @@ def write_log(entry: Mapping[str, Any]) -> None:
     try:
         if path.exists() and path.stat().st_size + len(line) > LOG_BYTES:
             os.replace(path, path.with_name(path.name + ".1"))
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        # a pipe in its place would be waited for, once it is full
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        handle = os.open(path, flags, 0o600)
         try:
             os.fchmod(handle, 0o600)  # whatever the umask
             end = os.fstat(handle).st_size
