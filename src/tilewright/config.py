@@ -683,7 +683,7 @@ cuda = Cuda()
 cpp = Cpp()
 test_configs = TestConfigs()
 
-_MODES: dict[str, dict[str, Value]] = {
+MODES: dict[str, dict[str, Value]] = {
     "default": {},
     "reduce-overhead": {"triton.cudagraphs": True},
     "max-autotune-no-cudagraphs": {"max_autotune": True, "coordinate_descent_tuning": True},
@@ -716,9 +716,9 @@ def patch(
 def options_for_mode(mode: str | None) -> dict[str, Value]:
     """The options a `mode=` of torch.compile stands for."""
     name = mode or "default"
-    if name not in _MODES:
-        raise UnknownModeError(mode, tuple(_MODES))
-    return dict(_MODES[name])
+    if name not in MODES:
+        raise UnknownModeError(mode, tuple(MODES))
+    return dict(MODES[name])
 
 
 def checked(changes: Mapping[str, object]) -> dict[str, Value]:
