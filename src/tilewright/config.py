@@ -316,6 +316,12 @@ autotune_budget_seconds: float | None = option(
 autotune_show: bool = option(
     False, "Show progress and a table of every choice on stderr.", affects_code=False
 )
+autotune_progress: bool = option(
+    True,
+    "On a terminal: a bar with the time left while tuning a graph lasts over two seconds, and a "
+    "line when it ends.",
+    affects_code=False,
+)
 autotune_num_choices_displayed: int | None = option(
     10,
     "Rows of that table, fastest first; none: all.",
