@@ -1,6 +1,7 @@
 """tilewright: a compiler backend for PyTorch, used as `torch.compile(f, backend="tilewright")`.
 
-The public door: `config`, `metrics`, `explain`, `tune`, `warm_up`, `sealed` and `__version__`.
+The public door: `config`, `metrics`, `monitor`, `explain`, `tune`, `warm_up`, `sealed`,
+`list_options`, `list_mode_options` and `__version__`.
 Importing the package imports neither torch nor Triton; torch itself loads `tilewright.backend`,
 through the package's entry point, when a program first compiles with it.
 """
@@ -17,7 +18,20 @@ if TYPE_CHECKING:
     from tilewright.tuning import Engine, Report, Warmth
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "config", "explain", "metrics", "monitor", "sealed", "tune", "warm_up"]
+__all__ = ["__version__", "config", "explain", "list_mode_options", "list_options", "metrics",
+           "monitor", "sealed", "tune", "warm_up"]  # fmt: skip
+
+
+def list_options() -> list[str]:
+    """The names that `options=` of torch.compile takes, and `config.patch`."""
+    return [option.name for option in config.declared()]
+
+
+def list_mode_options(mode: str | None = None) -> dict[str, Any]:
+    """The options a `mode=` of torch.compile stands for; those of every mode if none is named."""
+    if mode is not None:
+        return dict(config.options_for_mode(mode))
+    return {name: dict(config.options_for_mode(name)) for name in config.MODES}
 
 
 def tune(function: Callable[..., Any], *calls: tuple[Any, ...], mode: str = "max-autotune",

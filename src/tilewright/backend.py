@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -18,12 +19,15 @@ from torch._dynamo import eval_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import GlobalStateSource
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops import triton_kernel_wrap
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilewright import config, monitor
+from tilewright import config, metrics, monitor
 from tilewright.errors import location_of
 from tilewright.undisturbed import undisturbed
 
@@ -38,6 +42,8 @@ with undisturbed():
     from tilewright.pipeline import Compiled, compile_frozen, compile_graph, decide
     from tilewright.runtime import cxx, native, triton_build
     from tilewright.schedule.plan import Schedule
+
+log = logging.getLogger("tilewright.backend")
 
 Inputs = Sequence[Any]
 
@@ -90,6 +96,8 @@ def _capture(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: 
     wanted = {**config.options_for_mode(mode), **config.checked(options or {})}
     # The backward graph is compiled later, perhaps on another thread: it gets the same options.
     chosen = {**config.snapshot(), **wanted}
+    if _within_forward_mode():
+        return gm.forward
     with (_one_at_a_time, _interruptible(), config.patch(chosen), decompositions.keep_whole(),
           undisturbed()):  # fmt: skip
         saves = compile_one is compile_graph and saved.is_wanted()
@@ -163,6 +171,20 @@ def _traced(compile_one: CompileOne, gm: torch.fx.GraphModule, example_inputs: I
         with capture.watching(recording):
             function = aot(gm, example_inputs)
     return recording.returned(function, example_inputs)
+
+
+def _within_forward_mode() -> bool:
+    """Whether arguments may carry tangents, which only eager's operators take along. What is
+    compiled outside of `forward_ad.dual_level` is not called within, and the other way round."""
+    context, level = TracingContext.try_get(), forward_ad._current_level
+    if context is not None:
+        guard = GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL)
+        context.guards_context.dynamo_guards.add(guard)
+    if level >= 0:
+        metrics.counters["capture"]["left to eager: within forward_ad.dual_level"] += 1
+        log.warning("within `forward_ad.dual_level` graphs run in eager, for kernels carry no "
+                    "tangents: `torch.func.jvp` inside of the function is compiled")  # fmt: skip
+    return level >= 0
 
 
 @contextlib.contextmanager

@@ -316,6 +316,12 @@ autotune_budget_seconds: float | None = option(
 autotune_show: bool = option(
     False, "Show progress and a table of every choice on stderr.", affects_code=False
 )
+autotune_progress: bool = option(
+    True,
+    "On a terminal: a bar with the time left while tuning a graph lasts over two seconds, and a "
+    "line when it ends.",
+    affects_code=False,
+)
 autotune_num_choices_displayed: int | None = option(
     10,
     "Rows of that table, fastest first; none: all.",
@@ -683,7 +689,7 @@ cuda = Cuda()
 cpp = Cpp()
 test_configs = TestConfigs()
 
-_MODES: dict[str, dict[str, Value]] = {
+MODES: dict[str, dict[str, Value]] = {
     "default": {},
     "reduce-overhead": {"triton.cudagraphs": True},
     "max-autotune-no-cudagraphs": {"max_autotune": True, "coordinate_descent_tuning": True},
@@ -716,9 +722,9 @@ def patch(
 def options_for_mode(mode: str | None) -> dict[str, Value]:
     """The options a `mode=` of torch.compile stands for."""
     name = mode or "default"
-    if name not in _MODES:
-        raise UnknownModeError(mode, tuple(_MODES))
-    return dict(_MODES[name])
+    if name not in MODES:
+        raise UnknownModeError(mode, tuple(MODES))
+    return dict(MODES[name])
 
 
 def checked(changes: Mapping[str, object]) -> dict[str, Value]:

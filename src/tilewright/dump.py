@@ -55,13 +55,15 @@ def decided_before(groups: str, decisions: Sequence[Decision]) -> None:
 def code(host: str, kernels: Mapping[str, Source]) -> None:
     """The generated code of a graph, for listeners, torch's own logs and the dump."""
     traced = trace_log.hasHandlers() and bool(trace_log.handlers)
-    if config.debug < 3 and not metrics.on_code and not traced and not _logged("output_code"):
+    logged = any(map(_logged, ("output_code", "kernel_code")))
+    if config.debug < 3 and not metrics.on_code and not traced and not logged:
         return
     sources = "\n".join(f"{_comment(source)} {name}\n{source.text}"
                         for name, source in kernels.items())  # fmt: skip
     for listener in metrics.on_code:
         listener(f"{host}\n{sources}")
     _LOGS["output_code"].debug("%s\n%s", host, sources)
+    _LOGS["kernel_code"].debug("%s", sources)
     trace_structured("inductor_output_code", lambda: {"filename": "tilewright_program.py"},
                      payload_fn=lambda: f"{host}\n{sources}")  # fmt: skip
     if config.debug >= 3:
@@ -70,8 +72,10 @@ def code(host: str, kernels: Mapping[str, Source]) -> None:
             _write(name, source.text, "cpp" if isinstance(source, CxxSource) else "py")
 
 
-def reasons(groups: str, decisions: Sequence[Decision]) -> None:
+def reasons(groups: str, hints: Sequence[str], decisions: Sequence[Decision]) -> None:
     """What was fused and chosen, in torch's own logs (`TORCH_LOGS`, `TORCH_TRACE`)."""
+    for hint in hints:
+        _LOGS["perf_hints"].debug("%s", hint)
     for name in ("fusion", "schedule"):
         _LOGS[name].debug("%s", groups)
     for decision in decisions:
@@ -100,7 +104,8 @@ def _logged(name: str) -> bool:
 _LOGS: dict[str, logging.Logger] = {
     name: getArtifactLogger("torch._dynamo.backends.tilewright", name)
     if name in log_registry.artifact_names else logging.getLogger(f"tilewright.dump.{name}")
-    for name in ("output_code", "fusion", "schedule", "autotuning", "post_grad_graphs")
+    for name in ("output_code", "kernel_code", "fusion", "schedule", "autotuning", "perf_hints",
+                 "post_grad_graphs")
 }  # fmt: skip
 
 

@@ -112,6 +112,11 @@ class Option:
         return self.type_name if self.check is None else f"{self.type_name}, {self.check.words}"
 
     @property
+    def ignored(self) -> str:
+        """Why the option has no effect; empty if it has one."""
+        return self.doc.partition("Accepted and ignored: ")[2]
+
+    @property
     def type_name(self) -> str:
         name = "function of a graph" if self.kind is GraphPass else self.kind.__name__
         return name + (" or None" if self.optional else "")
@@ -338,7 +343,7 @@ class Registry:
 
     def set(self, name: str, value: object) -> None:
         """For the process; inside a patch of this option, until that ends."""
-        if self._without_effect(name):
+        if self._without_effect(name, value):
             return
         found = self.find(name).convert(value)
         layer = self.layer.get()
@@ -347,15 +352,20 @@ class Registry:
         else:
             self._stores[name][name.rpartition(".")[2]] = found
 
-    def _without_effect(self, name: str) -> bool:
-        """Whether the name is the reference's, and changes nothing here: which is said, once."""
-        found = None if name in self.options else known(name)
-        if found is None or found.refused:
+    def _without_effect(self, name: str, value: object) -> bool:
+        """Whether the name is the reference's alone. One that changes nothing here, ours too, is
+        said to, once."""
+        own, theirs = self.options.get(name), known(name)
+        if own is not None:
+            why = own.ignored if value != own.default else ""
+        elif theirs is not None and not theirs.refused:
+            why = theirs.why
+        else:
             return False
-        if name not in self._told:
+        if why and name not in self._told:
             self._told.add(name)
-            log.warning("option %r has no effect: %s", name, found.why)
-        return True
+            log.warning("option %r has no effect: %s", name, why)
+        return own is None
 
     def find(self, name: str) -> Option:
         if name not in self.options:
@@ -392,7 +402,7 @@ class Registry:
         """The changes with names and values checked and converted."""
         named = {self._spelt(name): value for name, value in changes.items()}
         return {name: self.find(name).convert(value) for name, value in named.items()
-                if not self._without_effect(name)}  # fmt: skip
+                if not self._without_effect(name, value)}  # fmt: skip
 
     def _spelt(self, name: str) -> str:
         """The name as it is declared."""
@@ -430,7 +440,11 @@ class Patch(contextlib.ContextDecorator):
         if not isinstance(func, type):
             return super().__call__(func)
         for name, member in list(vars(func).items()):
-            if name.startswith("test") and callable(member):
+            if not name.startswith("test"):
+                continue
+            if isinstance(member, (staticmethod, classmethod)):
+                setattr(func, name, type(member)(super().__call__(member.__func__)))
+            elif callable(member):
                 setattr(func, name, super().__call__(member))
         return func
 

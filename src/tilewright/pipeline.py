@@ -160,7 +160,7 @@ def _loaded(found: Artifact, origin: Origin, cached: bool, start: float) -> Comp
         for decision in found.decisions:
             choices.decided(decision)
         dump.decided_before(found.groups, found.decisions)
-    dump.reasons(found.groups, found.decisions)
+    dump.reasons(found.groups, found.hints, found.decisions)
     with stage("build"):
         compiled = found.load(origin.constants, origin.locations)
     compiled.origin, compiled.artifact = origin, found  # type: ignore[attr-defined]
@@ -217,7 +217,8 @@ def write(plan: Schedule) -> Artifact:
     sources = {call.name: source for call, source in filter(None, made)}
     found = Artifact(HostProgram(""), sources, kernels.spares(plan.program, groups, made))
     found.complete = plan.complete
-    found.groups = str(report.graph("graph", plan, alike.plans))
+    told = report.graph("graph", plan, alike.plans)
+    found.groups, found.hints = str(told), told.hints
 
     with stage("assemble"):
         calls = [None if m is None else m[0] for m in made]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tilewright import config
 from tilewright.codegen.triton.launch import Summary
 from tilewright.gemm import fuse
 from tilewright.gemm.place import Implementation
@@ -61,6 +62,7 @@ class Graph:
     role: str
     parts: tuple[Part, ...]
     refusals: tuple[Refusal, ...]
+    hints: tuple[str, ...] = ()  # what costs time, and why: `TORCH_LOGS=perf_hints`
 
     @property
     def moved(self) -> int:
@@ -101,7 +103,28 @@ def graph(role: str, plan: Schedule, plans: Mapping[int, Summary] | None = None)
              (plans or {}).get(k), *away[k], _at_best(plan.program, group, b.moved))
         for k, (group, b) in enumerate(zip(groups, plan.bytes, strict=True))
     )  # fmt: skip
-    return Graph(role, parts, tuple(_refusals(groups, names)))
+    refusals = tuple(_refusals(groups, names))
+    return Graph(role, parts, refusals, tuple(_hints(parts, refusals, groups)))
+
+
+def _hints(parts: Sequence[Part], refusals: Sequence[Refusal],
+           groups: Sequence[Group]) -> Iterator[str]:  # fmt: skip
+    for part in sorted(parts, key=lambda part: part.least - part.moved):
+        if part.moved > part.least:
+            why = [r.reason for r in refusals if part.number in (r.first, r.second)]
+            yield (f"{_placed(part)} moves {_bytes(part.moved)} where {_bytes(part.least)} would "
+                   f"do: {'; '.join(dict.fromkeys(why))}")  # fmt: skip
+    tuned = config.max_autotune or config.max_autotune_gemm
+    for part, group in zip(parts, groups, strict=True):
+        measured = fuse.is_product(group)
+        if part.is_kernel or (measured and tuned):
+            continue
+        call = f"{_placed(part)} is a library's call, and nothing is fused with it"
+        yield call + (': mode="max-autotune" has others measured' if measured else "")
+
+
+def _placed(part: Part) -> str:
+    return f"{part.name} ({part.location})" if part.location else part.name
 
 
 def _planned(plan: Summary) -> list[str]:

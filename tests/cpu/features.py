@@ -298,17 +298,23 @@ FEATURES: dict[str, list[Feature]] = {
     "Programs": [
         Feature("functions, closures over numbers", NATIVE, closure(3), x()),
         Feature("containers as results", NATIVE, many, x()),
+        Feature("named tuples and dataclasses", NATIVE, around.records),
+        Feature("compiled functions within compiled ones", NATIVE, around.compiled_within),
         Feature("keyword and default arguments", NATIVE, lambda x, scale=2: x * scale, x()),
         Feature("`fullgraph=True`", NATIVE,
                 lambda x: x.sin() + 1, x(), lambda: {"fullgraph": True}),
         Feature("graph breaks", NATIVE, break_in_the_middle, x()),
         Feature("arguments that are written to", NATIVE, written, x()),
+        Feature("arguments that share memory", NATIVE, around.shared_memory),
+        Feature("`Tensor.set_`", NATIVE, around.other_memory),
         Feature("slices that are written to", NATIVE, sliced, x()),
         Feature("views as results", NATIVE, lambda x: x.t()[1:], x()),
         Feature("tensors without elements", NATIVE, lambda x: x.sin().sum(0), x(0, 3)),
         Feature("strides of any kind", NATIVE, lambda a, b: a.t() + b[:, ::2], two((4, 6), (6, 8))),
         Feature("mixed dtypes", NATIVE, lambda x: x.half() + x.double().sum(), x()),
         Feature("bfloat16", NATIVE, lambda x: (x.bfloat16() * 3).relu(), x()),
+        Feature("float8", NATIVE, lambda x: x.to(torch.float8_e4m3fn).float() * 2, x()),
+        Feature("`uint16`, `uint32`, `uint64`", NATIVE, around.unsigned),
         Feature("complex numbers", ATEN,
                 lambda x: torch.view_as_real(torch.complex(x, x) * 1j), x()),
         Feature("random numbers", NATIVE, lambda x: torch.rand_like(x) * 0, x()),
@@ -382,11 +388,18 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("optimisers", NATIVE, optimizer_step),
         Feature("clipping of gradients", NATIVE, around.clipped),
         Feature("`torch.func`: jvp, jacrev, hessian", NATIVE, around.transforms),
+        Feature("forward-mode AD inside", NATIVE, around.forward_mode_inside),
+        Feature("forward-mode AD around a compiled function", EAGER, around.forward_mode_around,
+                note="the log says so: kernels carry no tangents"),
+        Feature("`grad` and `vmap` of a compiled function", EAGER,
+                around.transformed_from_outside),
         Feature("`torch.func.functional_call`", NATIVE, around.functional_call),
         Feature("`torch.autograd.grad` inside", NATIVE, around.gradient_inside),
         Feature("compiled autograd", NATIVE, around.compiled_autograd),
         Feature("selective checkpointing", ATEN, around.kept_by_choice,
                 note="the products of it"),
+        Feature("hooks on tensors", NATIVE, around.hooked_tensors),
+        Feature("`GradScaler`", ATEN, around.scaled_gradients, note="the products"),
         Feature("hooks on saved tensors", NATIVE, around.kept_elsewhere),
     ],
     "Sizes": [
@@ -404,6 +417,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("buffers that are updated", NATIVE, module_state),
         Feature("hooks", ATEN, hooks),
         Feature("`state_dict` of a compiled module", NATIVE, state_dicts),
+        Feature("`nn.LSTM`, `nn.GRU`", EAGER, around.recurrent),
         Feature("autocast", ATEN, cast, two((6, 8), (8, 5))),
         Feature("`inference_mode`", NATIVE, around.inference_mode),
         Feature("copies of compiled modules", NATIVE, around.copied),
@@ -445,7 +459,8 @@ def page() -> str:
              "on a CPU and compares it with eager."), "",
              ("*Natively*: every operator of the program in it is a loop or a kernel of ours. "
              "*Through ATen*: works, and what the line names is computed by ATen. "
-             "*In eager*: Dynamo leaves it alone. *Refused*: an error that says why.")]  # fmt: skip
+             "*In eager*: Dynamo leaves it alone, or the line says why. "
+             "*Refused*: an error that says why.")]  # fmt: skip
     for section, features in FEATURES.items():
         lines += ["", f"## {section}", "", "| feature | works | |", "|---|---|---|"]
         lines += [f"| {f.name} | {f.how} | {f.note} |" for f in features]

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # defines the operators
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +29,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from tilewright import metrics
 
 
 def compiled(f: Any, **how: Any) -> Any:
@@ -275,3 +279,125 @@ def the_users_line() -> None:
     line = inspect.getsourcelines(broken)[1] + 1
     with pytest.raises(Exception, match=f"{__file__}.*{line}"):
         compiled(broken)(torch.randn(3, 4))
+
+
+# ---- forward mode, transforms and hooks
+
+
+def tangent(f: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+    assert found is not None
+    return found
+
+
+def forward_mode_inside() -> None:
+    same(lambda x, t: tangent(torch.sin, x, t), torch.randn(3), torch.randn(3))
+
+
+def forward_mode_around() -> None:
+    x, t = torch.randn(3), torch.randn(3)
+    f = compiled(lambda x: x.sin() * 2)
+    f(x)  # compiled without tangents
+    torch.testing.assert_close(tangent(f, x, t), x.cos() * 2 * t)
+    torch.testing.assert_close(f(x), x.sin() * 2)
+    assert metrics.counters["capture"]["left to eager: within forward_ad.dual_level"] == 1
+
+
+def transformed_from_outside() -> None:
+    x = torch.randn(3, 4)
+    f = compiled(lambda x: x.sin().sum())
+    torch.testing.assert_close(torch.func.grad(f)(x), x.cos())
+    torch.testing.assert_close(torch.vmap(f)(x), x.sin().sum(1))
+
+
+def hooked_tensors() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.register_hook(lambda g: g * 3)
+        return y
+
+    same_gradient(f, torch.randn(4, requires_grad=True))
+
+
+def scaled_gradients() -> None:
+    def trained(wrap: Callable[[Any], Any]) -> Tensor:
+        layer = nn.Linear(4, 4)
+        nn.init.ones_(layer.weight)
+        optimizer, scaler = torch.optim.SGD(layer.parameters(), 0.1), torch.amp.GradScaler("cpu")
+        loss = wrap(lambda x: layer(x).square().mean() - layer.bias.sum())
+        scaler.scale(loss(torch.ones(2, 4))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return layer.weight.detach()
+
+    torch.manual_seed(0)
+    wanted = trained(lambda f: f)
+    torch.manual_seed(0)
+    torch.testing.assert_close(trained(compiled), wanted)
+
+
+# ---- programs
+
+
+@dataclasses.dataclass
+class Record:
+    values: Tensor
+    factor: int
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: list[Tensor]
+
+
+def records() -> None:
+    def f(given: Record) -> tuple[Pair, Record]:
+        scaled = given.values * given.factor
+        return Pair(scaled.sin(), [scaled.cos()]), Record(scaled, given.factor + 1)
+
+    given = Record(torch.randn(3), 2)
+    (pair, made), (other, wanted) = compiled(f)(given), f(given)
+    assert type(pair) is Pair and made.factor == 3
+    torch.testing.assert_close((pair, made.values), (other, wanted.values))
+
+
+def shared_memory() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return y * 2
+
+    memory, again = torch.zeros(6), torch.zeros(6)
+    torch.testing.assert_close(compiled(f)(memory[:4], memory[2:]), f(again[:4], again[2:]))
+    torch.testing.assert_close(memory, again)
+
+
+def other_memory() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.set_(y)  # pyright: ignore[reportArgumentType]  # its stub knows storages only
+        return x + 1
+
+    x, y = torch.zeros(3), torch.ones(3)
+    torch.testing.assert_close(compiled(f)(x, y), torch.full((3,), 2.0))
+    assert x.data_ptr() == y.data_ptr()
+
+
+def unsigned() -> None:
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        torch._dynamo.reset()
+        x = torch.tensor([0, 1, 40000, 65535]).to(dtype)
+        found = compiled(lambda x: (x.long() * 2, (x.long() + 1).to(x.dtype), x.float()))(x)
+        torch.testing.assert_close(found[0], x.long() * 2)
+        torch.testing.assert_close(found[1].long(), (x.long() + 1).to(dtype).long())
+        torch.testing.assert_close(found[2], x.float())
+
+
+def compiled_within() -> None:
+    inner = compiled(lambda x: x.sin() + 1)
+    same(lambda x: inner(x) * 2, torch.randn(3))
+
+
+def recurrent() -> None:
+    layer, x = nn.LSTM(4, 8, batch_first=True), torch.randn(2, 5, 4)
+    torch.testing.assert_close(compiled(layer)(x), layer(x))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tilewright
 from tilewright import config
 from tilewright.errors import (
     InvalidOptionError,
@@ -194,6 +195,13 @@ def test_ma_a2_modes():
     assert config.options_for_mode("max-autotune") == {**tuned, **graphs}
     for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
         config.checked(config.options_for_mode(mode))
+
+
+def test_ma_a2_options_and_modes_are_listed():
+    assert tilewright.list_options() == [o.name for o in config.declared()]
+    modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+    assert tilewright.list_mode_options() == {m: config.options_for_mode(m) for m in modes}
+    assert tilewright.list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
 
 
 def test_ma_a2_unknown_mode_lists_the_valid_ones():

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch._inductor import config as reference
 
-from tilewright import config
+from tilewright import backend, config
 from tilewright.errors import InvalidOptionError, UnknownOptionError
+from tilewright.gemm import provider
 from tilewright.known_options import KNOWN, known
+
+assert backend  # it registers those who offer products
 
 NO_OPTIONS = {"TYPE_CHECKING", "is_nightly_or_source"}
 
@@ -32,6 +35,28 @@ def test_an_option_without_effect_says_so_once(caplog: pytest.LogCaptureFixture)
         assert torch.equal(f(torch.zeros(3)), torch.zeros(3))
     lines = [r.getMessage() for r in caplog.records if "size_asserts" in r.getMessage()]
     assert lines == [f"option 'size_asserts' has no effect: {KNOWN['size_asserts'].why}"]
+
+
+def test_one_of_ours_without_effect_says_so_too(caplog: pytest.LogCaptureFixture):
+    config._registry._told.discard("triton.native_matmul")
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        for asked in (False, True, True):
+            with config.patch({"triton.native_matmul": asked}):
+                assert config.triton.native_matmul is asked
+    why = "a product is a library's call or a template, never a loop."
+    assert [r.getMessage() for r in caplog.records] == [
+        f"option 'triton.native_matmul' has no effect: {why}"
+    ]
+
+
+def test_a_backend_that_is_not_here_is_named_once(caplog: pytest.LogCaptureFixture):
+    provider._told.discard("NVGEMM")
+    named = config.patch(max_autotune_gemm_backends="aten, nvgemm")
+    with caplog.at_level(logging.WARNING, "tilewright"), named:
+        assert [p.name for p in provider.enabled() + provider.enabled()] == ["ATEN", "ATEN"]
+    (line,) = [r.getMessage() for r in caplog.records]
+    said = "option 'max_autotune_gemm_backends' names NVGEMM, which is no backend here: there are "
+    assert line == said + ", ".join(sorted(provider.PROVIDERS))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +97,18 @@ def test_patch_decorates_the_tests_of_a_class():
         def test_inside(self) -> bool:
             return config.max_autotune
 
+        @staticmethod
+        def test_static() -> bool:
+            return config.max_autotune
+
+        @classmethod
+        def test_of_class(cls) -> bool:
+            return config.max_autotune
+
         def other(self) -> bool:
             return config.max_autotune
 
-    assert (Tests().test_inside(), Tests().other(), Tests.wanted) == (True, False, False)
+    tests = Tests()
+    assert tests.test_inside() and tests.test_static() and tests.test_of_class()
+    assert not tests.other() and not Tests.wanted
     assert not config.max_autotune

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import tilewright
-from tilewright import config, metrics
+from tilewright import config, dump, metrics
 from tilewright.gemm.choose import decisions
 from tilewright.testing import fresh_cache
 
@@ -86,3 +88,52 @@ def test_a_custom_op_that_writes_is_counted():
     x = torch.randn(5)
     torch.testing.assert_close(torch.compile(f, backend="tilewright")(x), f(x))
     assert dict(metrics.fallback_ops) == {"tilewright_tests.doubled_.default": 1}
+
+
+LOGS = ("perf_hints", "fusion", "autotuning", "output_code", "kernel_code")
+
+
+def logged(program: Callable[..., Any], *args: Any, **how: Any) -> dict[str, str]:
+    """What `TORCH_LOGS` shows of compiling a program, by the name it is asked for with."""
+    torch._dynamo.reset()
+    found: dict[str, list[str]] = {name: [] for name in LOGS}
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found[record.name.rpartition(".__")[2]].append(record.getMessage())
+
+    handler, loggers = Kept(), [dump._LOGS[name] for name in LOGS]
+    try:
+        for log in loggers:
+            log.addHandler(handler)
+            log.setLevel(logging.DEBUG)
+        torch.compile(program, backend="tilewright", **how)(*args)
+    finally:
+        for log in loggers:
+            log.removeHandler(handler)
+            log.setLevel(logging.NOTSET)
+    return {name: "\n".join(lines) for name, lines in found.items()}
+
+
+def test_torchs_own_logs_show_what_was_decided_cached_or_not():
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.linalg.qr(x @ w)[1]
+        return y.sin()
+
+    args = torch.randn(24, 24), torch.randn(24, 24)
+    with fresh_cache():
+        made, again = logged(program, *args), logged(program, *args)
+        tuned = logged(layer, *args, mode="max-autotune")
+    assert made == again
+    line = program.__code__.co_firstlineno + 1
+    where = f"{Path(__file__)}:{line}"
+    call = "is a library's call, and nothing is fused with it"
+    assert made["perf_hints"].splitlines() == [
+        f'mm ({where}) {call}: mode="max-autotune" has others measured',
+        f"linalg_qr ({where}) {call}",
+    ]
+    assert made["fusion"].startswith("graph: 1 kernel, 2 library calls") and not made["autotuning"]
+    assert "def call(args):" in made["output_code"] and made["kernel_code"] in made["output_code"]
+    assert made["kernel_code"].startswith("// cpp_fused_sin_")
+    assert tuned["perf_hints"] == ""
+    assert tuned["autotuning"].startswith("mm 24x24x24 float32 + epilogue: ")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import re
 import threading
 from concurrent import futures
 from dataclasses import dataclass, replace
@@ -18,7 +21,7 @@ from tilewright.runtime import compilers, cxx
 from tilewright.runtime.cxx import CxxSource
 from tilewright.testing import fresh_cache
 from tilewright.tune import choices as trying
-from tilewright.tune import records, select
+from tilewright.tune import progress, records, select
 from tilewright.tune.choices import ChoiceCaller, ExternKernelCaller, TritonTemplateCaller
 
 
@@ -700,3 +703,41 @@ def test_the_table_shows_times_and_reasons(capsys):
     with config.patch(debug=1, max_autotune_report_choices_stats=False):
         choose(*trials, key="2")
     assert "t0 *" not in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def tuned_graph() -> str:
+    """What a terminal shows of choosing for two products."""
+    with contextlib.redirect_stderr(Terminal()) as shown, progress.shown(2):
+        choose(aten(100.0), Fake("a", 50.0), Fake("bad", 1.0, build=refused("no")))
+        choose(aten(60.0), Fake("a", 70.0), Fake("b", 80.0), key="2")
+    return re.sub(r"in [\d.]+ s", "in 0 s", shown.getvalue())
+
+
+def test_a_terminal_is_told_in_a_line_what_was_tuned():
+    assert tuned_graph() == (
+        "tilewright: tuned 2 products in 0 s: 4 candidates timed, 1 rejected; "
+        "1.45 times as fast as the library\n"
+    )
+    assert tuned_graph() == ""  # remembered
+
+
+def test_a_bar_while_tuning_lasts(monkeypatch):
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    assert "tuning 2 of 2: mm 4x4x4" in tuned_graph()
+
+
+def test_a_terminal_is_told_nothing_if_not_wanted():
+    with config.patch(autotune_progress=False):
+        assert tuned_graph() == ""
+
+
+def test_what_is_no_terminal_is_told_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    with progress.shown(1):
+        choose(aten(100.0), Fake("a", 50.0))
+    assert capsys.readouterr().err == ""

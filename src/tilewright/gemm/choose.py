@@ -53,7 +53,7 @@ from tilewright.ir.show import number
 from tilewright.runtime import store
 from tilewright.runtime.limit import within
 from tilewright.schedule.fusion.group import Group
-from tilewright.tune import select
+from tilewright.tune import progress, select
 from tilewright.tune.choices import effort, is_filtered
 from tilewright.tune.results import ADVANTAGE
 
@@ -78,7 +78,7 @@ def choose(program: Program, groups: Sequence[Group], loop_kernel: LoopKernel) -
              ]  # fmt: skip
     if not names:
         return found
-    with select.budget(len(names)):
+    with select.budget(len(names)), progress.shown(len(names)):
         if len(names) > 1:
             _prepare(program, found.groups, names, loop_kernel)
         for name in names:

@@ -7,6 +7,7 @@ A new provider is one class, registered with `register`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -120,8 +121,17 @@ def register(make: Callable[[], Provider]) -> Callable[[], Provider]:
     return make
 
 
+log = logging.getLogger("tilewright.choose")
+_told: set[str] = set()
+
+
 def enabled() -> list[Provider]:
     """Those the options name, in the order they were registered."""
+    for name in unknown():
+        if name not in _told:
+            _told.add(name)
+            log.warning("option 'max_autotune_gemm_backends' names %s, which is no backend here: "
+                        "there are %s", name, ", ".join(sorted(PROVIDERS)))  # fmt: skip
     return [p for p in PROVIDERS.values() if p.name in _named()]
 
 

@@ -72,6 +72,7 @@ class Artifact:
     replay: cudagraphs.Facts | None = None  # where it is to be recorded as a CUDA graph
     decisions: tuple[Decision, ...] = ()  # who computes its products, and why
     groups: str = ""  # what was fused, and why not further, for a reader
+    hints: tuple[str, ...] = ()  # what costs time
 
     def build(self) -> Building:
         """Start building what is missing, of every language, and return at once."""

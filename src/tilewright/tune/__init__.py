@@ -7,7 +7,7 @@
 - `race.py`     who is sampled how often
 - `records.py`  what is remembered: rows in SQLite, a log of decisions
 - `failures.py` why a candidate is rejected
-- `display.py`  progress and tables, when asked for
+- `display.py`  progress and tables, when asked for; `progress.py` what a terminal shows unasked
 - `select.py`   `choose`, which brings them together
 - `kernels.py`  the configuration of a loop kernel; `user_kernels.py` that of a user's kernel
 """

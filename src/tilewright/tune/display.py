@@ -1,4 +1,5 @@
-"""What a user sees of tuning: nothing, unless asked; and the log of every decision.
+"""What a user sees of tuning, if asked; and the log of every decision. What a terminal shows
+unasked is `progress.py`.
 
 `config.autotune_show`, or `config.debug` of 1 and more, shows progress while measuring and a table
 of the choices afterwards, on stderr.
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tilewright import config
-from tilewright.tune import records
+from tilewright.tune import progress, records
 from tilewright.tune.choices import ChoiceCaller
 from tilewright.tune.results import Subject, Verdict
 
@@ -28,14 +29,23 @@ class Display(Protocol):
 
 
 def of(subject: Subject) -> Display:
-    return _Shown(subject) if config.autotune_show or config.debug >= 1 else _Silent()
+    return _Shown(subject) if config.autotune_show or config.debug >= 1 else _Quiet(subject)
 
 
-class _Silent:
-    def started(self, total: int) -> None: ...
-    def tried(self, choice: ChoiceCaller) -> None: ...
+class _Quiet:
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def started(self, total: int) -> None:
+        progress.started(total)
+
+    def tried(self, choice: ChoiceCaller) -> None:
+        progress.tried(self._subject.title)
+
     def stopped(self) -> None: ...
-    def decided(self, verdict: Verdict, choices: Sequence[ChoiceCaller]) -> None: ...
+
+    def decided(self, verdict: Verdict, choices: Sequence[ChoiceCaller]) -> None:
+        progress.decided(verdict, choices)
 
 
 class _Shown:
@@ -46,14 +56,14 @@ class _Shown:
     def started(self, total: int) -> None:
         from rich.progress import Progress
 
-        progress = Progress(console=_console(), transient=True)
-        self._bar = progress, progress.add_task(self._subject.title, total=total)
-        progress.start()
+        bar = Progress(console=_console(), transient=True)
+        self._bar = bar, bar.add_task(self._subject.title, total=total)
+        bar.start()
 
     def tried(self, choice: ChoiceCaller) -> None:
         if self._bar is not None:
-            progress, task = self._bar
-            progress.update(task, advance=1, description=f"{self._subject.title}: {choice.name}")
+            bar, task = self._bar
+            bar.update(task, advance=1, description=f"{self._subject.title}: {choice.name}")
 
     def stopped(self) -> None:
         if self._bar is not None:
@@ -61,6 +71,7 @@ class _Shown:
             self._bar = None
 
     def decided(self, verdict: Verdict, choices: Sequence[ChoiceCaller]) -> None:
+        progress.decided(verdict, choices)
         if config.max_autotune_report_choices_stats:
             _print_table(self._subject, verdict, choices)
 
