@@ -84,6 +84,29 @@ def test_memory_that_a_score_reads_has_gradients() -> None:
     trained(fn, given)
 
 
+@pytest.mark.parametrize(("shape", "added"), [((2, 2, 40, 50), False), ((1, 2, 40, 50), True)])
+def test_a_bias_of_all_scores_is_not_added_to(shape: tuple[int, ...], added: bool) -> None:
+    """Its gradient has one term each: nothing is left to the order of programs."""
+    given = (*operands(2, 2, 2, 40, 50, 16), torch.randn(shape))
+    made: list[str] = []
+    real = templates._Kernel._source
+
+    def seen(self: Any) -> TritonSource:
+        source = real(self)
+        made.append(source.text)
+        return source
+
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+            return s + bias[b if bias.size(0) > 1 else 0, h, m, n]
+
+        return flex_attention(q, k, v, score_mod=score, return_lse=True)
+
+    with mock.patch.object(templates._Kernel, "_source", seen):
+        trained(fn, given)
+    assert any("tl.atomic_add" in text for text in made) == added
+
+
 def test_rows_of_which_nothing_is_left_and_blocks_that_are_full() -> None:
     for mask in (strict, prefix):
         blocks = create_block_mask(mask, None, None, 100, 130, device="cpu", BLOCK_SIZE=32)
@@ -135,6 +158,18 @@ def test_one_compilation_for_all_lengths() -> None:
             s = q @ k.transpose(-2, -1) / 4 + 0.1 * (torch.arange(n) - torch.arange(m)[:, None])
             check(fn(*given), torch.softmax(s, -1) @ v, given, steps=20.0)  # type: ignore[arg-type]
     assert metrics.counters["attention"] == {"TRITON": 1}
+
+
+def test_rows_that_are_hidden_by_the_least_number_are_means() -> None:
+    """In units of ln 2 it would be minus infinity."""
+    q, k, v = operands(1, 2, 2, 20, 30, 8)
+    mask = torch.zeros(1, 1, 20, 30)
+    mask[:, :, 4:] = torch.finfo(torch.float32).min
+    torch._dynamo.reset()
+    with as_cuda(), torch.no_grad():
+        found = torch.compile(lambda *t: sdpa(*t, attn_mask=mask), backend="tilewright")(q, k, v)
+    torch.testing.assert_close(found[:, :, 4:], v.mean(2, keepdim=True).expand(1, 2, 16, 8))
+    check(found, sdpa(q, k, v, attn_mask=mask).double(), (q, k, v))
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -219,12 +219,11 @@ def test_one_mask_of_many_layers_is_not_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["dropout", "gradient of the mask", "three dimensions", "nothing", "float64", "training"]
+    "why", ["dropout", "gradient of the mask", "nothing", "float64", "training"]
 )
 def test_what_kernels_do_not_compute_is_torchs(why: str) -> None:
     dtype = torch.float64 if why == "float64" else torch.float32
     q = torch.randn(2, 2, 0 if why == "nothing" else 20, 8, dtype=dtype)
-    q = q[0] if why == "three dimensions" else q
     q.requires_grad_(why in ("dropout", "training"))
     mask = torch.randn(20, 20, dtype=dtype, requires_grad=why == "gradient of the mask")
 
