@@ -84,10 +84,9 @@ def test_memory_that_a_score_reads_has_gradients() -> None:
     trained(fn, given)
 
 
-@pytest.mark.parametrize(("shape", "added"), [((2, 2, 40, 50), False), ((1, 2, 40, 50), True)])
-def test_a_bias_of_all_scores_is_not_added_to(shape: tuple[int, ...], added: bool) -> None:
+def test_a_bias_of_all_scores_is_not_added_to() -> None:
     """Its gradient has one term each: nothing is left to the order of programs."""
-    given = (*operands(2, 2, 2, 40, 50, 16), torch.randn(shape))
+    given = (*operands(2, 1, 1, 20, 30, 8), torch.randn(2, 1, 20, 30))
     made: list[str] = []
     real = templates._Kernel._source
 
@@ -98,13 +97,13 @@ def test_a_bias_of_all_scores_is_not_added_to(shape: tuple[int, ...], added: boo
 
     def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
         def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
-            return s + bias[b if bias.size(0) > 1 else 0, h, m, n]
+            return s + bias[b, h, m, n]
 
         return flex_attention(q, k, v, score_mod=score, return_lse=True)
 
     with mock.patch.object(templates._Kernel, "_source", seen):
         trained(fn, given)
-    assert any("tl.atomic_add" in text for text in made) == added
+    assert made and not any("tl.atomic_add" in text for text in made)
 
 
 def test_rows_of_which_nothing_is_left_and_blocks_that_are_full() -> None:
@@ -212,7 +211,7 @@ def test_training_with_a_mask_has_no_products_and_stores_no_mask() -> None:
                              requires_grad=True) for _ in range(3)]  # fmt: skip
         pad = torch.ones(2, 256, device="cuda", dtype=torch.bool)
         backend = count_schedules(lambda role, plan: seen.update({role: plan}))
-        torch.compile(fn, backend=backend)(*given, pad).sum().backward()
+        torch.compile(fn, backend=backend)(*[*given, pad]).sum().backward()
     for role, count in (("forward", 2), ("backward", 4)):
         calls = [s.group.call for s in seen[role].steps if s.group.call is not None]
         assert len(calls) == count

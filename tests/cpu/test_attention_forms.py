@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.attention import check, check_gradient, sdpa
 from tests.programs import compiled
 from tilewright import metrics
+from tilewright.testing import run_and_get_code
 
 B, H, M, N, D = 2, 3, 24, 40, 16
 Form = Callable[..., torch.Tensor]
@@ -119,6 +120,29 @@ def test_rows_filled_with_a_number_have_no_gradient() -> None:
     mine = [t.clone().requires_grad_() for t in given]
     compiled(fn)(*mine, r > -1).sum().backward()
     assert mine[0].grad is not None and not mine[0].grad.any()
+
+
+HIDDEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "added": lambda s: s + torch.triu(torch.full((M, M), -math.inf), diagonal=1),
+    "filled": lambda s: s.masked_fill(torch.tril(torch.ones(M, M)) == 0, -1e9),
+}
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_a_mask_that_is_the_lower_triangle_is_computed(how: str) -> None:
+    """So what is above the diagonal is not, and nothing is read."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(HIDDEN[how](q @ k.transpose(2, 3) * 0.25), -1) @ v
+
+    q, k, v = (torch.randn(B, H, M, D) for _ in range(3))
+    with torch.no_grad():
+        metrics.reset()
+        found, (text,) = run_and_get_code(compiled(fn), q, k, v)
+    assert metrics.counters["attention"]["CPP"] == metrics.generated_kernel_count == 1
+    assert "bool maybe(int64_t b, int64_t h, int64_t m0, int64_t m1, int64_t n0" in text
+    assert "memory_x0_" not in text
+    check(found, fn(*(t.double() for t in (q, k, v))), (q, k, v), steps=10.0)
 
 
 REPEATS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -60,23 +60,26 @@ def _above(node: Any) -> Any:
 
 
 def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                steps: Sequence[Step], dropout: float = 0.0, group: int = 1
+                steps: Sequence[Step], dropout: float = 0.0, group: int = 1, causal: bool = False
                 ) -> torch.Tensor:  # fmt: skip
-    """Each key head and value stands for `group` heads."""
+    """Each key head and value stands for `group` heads. `causal`: queries see no later keys."""
     if query.dim() == 3:
         steps = [(what, by, _with_heads(t)) for what, by, t in steps]
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        return written_out(query, key, value, steps, dropout, group).squeeze(1)
+        return written_out(query, key, value, steps, dropout, group, causal).squeeze(1)
     way = way_of((query, key, value), steps, dropout, group)
     if way == "kernel":
-        return _by_kernel(query, key, value, steps)
+        return _by_kernel((query, key, value), steps, causal)
     if group > 1:
         key, value = (t.repeat_interleave(group, 1) for t in (key, value))
     if way == "library":
-        return _by_library(query, key, value, steps, dropout)
+        return _by_library((query, key, value), steps, dropout, causal)
     scores = torch.matmul(query, key.transpose(-2, -1))
     for step in steps:
         scores = _taken(step, scores, step[2])
+    if causal:
+        below = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = torch.where(below, scores, -math.inf)
     weights = torch.softmax(scores, -1, torch.float32).to(value.dtype)
     return torch.matmul(F.dropout(weights, dropout), value)
 
@@ -89,6 +92,8 @@ def way_of(operands: attention.Operands, steps: Sequence[Step], dropout: float, 
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     fixed = config.deterministic or torch.are_deterministic_algorithms_enabled()
     reason = attention.refused(operands, query if on_card else None, dropout, False, group > 1)
+    if on_card and not tensors:
+        reason = reason or "the library computes it without a mask"
     if not reason and not (trained and (fixed or not on_card)):
         return "kernel"
     if any(t.dtype.is_complex or t.is_nested for t in (*operands, *tensors)):
@@ -99,7 +104,7 @@ def way_of(operands: attention.Operands, steps: Sequence[Step], dropout: float, 
     if not same or query.dtype not in attention.TYPES or config.fallback_random:
         return ""
     if on_card:
-        return "" if fixed else "library"
+        return "" if fixed and tensors else "library"
     return "" if dropout or trained or query.device.type != "cpu" else "library"
 
 
@@ -130,8 +135,8 @@ def _leading(steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
     return math.prod((s[1] for s in steps[:count]), start=1.0), steps[count:]
 
 
-def _by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, steps: Sequence[Step]
-               ) -> torch.Tensor:  # fmt: skip
+def _by_kernel(operands: attention.Operands, steps: Sequence[Step], causal: bool) -> torch.Tensor:
+    query, key, value = operands
     scale, steps = _leading(steps)
     held = tuple(attention.four(t) for _, _, t in steps if t is not None)
 
@@ -143,12 +148,12 @@ def _by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step
             score = _taken(step, score, other)
         return score
 
-    def always(b: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(b, dtype=torch.bool)
+    def holds(b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return m >= n if causal else torch.ones_like(b, dtype=torch.bool)
 
     tables = attention.no_blocks(query, key)
     call: Any = flex_attention
-    out, lse, _ = call(query, key, value, changed, (*tables, always), scale, {}, held, ())
+    out, lse, _ = call(query, key, value, changed, (*tables, holds), scale, {}, held, ())
     out = out.contiguous()
     if not any(what == "add" or by == -math.inf for what, by, _ in steps):
         return out
@@ -156,8 +161,9 @@ def _by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step
     return torch.where((lse == -math.inf)[..., None], math.nan, out)
 
 
-def _by_library(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, steps: Sequence[Step],
-                dropout: float) -> torch.Tensor:  # fmt: skip
+def _by_library(operands: attention.Operands, steps: Sequence[Step], dropout: float, causal: bool
+                ) -> torch.Tensor:  # fmt: skip
+    query, key, value = operands
     scale, steps = _leading(steps)
     mask: torch.Tensor | None = None
     for what, by, other in steps:
@@ -170,8 +176,11 @@ def _by_library(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ste
             kept = other if what == "keep" else ~other
             added = torch.zeros((), dtype=query.dtype, device=query.device)
             mask = torch.where(kept, added if mask is None else mask, by)
+    if mask is not None and causal:
+        below = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device)
+        mask, causal = torch.where(below.tril(), mask, -math.inf), False
     given = None if mask is None else attention.four(mask).to(query.dtype)
-    out = attention.attention(query, key, value, given, dropout, scale=scale).contiguous()
+    out = attention.attention(query, key, value, given, dropout, causal, scale=scale).contiguous()
     if given is None or not any(what == "add" or by == -math.inf for what, by, _ in steps):
         return out
     return torch.where((given == -math.inf).all(-1, keepdim=True), math.nan, out)
@@ -192,6 +201,7 @@ class Found:
     value: Node
     steps: tuple[Step, ...]
     dropout: float
+    causal: bool = False
 
 
 Number = Callable[[Any], float | None]  # of a number, or of what is one at every call
@@ -480,9 +490,9 @@ def _fit(fake: torch.Tensor, shape: tuple[Any, ...]) -> bool:
     return all(n == 1 or n == of for n, of in pairs)
 
 
-def replace(graph: torch.fx.Graph, node: Node, found: Found, group: int, key: Node, value: Node
-            ) -> None:  # fmt: skip
-    """Put the call in place of the last product."""
+def replace(graph: torch.fx.Graph, node: Node, found: Found, group: int) -> None:
+    """Put the call in place of the last product, with key heads that `group` heads share."""
+    key = found.key
     steps: list[Step] = []
     with graph.inserting_before(node):
         if found.turned:
@@ -493,9 +503,8 @@ def replace(graph: torch.fx.Graph, node: Node, found: Found, group: int, key: No
                 wide = graph.call_method("expand", (other[0], *other[1]))
                 other = graph.call_method("reshape", (wide, *shape))
             steps.append((what, by, other))
-        made = graph.call_function(
-            written_out, (found.query, key, value, steps, found.dropout, group)
-        )
+        args = (found.query, key, found.value, steps, found.dropout, group, found.causal)
+        made = graph.call_function(written_out, args)
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     graph.erase_node(node)

@@ -35,17 +35,19 @@ WIDEST = 256  # elements of a query
 TYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Library = Callable[[Sequence[torch.Tensor], float, bool, float | None, bool], SDPBackend | None]
+Order = tuple[SDPBackend, ...]
+Library = Callable[[Sequence[torch.Tensor], float, bool, float | None, bool], Order | None]
 
 
 def _torchs(operands: Sequence[torch.Tensor], dropout: float, causal: bool, scale: float | None,
-            grouped: bool) -> SDPBackend | None:  # fmt: skip
+            grouped: bool) -> Order | None:  # fmt: skip
     return None
 
 
 library: Library = _torchs
-"""Which of torch's kernels is to compute a call (operands, dropout, causal, scale, grouped heads);
-None: whichever torch takes. `attention/libraries.py` puts one here that measures."""
+"""Which of torch's kernels are to compute a call (operands, dropout, causal, scale, grouped heads),
+the first that can; None: whichever torch takes. `attention/libraries.py` puts one here that
+measures."""
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -80,7 +82,7 @@ def _by_library(operands: Operands, mask: torch.Tensor | None, dropout: float, c
     key_ = torch._C.DispatchKey.CompositeImplicitAutograd
     given = operands if mask is None else (*operands, mask)
     taken = library(given, dropout, causal, scale, grouped)
-    with contextlib.nullcontext() if taken is None else sdpa_kernel(taken):
+    with contextlib.nullcontext() if taken is None else sdpa_kernel(list(taken), set_priority=True):
         found = WHOLE._op_dk(key_, *operands, mask, dropout, causal, scale=scale,
                              enable_gqa=grouped)  # fmt: skip
     return found.contiguous() if is_odd else found

@@ -8,7 +8,10 @@ triangle is `is_causal`, for which libraries have faster kernels.
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from tilewright.graph.apart import kind_of, value_of
 Node = torch.fx.Node
 MOST_ELEMENTS = 1 << 26  # of a mask that is computed to be looked at
 MOST_NODES = 64
+HUGE = -1e9  # of a score to which this is added, or that becomes it, nothing is left
 
 WHOLE = frozenset((F.scaled_dot_product_attention,))
 REPEATED = frozenset((torch.repeat_interleave, "repeat_interleave"))
@@ -46,8 +50,10 @@ def recognise(gm: torch.fx.GraphModule) -> None:
         elif kind_of(node) in apart.PRODUCTS:
             found = apart.matched(node, lambda n: _number(gm, n))
             if found is not None:
+                found = _without_constants(gm, found)
                 group, key, value = _shared(found.key, found.value)
-                apart.replace(gm.graph, node, found, group, key, value)
+                found = replace(found, key=key, value=value)
+                apart.replace(gm.graph, node, found, group)
                 metrics.counters["attention"]["recognised"] += 1
                 changed = True
     if changed:
@@ -152,6 +158,47 @@ def _look_at_mask(gm: torch.fx.GraphModule, node: Node) -> bool:
     given["is_causal"] = not everywhere
     node.args, node.kwargs = (), given
     return True
+
+
+def _without_constants(gm: torch.fx.GraphModule, found: apart.Found) -> apart.Found:
+    """Steps that hide nothing are left out, and one that hides what is above the diagonal."""
+    if found.turned:
+        return found
+    for k, (what, by, other) in enumerate(found.steps):
+        known = _constant(gm, other) if isinstance(other, Node) else None
+        kept = None if known is None else _kept(what, by, known)
+        if kept is None:
+            continue
+        rest = (*found.steps[:k], *found.steps[k + 1 :])
+        if bool(kept.all()):
+            return _without_constants(gm, replace(found, steps=rest))
+        number = by if what != "add" or known is None else float(known.min())
+        if _is_lower(kept) and _is_square(found) and _stays_hidden(number, k, rest):
+            return replace(found, steps=rest, causal=True)
+    return found
+
+
+def _kept(what: str, by: float, known: torch.Tensor) -> torch.Tensor | None:
+    """Where a step leaves scores as they are, if it leaves nothing of the rest."""
+    if what == "add" and by == 1.0:
+        zero = known == 0
+        return zero if bool((zero | (known == known.min())).all()) and known.min() <= HUGE else None
+    if what in ("fill", "keep") and by <= HUGE:
+        return known if what == "keep" else ~known
+    return None
+
+
+def _stays_hidden(number: float, at: int, rest: Sequence[apart.Step]) -> bool:
+    """Whether what became this number has no part in a softmax, also of a row where other steps
+    hide all that is left."""
+    if number != -math.inf:
+        return all(what == "scale" and by > 0 for what, by, _ in rest)
+    return all(what == "add" or (what == "scale" and by > 0) for what, by, _ in rest[at:])
+
+
+def _is_square(found: apart.Found) -> bool:
+    query, key = value_of(found.query), value_of(found.key)
+    return query.size(-2) == key.size(-2)
 
 
 def _is_lower(mask: torch.Tensor) -> bool:
