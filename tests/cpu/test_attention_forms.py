@@ -253,3 +253,19 @@ def test_rows_that_are_hidden_by_the_least_number_are_means() -> None:
     with torch.no_grad():
         found = compiled(fn)(q, k, v, mask)
     torch.testing.assert_close(found, fn(q, k, v, mask), atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_changed_between_the_products_is_left_as_it_is() -> None:
+    """The call that takes their place would read keys after they were changed."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        s = q @ k.mT
+        k.mul_(2)
+        return torch.softmax(s, -1) @ v
+
+    q, k, v, _ = drawn()
+    with torch.no_grad():
+        metrics.reset()
+        found = compiled(fn)(q, k.clone(), v)
+    assert not metrics.counters["attention"]
+    torch.testing.assert_close(found, fn(q, k, v))
