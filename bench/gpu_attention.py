@@ -1,11 +1,11 @@
 """`python -m bench.gpu_attention`: attention on a card, eager, the reference and tilewright in one
 run.
 
-Each case is compiled, compared with eager in float32, and timed forward and, where it is trained,
-forward and backward, by CUDA events around calls that take turns. Then come a verdict on each kind
-of case against eager and the reference, on values, on the reached TFLOP/s of the causal 8192x128
-case beside the libraries', on memory over lengths and on compilations. Peak memory is the most that
-one call had beside its operands.
+Each case is compiled, compared with eager in a wider type, and timed forward and, where it is
+trained, forward and backward, by CUDA events around calls that take turns. Then come a verdict on
+each kind of case against eager and the reference, on values, on the reached TFLOP/s of the causal
+8192x128 case beside the libraries', on memory over lengths and on compilations. Peak memory is the
+most that one call had beside its operands.
 
 `--only TEXT` takes the cases whose names have it, `--reference` measures the reference too,
 `--mode` is the mode both are compiled with, and `--host` runs the short list on the CPU: processor
@@ -314,16 +314,16 @@ def _run(fn: Callable[..., Any], given: Sequence[torch.Tensor], trained: bool) -
 
 
 def _exact(call: Callable[..., Any], given: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """In float32, where all scores fit in memory."""
+    """In a wider type, where all scores fit in memory."""
     q, k = given[:2]
     if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 1 << 30:
         return None
     with torch.no_grad():
-        return call(*(t.float() for t in given))
+        return call(*(t.double() if t.dtype == torch.float32 else t.float() for t in given))
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor | None) -> float:
-    return float("nan") if exact is None else float((found.float() - exact).abs().max())
+    return float("nan") if exact is None else float((found.to(exact.dtype) - exact).abs().max())
 
 
 def _memory(run: Callable[[], Any], device: str) -> float:
