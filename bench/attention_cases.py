@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,17 @@ class Case:
         [Sizes, str], Call
     ]  # of a device: what it reads beside the operands is made here
     trained: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Of the forward, half of them where half of the scores are hidden."""
+        s = self.sizes
+        return 4.0 * s.b * s.h * s.m * s.n * s.d * (0.5 if "causal" in self.name else 1.0)
+
+    def shorter(self) -> Case:
+        s = self.sizes
+        m, n = (min(length, 128 + length % 2) for length in (s.m, s.n))
+        return replace(self, sizes=replace(s, b=min(s.b, 2), h=s.h // s.hk, hk=1, m=m, n=n))
 
 
 # ---- scaled_dot_product_attention
@@ -91,14 +102,10 @@ def masked(kind: str) -> Callable[[Sizes, str], Call]:
 
 def _sdpa() -> list[Case]:
     found: list[Case] = []
-    for d in (64, 96, 128, 256):
-        for length in (128, 1024, 4096):
-            s = Sizes(4, 16, 16, length, length, d)
-            found += [Case(f"sdpa causal {s}", s, plain(True)), Case(f"sdpa {s}", s, plain())]
-    long = Sizes(1, 16, 16, 32768, 32768, 128)
-    found.append(Case(f"sdpa causal {long}", long, plain(True)))
     judged = Sizes(2, 16, 16, 8192, 8192, 128)
     found.append(Case(f"sdpa causal {judged}", judged, plain(True)))
+    long = Sizes(1, 16, 16, 32768, 32768, 128)
+    found.append(Case(f"sdpa causal {long}", long, plain(True)))
     for kind in ("padding", "expanded", "causal", "window", "all", "added"):
         for s in (Sizes(8, 12, 12, 512, 512, 64), Sizes(2, 16, 16, 2047, 2047, 128)):
             found.append(Case(f"sdpa {kind} {s}", s, masked(kind)))
@@ -108,6 +115,11 @@ def _sdpa() -> list[Case]:
     for s in (Sizes(8, 32, 8, 1, 8192, 128), Sizes(1, 32, 32, 1, 32768, 128)):
         for name, make in (("", plain()), ("padding ", masked("padding"))):
             found.append(Case(f"sdpa decoding {name}{s}", s, make, trained=False))
+    for d in (64, 96, 128, 256):
+        for length in (128, 1024, 4096):
+            s = Sizes(4, 16, 16, length, length, d)
+            causal = (d > 96) == (length == 1024)
+            found.append(Case(f"sdpa {'causal ' if causal else ''}{s}", s, plain(causal)))
     return found
 
 
@@ -159,9 +171,10 @@ def _flex(length: int = 4096) -> list[Case]:
 
 
 SDPA, FLEX = _sdpa(), _flex()
+JUDGED = SDPA[0].name  # of which a rate is asked
 # What a machine of few cores measures in a minute or two.
 HOST = [
-    *(Case(f"sdpa {kind} {s}", s, masked(kind), trained=False)
+    *(Case(f"sdpa {kind} {s}", s, masked(kind), trained=kind in ("padding", "added"))
       for kind in ("padding", "expanded", "causal", "window", "added")
       for s in (Sizes(1, 8, 8, 1024, 1024, 64),)),
     Case("sdpa causal 1x8x1024x1024x128", Sizes(1, 8, 8, 1024, 1024, 128), plain(True), False),

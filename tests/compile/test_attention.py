@@ -84,6 +84,28 @@ def test_memory_that_a_score_reads_has_gradients() -> None:
     trained(fn, given)
 
 
+def test_a_bias_of_all_scores_is_not_added_to() -> None:
+    """Its gradient has one term each: nothing is left to the order of programs."""
+    given = (*operands(2, 1, 1, 20, 30, 8), torch.randn(2, 1, 20, 30))
+    made: list[str] = []
+    real = templates._Kernel._source
+
+    def seen(self: Any) -> TritonSource:
+        source = real(self)
+        made.append(source.text)
+        return source
+
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+            return s + bias[b, h, m, n]
+
+        return flex_attention(q, k, v, score_mod=score, return_lse=True)
+
+    with mock.patch.object(templates._Kernel, "_source", seen):
+        trained(fn, given)
+    assert made and not any("tl.atomic_add" in text for text in made)
+
+
 def test_rows_of_which_nothing_is_left_and_blocks_that_are_full() -> None:
     for mask in (strict, prefix):
         blocks = create_block_mask(mask, None, None, 100, 130, device="cpu", BLOCK_SIZE=32)
@@ -137,6 +159,18 @@ def test_one_compilation_for_all_lengths() -> None:
     assert metrics.counters["attention"] == {"TRITON": 1}
 
 
+def test_rows_that_are_hidden_by_the_least_number_are_means() -> None:
+    """In units of ln 2 it would be minus infinity."""
+    q, k, v = operands(1, 2, 2, 20, 30, 8)
+    mask = torch.zeros(1, 1, 20, 30)
+    mask[:, :, 4:] = torch.finfo(torch.float32).min
+    torch._dynamo.reset()
+    with as_cuda(), torch.no_grad():
+        found = torch.compile(lambda *t: sdpa(*t, attn_mask=mask), backend="tilewright")(q, k, v)
+    torch.testing.assert_close(found[:, :, 4:], v.mean(2, keepdim=True).expand(1, 2, 16, 8))
+    check(found, sdpa(q, k, v, attn_mask=mask).double(), (q, k, v))
+
+
 @pytest.mark.parametrize("few", [False, True])
 def test_torchs_own_operations_take_over_from_kernels_that_do_not_compile(few: bool) -> None:
     real = templates._Kernel._source
@@ -177,7 +211,7 @@ def test_training_with_a_mask_has_no_products_and_stores_no_mask() -> None:
                              requires_grad=True) for _ in range(3)]  # fmt: skip
         pad = torch.ones(2, 256, device="cuda", dtype=torch.bool)
         backend = count_schedules(lambda role, plan: seen.update({role: plan}))
-        torch.compile(fn, backend=backend)(*given, pad).sum().backward()
+        torch.compile(fn, backend=backend)(*[*given, pad]).sum().backward()
     for role, count in (("forward", 2), ("backward", 4)):
         calls = [s.group.call for s in seen[role].steps if s.group.call is not None]
         assert len(calls) == count

@@ -34,7 +34,7 @@ def by_kernel(calls: int = 1) -> None:
 # ---- flex_attention
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(8))
 def test_flex_attention_of_functions_and_masks_drawn_at_random(seed: int) -> None:
     case = Case(seed)
     out, lse = compiled(case.run)(*case.given)
@@ -159,8 +159,8 @@ SDPA: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
 
 @pytest.mark.parametrize("kind", SDPA)
 def test_masks_are_computed_where_scores_are(kind: str) -> None:
-    q, k, v = torch.randn(2, 2, 70, 24), torch.randn(2, 90, 2, 24).transpose(1, 2), torch.randn(
-        2, 2, 90, 24)  # fmt: skip
+    q, k = torch.randn(2, 70, 2, 24).transpose(1, 2), torch.randn(2, 90, 2, 24).transpose(1, 2)
+    v = torch.randn(2, 2, 90, 24)
     drawn = torch.rand(2, 2, 70, 90)
 
     def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
@@ -169,27 +169,13 @@ def test_masks_are_computed_where_scores_are(kind: str) -> None:
     with torch.no_grad():
         found = compiled(fn)(q, k, v, drawn)
     by_kernel()
-    assert metrics.generated_kernel_count == 1  # the mask is not stored
+    # no mask is stored; of one of three dimensions eager's result is contiguous, unlike queries
+    assert metrics.generated_kernel_count == 1 + (kind == "a head's")
     mask = SDPA[kind](drawn)
     wide = mask.double() if mask is not None and mask.dtype.is_floating_point else mask
     exact = sdpa(q.double(), k.double(), v.double(), attn_mask=wide)
     check(found, exact, (q, k, v), steps=20.0)
     assert found.stride() == sdpa(q, k, v, attn_mask=mask).stride()
-
-
-@pytest.mark.parametrize("kind", SDPA)
-def test_results_have_eager_s_strides(kind: str) -> None:
-    q, k, v = operands(2, 2, 2, 70, 90, 24)
-    q = torch.randn(2, 70, 2, 24).transpose(1, 2)
-    drawn = torch.rand(2, 2, 70, 90)
-
-    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        return sdpa(q, k, v, attn_mask=SDPA[kind](r))
-
-    with torch.no_grad():
-        found, want = compiled(fn)(q, k, v, drawn), fn(q, k, v, drawn)
-    assert found.stride() == want.stride()
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
 def test_grouped_causal_and_scaled() -> None:
@@ -219,12 +205,11 @@ def test_one_mask_of_many_layers_is_not_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["dropout", "gradient of the mask", "three dimensions", "nothing", "float64", "training"]
+    "why", ["dropout", "gradient of the mask", "nothing", "float64", "training"]
 )
 def test_what_kernels_do_not_compute_is_torchs(why: str) -> None:
     dtype = torch.float64 if why == "float64" else torch.float32
     q = torch.randn(2, 2, 0 if why == "nothing" else 20, 8, dtype=dtype)
-    q = q[0] if why == "three dimensions" else q
     q.requires_grad_(why in ("dropout", "training"))
     mask = torch.randn(20, 20, dtype=dtype, requires_grad=why == "gradient of the mask")
 

@@ -33,6 +33,7 @@ def _on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "NAMES", {FLASH: "flash", MATH: "math"})
     monkeypatch.setattr(libraries, "_enabled", lambda: {FLASH, MATH})
     monkeypatch.setattr(libraries, "_is_measured", lambda device: True)
+    monkeypatch.setattr(libraries, "_capability", lambda device: (8, 0))
     monkeypatch.setattr(select.AlgorithmSelectorCache, "autotune", pretended)
     monkeypatch.setattr(select.AlgorithmSelectorCache, "lookup",
                         lambda self, tuning, choices, measure: measure(choices))  # fmt: skip
@@ -109,7 +110,7 @@ def test_one_that_cannot_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(libraries.Kernel, "_run", changed)
         libraries._memo.clear()
         with config.patch(max_autotune=True), fresh_cache():
-            assert libraries.preferred(operands(), 0.0, True, None, False) == FLASH
+            assert libraries.preferred(operands(), 0.0, True, None, False) == (FLASH,)
 
 
 def test_what_cannot_be_measured_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +132,40 @@ def test_random_numbers_and_sizes_that_are_not_known() -> None:
     given = operands()
     state = torch.random.get_rng_state()
     with config.patch(max_autotune=True), fresh_cache():
-        assert libraries.preferred(given, 0.0, False, None, False) == MATH
+        assert libraries.preferred(given, 0.0, False, None, False) == (MATH,)
     assert torch.equal(state, torch.random.get_rng_state())
     with fresh_cache():
         call = compiled(trained, options=TUNED, dynamic=True)
         _, code = run_and_get_code(call, *given)
     assert FORWARD in "\n".join(code)
+
+
+def test_cudnn_is_first_where_it_is_known_to_be_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long calls of narrow heads of sixteen bits on some cards; the rest is torch's to choose, and
+    so is what somebody has put in order."""
+    cudnn = SDPBackend.CUDNN_ATTENTION
+    monkeypatch.setattr(libraries, "NAMES", {cudnn: "cudnn", FLASH: "flash"})
+    monkeypatch.setattr(libraries, "_enabled", lambda: {cudnn, FLASH})
+    monkeypatch.setattr(libraries, "_capability", lambda device: capability)
+
+    def order(length: int, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> Any:
+        given = [torch.empty(1, 2, length, width, dtype=dtype)] * 3
+        return libraries.preferred(given, 0.0, True, None, False)
+
+    capability = (9, 0)
+    assert order(512) == (cudnn, FLASH, MATH)
+    assert order(511) is order(512, 256) is order(512, dtype=torch.float32) is None
+    with sdpa_kernel([MATH, FLASH], set_priority=True):
+        assert order(512) is None
+    with config.patch(deterministic=True):
+        assert order(512) is None
+    q = torch.randn(1, 2, 512, 64, dtype=torch.bfloat16)
+    found = compiled(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.0))(
+        q.requires_grad_()
+    )  # cuDNN cannot: the next does
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q))
+    capability = (8, 9)
+    assert order(512) is None
 
 
 def test_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +175,6 @@ def test_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "_enabled", lambda: {FLASH, MATH})
     monkeypatch.setattr(libraries, "_is_measured", lambda device: True)
     with config.patch(max_autotune=True), fresh_cache(), sdpa_kernel([FLASH, MATH]):
-        assert libraries.preferred(operands(300), 0.0, True, None, False) in (FLASH, MATH)
+        assert libraries.preferred(operands(300), 0.0, True, None, False) in ((FLASH,), (MATH,))
     why = decisions[-1].why
     assert why.startswith("measured: ") and "flash" in why and "math" in why

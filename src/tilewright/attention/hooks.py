@@ -27,6 +27,7 @@ from tilewright.ir.program import Store, View
 LOG2E = 1.4426950408889634
 LANES = 128  # blocks that are looked at together
 LOCAL = {"part_out": torch.float32, "part_lse": torch.float32}
+LEAST = -3.4028234663852886e38  # of float32
 FAR = (1 << 31) - (1 << 20)
 
 
@@ -138,6 +139,10 @@ class Hooks:
     @property
     def group(self) -> int:
         return self.node.group
+
+    @property
+    def least(self) -> str:
+        return repr(LEAST)
 
     # ---- which block
 
@@ -407,11 +412,21 @@ class Hooks:
 
     # ---- scores
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are products that are scaled, in units of ln 2. Others are as they are:
+        the least number of a type, in such units, would be minus infinity."""
+        return self.node.score is element(SCORE, self.node.working)
+
+    def units(self, text: str) -> str:
+        """A difference of scores in units of ln 2."""
+        return text if self.is_plain else f"({text}) * {LOG2E!r}"
+
     def score(self, name: str, masked: bool) -> str:
-        """From products to scores in units of ln 2, minus infinity where the mask does not hold."""
+        """From products to scores, minus infinity where the mask does not hold."""
         node = self.node
         plain = element(SCORE, node.working)
-        if node.score is plain:
+        if self.is_plain:
             lines = [f"{name} = {name} * {node.scale * LOG2E!r}"]
             w = self.tile_writer()
         else:
@@ -420,7 +435,7 @@ class Hooks:
             w.is_tile(plain, (self.m, self.n))
             w.know(plain, "raw")
             text = w.operand(node.score)
-            lines += [*w.taken(), f"{name} = {text} * {LOG2E!r}"]
+            lines += [*w.taken(), f"{name} = {text}"]
         return self.mark([*lines, *self._hidden(w, name, masked)])
 
     def _hidden(self, w: _Writer, name: str, masked: bool) -> list[str]:
@@ -483,6 +498,9 @@ class Hooks:
         tile = frozenset((self.m, self.n))
         value = f"tl.broadcast_to({value}, {w.shape(tile)})"
         mask = "held"
+        if self._is_once(store):
+            place = f"tl.broadcast_to({w.spread(place, have, tile)}, {w.shape(tile)})"
+            return [*lines, f"tl.store({self.pointer(store.buffer)} + {place}, {value}, held)"]
         if self.m not in have and self.n not in have:
             value, mask = f"tl.reduce({value}, None, tri.add)", ""
             place = f"{place}"
@@ -495,6 +513,14 @@ class Hooks:
         place = w.spread(place, have, have)
         where = f"{self.pointer(store.buffer)} + ({place})"
         return [*lines, f"tl.atomic_add({where}, {value}, {mask})"]
+
+    def _is_once(self, store: Store) -> bool:
+        """Whether no two scores add to the same element, as to those of a bias of all scores."""
+        loops = [v for v in self.node.place if v.src[0] is not ix.ONE]
+        steps = [(ix.coefficient(store.index, v), v.src[0]) for v in loops]
+        known = [(step, size) for step, size in steps if step is not None]
+        alone = sum(s.buffer == store.buffer for s in self.node.stores) == 1
+        return alone and len(known) == len(steps) and ix.separate(known)
 
     # ---- the whole
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -33,20 +34,20 @@ BY_ROW, BY_COLUMN, OWN = 2, 6, -3  # where a block mask, as a tuple, has its tab
 WIDEST = 256  # elements of a query
 TYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
-Function = Callable[..., torch.Tensor]
-
-
-Library = Callable[[Sequence[torch.Tensor], float, bool, float | None, bool], SDPBackend | None]
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Order = tuple[SDPBackend, ...]
+Library = Callable[[Sequence[torch.Tensor], float, bool, float | None, bool], Order | None]
 
 
 def _torchs(operands: Sequence[torch.Tensor], dropout: float, causal: bool, scale: float | None,
-            grouped: bool) -> SDPBackend | None:  # fmt: skip
+            grouped: bool) -> Order | None:  # fmt: skip
     return None
 
 
 library: Library = _torchs
-"""Which of torch's kernels is to compute a call (operands, dropout, causal, scale, grouped heads);
-None: whichever torch takes. `attention/libraries.py` puts one here that measures."""
+"""Which of torch's kernels are to compute a call (operands, dropout, causal, scale, grouped heads),
+the first that can; None: whichever torch takes. `attention/libraries.py` puts one here that
+measures."""
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -55,23 +56,88 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               enable_gqa: bool = False) -> torch.Tensor:  # fmt: skip
     """What is traced for the operator."""
     operands = (query, key, value)
-    reason = _refused(operands, attn_mask, dropout_p, is_causal, enable_gqa)
-    if reason:
-        mask = attn_mask
-        if mask is not None and mask.device.type == "cuda" and _is_odd(mask):
-            mask = mask.clone(memory_format=torch.contiguous_format)
-        key_ = torch._C.DispatchKey.CompositeImplicitAutograd
-        given = operands if mask is None else (*operands, mask)
-        taken = library(given, dropout_p, is_causal, scale, enable_gqa)
-        with contextlib.nullcontext() if taken is None else sdpa_kernel(taken):
-            return WHOLE._op_dk(key_, query, key, value, mask, dropout_p, is_causal, scale=scale,
-                                enable_gqa=enable_gqa)  # fmt: skip
+    if _is_foldable(operands, attn_mask, dropout_p):
+        q, k, v = _folded(operands, enable_gqa)
+        found = attention(q, k, v, _mask_of(attn_mask, query, enable_gqa), dropout_p, is_causal,
+                          scale=scale, enable_gqa=enable_gqa)  # fmt: skip
+        return found.reshape(*query.shape[:-1], value.size(-1)).contiguous()  # as eager's
+    is_odd = attn_mask is not None and _is_odd(attn_mask)
+    if refused(operands, attn_mask, dropout_p, is_causal, enable_gqa):
+        return _by_library(operands, attn_mask, dropout_p, is_causal, scale, enable_gqa, is_odd)
     by = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
-    out = _flex(operands, attn_mask, is_causal, by)
-    return _laid_out(out, attn_mask is not None and _is_odd(attn_mask))
+    is_odd |= query.device.type == "cpu" and query.size(-1) != value.size(-1)
+    return _laid_out(_flex(operands, attn_mask, is_causal, by), query, is_odd)
 
 
-def _laid_out(out: torch.Tensor, is_math: bool) -> torch.Tensor:
+def _by_library(operands: Operands, mask: torch.Tensor | None, dropout: float, causal: bool,
+                scale: float | None, grouped: bool, is_odd: bool) -> torch.Tensor:  # fmt: skip
+    """By the fastest of torch's own kernels. What makes torch fall back to the mathematical form
+    is changed first."""
+    device = operands[0].device.type
+    is_odd = is_odd and config.attention and device in ("cpu", "cuda")
+    is_odd = is_odd and mask is not None and not _is_transformed(mask)
+    if mask is not None and is_odd:
+        cuda = device == "cuda"
+        mask = mask.clone(memory_format=torch.contiguous_format) if cuda else four(mask)
+    key_ = torch._C.DispatchKey.CompositeImplicitAutograd
+    given = operands if mask is None else (*operands, mask)
+    taken = library(given, dropout, causal, scale, grouped)
+    with contextlib.nullcontext() if taken is None else sdpa_kernel(list(taken), set_priority=True):
+        found = WHOLE._op_dk(key_, *operands, mask, dropout, causal, scale=scale,
+                             enable_gqa=grouped)  # fmt: skip
+    return found.contiguous() if is_odd else found
+
+
+def repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: int,
+             attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+             is_causal: bool = False, scale: float | None = None) -> torch.Tensor:  # fmt: skip
+    """The call with each key head and value repeated for the heads of its group: not copied where
+    a kernel knows of groups."""
+    operands = (query, key, value)
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    knows = attn_mask is None and query.device.type == "cuda" and half
+    if not knows and refused(operands, attn_mask, dropout_p, is_causal, True):
+        key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+        group = 1
+    return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                     enable_gqa=group > 1)  # fmt: skip
+
+
+def _is_foldable(operands: Operands, mask: torch.Tensor | None, dropout: float) -> bool:
+    """Whether operands of other than four dimensions are better off with four: torch computes
+    them in its mathematical form."""
+    query = operands[0]
+    given = operands if mask is None else (*operands, mask)
+    if not config.attention or not all(is_plain(t) for t in given):
+        return False
+    dims = query.dim()
+    if dims == 4 or dims < 2 or any(t.dim() != dims or not is_some(t) for t in operands):
+        return False
+    if dropout and query.device.type != "cuda":
+        return False
+    lead = [t.shape[: max(0, dims - 3)] for t in operands]
+    return all(same == lead[0] for same in lead) and (mask is None or mask.dim() <= dims)
+
+
+def _folded(operands: Operands, grouped: bool) -> tuple[torch.Tensor, ...]:
+    if operands[0].dim() > 4:
+        return tuple(t.reshape(-1, *t.shape[-3:]) for t in operands)
+    if operands[0].dim() == 2:
+        return tuple(t[None, None] for t in operands)
+    return tuple(t.unsqueeze(0 if grouped else 1) for t in operands)
+
+
+def _mask_of(mask: torch.Tensor | None, query: torch.Tensor, grouped: bool) -> torch.Tensor | None:
+    if mask is None or mask.dim() < 3:
+        return mask
+    if query.dim() == 3:
+        return mask.unsqueeze(0 if grouped else 1)
+    if mask.dim() == 3:
+        return mask
+    return mask.expand(*query.shape[:-3], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+
+
+def _laid_out(out: torch.Tensor, query: torch.Tensor, is_math: bool) -> torch.Tensor:
     """With the strides that eager's result has: users view it as they know it. The mathematical
     form gives it contiguous, kernels of cards with heads beside each other, those of CPUs like
     queries."""
@@ -79,18 +145,24 @@ def _laid_out(out: torch.Tensor, is_math: bool) -> torch.Tensor:
         return out.contiguous()
     if out.device.type == "cuda":
         return out.transpose(1, 2).contiguous().transpose(1, 2)
+    if any(_is(step, 0) and not _is(n, 1) for n, step in zip(query.shape, query.stride(),
+                                                             strict=True)):  # fmt: skip
+        alike = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
+        order = sorted(range(4), key=lambda d: -alike.stride(d))
+        out = out.permute(order).contiguous()
+        return out.permute([order.index(d) for d in range(4)])
     return out
 
 
-def _refused(operands: tuple[torch.Tensor, ...], mask: torch.Tensor | None, dropout: float,
-             causal: bool, grouped: bool) -> str:  # fmt: skip
+def refused(operands: Operands, mask: torch.Tensor | None, dropout: float, causal: bool,
+            grouped: bool) -> str:  # fmt: skip
     """Why torch's own kernels are to compute it, or an empty string."""
     query, key, value = operands
     if not config.attention:
         return "the option `attention` is off"
     device = query.device.type
     given = operands if mask is None else (*operands, mask)
-    if any(t.is_nested or t.layout != torch.strided or _is_transformed(t) for t in given):
+    if not all(is_plain(t) for t in given):
         return "operands that are not plain tensors"
     if dropout:
         return "weights are dropped"
@@ -116,7 +188,7 @@ def _refused(operands: tuple[torch.Tensor, ...], mask: torch.Tensor | None, drop
         return "heads or widths that are not known, or too wide"
     if known[1] != known[2] or (known[0] != known[1] and not grouped) or known[0] % known[1]:
         return "heads that do not fit each other"
-    if any(_is(n, 0) for t in operands for n in t.shape):
+    if not all(is_some(t) for t in operands):
         return "there is nothing to compute"
     if any(t.size(0) is not query.size(0) and t.size(0) != query.size(0) for t in (key, value)):
         return "batches that do not fit each other"
@@ -126,6 +198,24 @@ def _refused(operands: tuple[torch.Tensor, ...], mask: torch.Tensor | None, drop
     if device == "cuda":
         return "" if mask is not None else "the library computes it without a mask"
     return "a device without kernels of ours"
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    return not t.is_nested and t.layout == torch.strided and not _is_transformed(t)
+
+
+def is_some(t: torch.Tensor) -> bool:
+    """Whether it has elements, as far as is known."""
+    return not any(_is(n, 0) for n in t.shape)
+
+
+def settle(operands: Sequence[torch.Tensor]) -> None:
+    """Heads and widths that are symbols become numbers."""
+    for t in operands:
+        dims = {4: (1, 3), 3: (2,)}.get(t.dim(), ())
+        for n in (t.size(d) for d in dims):
+            if isinstance(n, torch.SymInt) and not free_unbacked_symbols(n):
+                int(n)  # a guard
 
 
 def _is_transformed(t: torch.Tensor) -> bool:
@@ -146,78 +236,43 @@ def _is_odd(mask: torch.Tensor) -> bool:
     return mask.dim() > 0 and mask.stride(-1) != 1
 
 
-def written_out(query: torch.Tensor, turned: torch.Tensor, value: torch.Tensor, scale: float,
-                added: torch.Tensor | None, mask: torch.Tensor | None, fill: Any
-                ) -> torch.Tensor:  # fmt: skip
-    """Attention that the user wrote out: scores are scaled, something is added, and where the mask
-    holds they are replaced."""
-    operands = (query, turned.transpose(-2, -1), value)
-    masks = [m for m in (added, mask) if m is not None]
-    if refused_apart(operands) or any(m.requires_grad for m in masks):
-        scores = torch.matmul(query, turned) * scale
-        scores = scores if added is None else scores + added
-        scores = scores if mask is None else scores.masked_fill(mask, fill)
-        return torch.matmul(torch.softmax(scores, -1, torch.float32).to(value.dtype), value)
-    held = tuple(m.reshape([1] * (4 - m.dim()) + list(m.shape)) for m in masks)
-
-    def changed(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor,
-                n: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        if added is not None:
-            score = score + _element(rest[0], (b, h, m, n))
-        if mask is not None:
-            score = torch.where(_element(rest[-1], (b, h, m, n)), fill, score)
-        return score
-
-    def always(b: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(b, dtype=torch.bool)
-
-    tables = _no_blocks(query, operands[1])
-    out, lse, _ = flex_attention(*operands, changed, (*tables, always), scale, {}, held, ())
-    out = out.contiguous()
-    if masks and fill not in (None, -math.inf) and added is None:
-        return out
-    # a row of which nothing is left: not a number, as of a softmax of nothing but minus infinity
-    return torch.where((lse == -math.inf)[..., None], math.nan, out) if masks else out
+def four(mask: torch.Tensor) -> torch.Tensor:
+    """A mask with the dimensions of scores."""
+    return mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
 
 
-def refused_apart(operands: tuple[torch.Tensor, ...]) -> str:
-    """Why attention that was written out is left as it is, or an empty string."""
-    return _refused(operands, operands[0] if operands[0].is_cuda else None, 0.0, False, False)
-
-
-def _element(held: torch.Tensor, place: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def element(held: torch.Tensor, place: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Of a mask of four dimensions, some of them one for all positions."""
     sizes: list[Any] = list(held.shape)
     at = [torch.zeros_like(p) if _is(n, 1) else p for p, n in zip(place, sizes, strict=True)]
     return aten.index.Tensor(held, at)
 
 
-def _flex(operands: tuple[torch.Tensor, ...], mask: torch.Tensor | None, causal: bool,
+def _flex(operands: Operands, mask: torch.Tensor | None, causal: bool,
           scale: float) -> torch.Tensor:  # fmt: skip
     query, key, _ = operands
     buffers: tuple[torch.Tensor, ...] = ()
     if mask is not None:
-        mask = mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
-        buffers = (mask,)
+        buffers = (four(mask),)
 
     def plain(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return score
 
     def added(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor,
               n: torch.Tensor, held: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        return score + _element(held, (b, h, m, n))
+        return score + element(held, (b, h, m, n))
 
     def holds(b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor,
               *held: torch.Tensor) -> torch.Tensor:  # fmt: skip
         below = m >= n
         if not held:
             return below if causal else torch.ones_like(below)
-        found = _element(held[0], (b, h, m, n))
+        found = element(held[0], (b, h, m, n))
         return found & below if causal else found
 
     boolean = mask is not None and mask.dtype == torch.bool
     score_mod = plain if mask is None or boolean else added
-    tables = _no_blocks(query, key)
+    tables = no_blocks(query, key)
     call: Any = flex_attention
     out, _, _ = call(
         *operands, score_mod, (*tables, holds), scale, {},
@@ -226,7 +281,7 @@ def _flex(operands: tuple[torch.Tensor, ...], mask: torch.Tensor | None, causal:
     return out
 
 
-def _no_blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
+def no_blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
     """A block mask with one block, as a tuple without its function."""
     one = torch.ones((1, 1, 1), dtype=torch.int32, device=query.device)
     first = torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=query.device)
@@ -295,5 +350,6 @@ def _in_memory(user: Node) -> set[Any]:
     return found
 
 
-__all__ = ["BY_COLUMN", "BY_ROW", "NO_BLOCKS", "OWN", "WHOLE", "attention",
-           "is_read_by", "known_int", "prune", "written_out"]  # fmt: skip
+__all__ = ["BY_COLUMN", "BY_ROW", "NO_BLOCKS", "OWN", "TYPES", "WHOLE", "attention", "element",
+           "four", "is_plain", "is_read_by", "is_some", "known_int", "no_blocks", "prune",
+           "refused", "repeated", "settle"]  # fmt: skip

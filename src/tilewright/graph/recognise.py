@@ -1,40 +1,37 @@
 """Attention in the graph that Dynamo captured, before anything is differentiated.
 
-Written out by hand (products, scale, mask, softmax, product) it becomes one call, so its backward
-is one too. A mask that depends on no input is looked at once, here: one that holds everywhere is
-left out, and the lower triangle is `is_causal`, for which libraries have faster kernels.
+Written out by hand (products, scale, mask, softmax, product: `apart.py`) it becomes one call, so
+its backward is one too. Keys that are copied for the heads that share them are not. A mask that
+depends on no input is looked at once, here: one that holds everywhere is left out, and the lower
+triangle is `is_causal`, for which libraries have faster kernels.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx
 import torch.nn.functional as F
 from torch._higher_order_ops.flex_attention import flex_attention
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from tilewright import config, metrics
-from tilewright.graph import attention
+from tilewright.graph import apart, attention
+from tilewright.graph.apart import kind_of, value_of
 
 Node = torch.fx.Node
 MOST_ELEMENTS = 1 << 26  # of a mask that is computed to be looked at
 MOST_NODES = 64
+HUGE = -1e9  # of a score to which this is added, or that becomes it, nothing is left
 
-PRODUCTS = frozenset((torch.matmul, operator.matmul, "matmul", "__matmul__"))
-SOFTMAX = frozenset((torch.softmax, F.softmax, torch.nn.functional.softmax, "softmax"))
-DIVIDED = frozenset((operator.truediv, torch.div, "div", operator.itruediv))
-SCALED = frozenset((operator.mul, torch.mul, "mul", operator.imul)) | DIVIDED
-ADDED = frozenset((operator.add, torch.add, operator.iadd, "add"))
-FILLED = frozenset((torch.masked_fill, "masked_fill"))
-DROPPED = frozenset((F.dropout, torch.dropout))
-CONVERTED = frozenset(("to", "type_as", "float", "half", "bfloat16"))
 WHOLE = frozenset((F.scaled_dot_product_attention,))
+REPEATED = frozenset((torch.repeat_interleave, "repeat_interleave"))
+SPREAD = (slice(None), slice(None), None)  # keys with a dimension for the heads that share them
 
 
 def recognise(gm: torch.fx.GraphModule) -> None:
@@ -43,14 +40,20 @@ def recognise(gm: torch.fx.GraphModule) -> None:
         return
     changed = False
     for node in list(gm.graph.nodes):
-        if _kind(node) in WHOLE or node.target is flex_attention:
+        if node.target is torch.einsum:
+            apart.expand_einsums(gm.graph, node, lambda n: _number(gm, n))
+    for node in list(gm.graph.nodes):
+        if kind_of(node) in WHOLE or node.target is flex_attention:
             _settle(node)
-        if _kind(node) in WHOLE:
-            changed |= _look_at_mask(gm, node)
-        elif _kind(node) in PRODUCTS:
-            found = _apart(node)
+        if kind_of(node) in WHOLE:
+            changed |= _look_at_mask(gm, node) | _share_heads(node)
+        elif kind_of(node) in apart.PRODUCTS:
+            found = apart.matched(node, lambda n: _number(gm, n))
             if found is not None:
-                _replace(gm.graph, node, found)
+                found = _without_constants(gm, found)
+                group, key, value = _shared(found.key, found.value)
+                found = replace(found, key=key, value=value)
+                apart.replace(gm.graph, node, found, group)
                 metrics.counters["attention"]["recognised"] += 1
                 changed = True
     if changed:
@@ -58,29 +61,81 @@ def recognise(gm: torch.fx.GraphModule) -> None:
         gm.recompile()
 
 
+def _number(gm: torch.fx.GraphModule, value: Any) -> float | None:
+    """A number, or a tensor that is one at every call."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    fake = value_of(value)
+    if not isinstance(value, Node) or not isinstance(fake, torch.Tensor) or fake.dim():
+        return None
+    known = _constant(gm, value)
+    return None if known is None else float(known)
+
+
+# ---- keys and values that are repeated for heads that share them
+
+
+def _share_heads(node: Node) -> bool:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if given.pop("enable_gqa", False):
+        return False
+    group, given["key"], given["value"] = _shared(given["key"], given["value"])
+    if group == 1:
+        return False
+    node.target, node.args, node.kwargs = attention.repeated, (), {**given, "group": group}
+    return True
+
+
+def _shared(key: Any, value: Any) -> tuple[int, Any, Any]:
+    """How many heads share one, and keys and values before they were repeated."""
+    found = [_unrepeated(n) for n in (key, value)]
+    if found[0][0] == found[1][0]:
+        return found[0][0], found[0][1], found[1][1]
+    return 1, key, value
+
+
+def _unrepeated(node: Any) -> tuple[int, Any]:
+    kind, whole = kind_of(node), value_of(node)
+    spread: Any = None
+    row: Any = None
+    if not isinstance(whole, torch.Tensor) or whole.dim() != 4:
+        return 1, node
+    if kind in REPEATED and len(node.args) == 3:
+        dim, by = node.args[2], node.args[1]
+        return (by, node.args[0]) if dim in (1, -3) and isinstance(by, int) else (1, node)
+    if kind in REPEATED and len(node.args) == 2 and set(node.kwargs) == {"dim"}:
+        by = node.args[1]
+        known = node.kwargs["dim"] in (1, -3) and isinstance(by, int)
+        return (by, node.args[0]) if known else (1, node)
+    spread = node.args[0] if kind in apart.VIEWED else None
+    row = spread.args[0] if kind_of(spread) == "expand" else None
+    source = row.args[0] if kind_of(row) in (operator.getitem, "unsqueeze", torch.unsqueeze) else 0
+    sizes: list[Any] = [tuple(getattr(value_of(n), "shape", ())) for n in (source, row, spread)]
+    if [len(s) for s in sizes] != [4, 5, 5]:
+        return 1, node
+    place: Any = row.args[1]
+    fits = place == 2 if isinstance(place, int) else _is_spread(place)
+    b, heads, group, *rest = list(sizes[2])
+    same = sizes[0] == (b, heads, *rest) and tuple(whole.shape) == (b, heads * group, *rest)
+    return (group, source) if fits and same and isinstance(group, int) else (1, node)
+
+
+def _is_spread(place: Any) -> bool:
+    known = isinstance(place, tuple) and place[:3] == SPREAD and len(place) <= 5
+    return known and all(p == slice(None) or p is Ellipsis for p in place[3:])
+
+
 def _settle(node: Node) -> None:
     """Heads, widths and the sizes of blocks are facts of a model: where sizes are symbols, these
     become numbers."""
     if node.target is flex_attention:
         block_mask: Any = node.args[4]
-        for size in map(_value, block_mask[attention.OWN : -1]):
+        for size in map(value_of, block_mask[attention.OWN : -1]):
             if isinstance(size, torch.SymInt):
                 int(size)
     given = [*node.args[:3], *(node.kwargs.get(n) for n in ("query", "key", "value"))]
-    for value in map(_value, given):
-        if isinstance(value, torch.Tensor) and value.dim() == 4:
-            for n in (value.size(1), value.size(3)):
-                if isinstance(n, torch.SymInt) and not free_unbacked_symbols(n):
-                    int(n)  # a guard
-
-
-def _kind(node: Any) -> Any:
-    called = isinstance(node, Node) and node.op in ("call_function", "call_method")
-    return node.target if called else None
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, Node) else node
+    attention.settle([t for t in map(value_of, given) if isinstance(t, torch.Tensor)])
 
 
 # ---- masks that are the same at every call
@@ -105,6 +160,47 @@ def _look_at_mask(gm: torch.fx.GraphModule, node: Node) -> bool:
     return True
 
 
+def _without_constants(gm: torch.fx.GraphModule, found: apart.Found) -> apart.Found:
+    """Steps that hide nothing are left out, and one that hides what is above the diagonal."""
+    if found.turned:
+        return found
+    for k, (what, by, other) in enumerate(found.steps):
+        known = _constant(gm, other) if isinstance(other, Node) else None
+        kept = None if known is None else _kept(what, by, known)
+        if kept is None:
+            continue
+        rest = (*found.steps[:k], *found.steps[k + 1 :])
+        if bool(kept.all()):
+            return _without_constants(gm, replace(found, steps=rest))
+        number = by if what != "add" or known is None else float(known.min())
+        if _is_lower(kept) and _is_square(found) and _stays_hidden(number, k, rest):
+            return replace(found, steps=rest, causal=True)
+    return found
+
+
+def _kept(what: str, by: float, known: torch.Tensor) -> torch.Tensor | None:
+    """Where a step leaves scores as they are, if it leaves nothing of the rest."""
+    if what == "add" and by == 1.0:
+        zero = known == 0
+        return zero if bool((zero | (known == known.min())).all()) and known.min() <= HUGE else None
+    if what in ("fill", "keep") and by <= HUGE:
+        return known if what == "keep" else ~known
+    return None
+
+
+def _stays_hidden(number: float, at: int, rest: Sequence[apart.Step]) -> bool:
+    """Whether what became this number has no part in a softmax, also of a row where other steps
+    hide all that is left."""
+    if number != -math.inf:
+        return all(what == "scale" and by > 0 for what, by, _ in rest)
+    return all(what == "add" or (what == "scale" and by > 0) for what, by, _ in rest[at:])
+
+
+def _is_square(found: apart.Found) -> bool:
+    query, key = value_of(found.query), value_of(found.key)
+    return query.size(-2) == key.size(-2)
+
+
 def _is_lower(mask: torch.Tensor) -> bool:
     rows, columns = mask.shape[-2:] if mask.dim() > 1 else (0, 1)
     lower = torch.ones(rows, columns, dtype=torch.bool).tril()
@@ -113,7 +209,7 @@ def _is_lower(mask: torch.Tensor) -> bool:
 
 def _constant(gm: torch.fx.GraphModule, mask: Node) -> torch.Tensor | None:
     """The mask itself, where no input has a part in it and it is cheap to compute."""
-    fake = _value(mask)
+    fake = value_of(mask)
     sizes: list[Any] = list(fake.shape) if isinstance(fake, torch.Tensor) else [None]
     if not all(isinstance(n, int) for n in sizes):
         return None
@@ -156,7 +252,7 @@ def _ancestors(node: Node) -> list[Node] | None:
             continue
         if here.op not in ("call_function", "call_method") or len(found) >= MOST_NODES:
             return None
-        if not isinstance(_value(here), torch.Tensor) or _is_random(here):
+        if not isinstance(value_of(here), torch.Tensor) or _is_random(here):
             return None
         found[here] = None
         waiting += here.all_input_nodes
@@ -166,105 +262,6 @@ def _ancestors(node: Node) -> list[Node] | None:
 def _is_random(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return "rand" in name or "dropout" in name or "bernoulli" in name or name.endswith("_")
-
-
-# ---- attention written out
-
-
-@dataclass(frozen=True)
-class Found:
-    query: Node
-    turned: Node  # keys, turned around
-    value: Node
-    scale: float
-    added: Node | None
-    filled: tuple[Node, float] | None
-
-
-def _apart(node: Node) -> Found | None:
-    """The attention whose last product this is."""
-    weights, value = _pair(node)
-    while _kind(weights) in CONVERTED or _drops_nothing(weights):
-        if len(weights.users) != 1:
-            return None
-        weights = weights.args[0]
-    if _kind(weights) not in SOFTMAX or len(weights.users) != 1 or not _is_last(weights):
-        return None
-    scores: Any = weights.args[0]
-    filled: tuple[Node, float] | None = None
-    added: Node | None = None
-    scale = 1.0
-    while isinstance(scores, Node) and len(scores.users) == 1:
-        kind = _kind(scores)
-        if kind in PRODUCTS:
-            query, turned = _pair(scores)
-            found = Found(query, turned, value, scale, added, filled)
-            return found if _fits(found) else None
-        rest: list[Any]
-        inner, *rest = scores.args
-        if kind == "float":
-            scores = inner
-        elif kind in FILLED and filled is None and added is None and scale == 1.0:
-            if len(rest) != 2 or not isinstance(rest[1], (int, float)):
-                return None
-            filled, scores = (rest[0], float(rest[1])), inner
-        elif kind in ADDED and added is None and scale == 1.0 and len(rest) == 1:
-            if not isinstance(rest[0], Node) or scores.kwargs:
-                return None
-            added, scores = rest[0], inner
-        elif kind in SCALED and len(rest) == 1 and isinstance(rest[0], (int, float)):
-            scale *= 1 / rest[0] if kind in DIVIDED else rest[0]
-            scores = inner
-        else:
-            return None
-    return None
-
-
-def _pair(node: Node) -> tuple[Any, Any]:
-    return (node.args[0], node.args[1]) if len(node.args) == 2 else (None, None)
-
-
-def _drops_nothing(node: Any) -> bool:
-    if _kind(node) not in DROPPED:
-        return False
-    given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
-    return given.get("p", 0.5) == 0 or given.get("training", given.get("train", True)) is False
-
-
-def _is_last(node: Node) -> bool:
-    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-    value = _value(node)
-    return isinstance(value, torch.Tensor) and dim in (-1, value.dim() - 1)
-
-
-def _fits(found: Found) -> bool:
-    query, turned, value = (_value(n) for n in (found.query, found.turned, found.value))
-    if not all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in (query, turned, value)):
-        return False
-    if attention.refused_apart((query, turned.transpose(-2, -1), value)):
-        return False
-    same = query.shape[:2] == turned.shape[:2] == value.shape[:2]
-    masks = [n for n in (found.added, found.filled[0] if found.filled else None) if n is not None]
-    scores = (*query.shape[:3], turned.shape[3])
-    return same and math.isfinite(found.scale) and all(_spreads(_value(m), scores) for m in masks)
-
-
-def _spreads(mask: Any, shape: tuple[Any, ...]) -> bool:
-    if not isinstance(mask, torch.Tensor) or mask.dim() > 4 or mask.requires_grad:
-        return False
-    lead = 4 - mask.dim()
-    return all(n == 1 or n == of for n, of in zip(mask.shape, shape[lead:], strict=True))
-
-
-def _replace(graph: torch.fx.Graph, node: Node, found: Found) -> None:
-    fill = None if found.filled is None else found.filled[1]
-    mask = None if found.filled is None else found.filled[0]
-    with graph.inserting_before(node):
-        args = (found.query, found.turned, found.value, found.scale, found.added, mask, fill)
-        made = graph.call_function(attention.written_out, args)
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
 
 
 __all__ = ["recognise"]

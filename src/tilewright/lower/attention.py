@@ -87,11 +87,16 @@ class _Site:
         if view is None or not (view.stride[-1] is ix.ONE or view.size[-1] is ix.ONE):
             fake = node.meta["val"]
             stride = self.ctx.sizes.tuple(fake.stride())
-            found = self.ctx.copy(found, stride if stride[-1] is ix.ONE else None)
-            self.ctx.env[node] = found
+            found = self._kept(node, self.ctx.copy(found, stride if stride[-1] is ix.ONE else None))
             view = as_view(found)
             assert view is not None
         return view
+
+    def _kept(self, node: Node, stored: Tensor) -> Tensor:
+        """In memory from here on, unless this call is not lowered after all."""
+        self.ctx.detached.append((node, self.ctx.env[node]))
+        self.ctx.env[node] = stored
+        return stored
 
     def number(self, e: Expr) -> Tensor:
         return Tensor((), e.dtype, self.device, e)
@@ -151,7 +156,7 @@ class _Site:
         """An element of a table, whose batches and heads may be one for all."""
         t = self._table(node)
         if not is_stored(t) and loads(t.body):
-            t = self.ctx.env[node] = self.ctx.realize(t)
+            t = self._kept(node, self.ctx.realize(t))
         lead = [ix.ZERO if n is ix.ONE else v for n, v in zip(t.size, self.place, strict=False)]
         return build.cast(t.at((*lead[:2], *place)), torch.int64)
 
@@ -235,14 +240,14 @@ def _node(site: _Site, block_mask: Any, scale: Any, score_mod: Any, others: Any)
     scale = scale.meta.get("val") if isinstance(scale, Node) else scale
     if isinstance(scale, torch.SymFloat) and not scale.node.expr.free_symbols:
         scale = float(scale.node.expr)
-    if not isinstance(scale, float):
+    if not isinstance(scale, (int, float)):
         raise Unsupported("a scale that is not known")
     score = site.number(element(SCORE, site.working))
     changed = site.expression(score_mod, [score, *site.position()], others[0])
     mask = site.expression(block_mask[-1], site.position(), others[1])
     if mask.dtype != torch.bool:
         mask = build.op("ne", mask, const(0, mask.dtype))
-    made = Attention(*site.place, site.group, scale, build.cast(changed, site.working), mask)
+    made = Attention(*site.place, site.group, float(scale), build.cast(changed, site.working), mask)
     sizes = block_mask[OWN : OWN + 2]
     sparse = site.sparse(block_mask[BY_ROW : BY_ROW + 4], *sizes)
     return replace(made, sparse=sparse)

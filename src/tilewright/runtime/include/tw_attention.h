@@ -231,8 +231,9 @@ struct Task {
                 const T x = sums[c * ROWS + i];
                 out[c * s.out_step()] = cast<O>(by == T(0) && total[i] == T(0) ? T(0) : x * by);
             }
-            const T found = total[i] == T(0) ? -limits_inf() : most[i] + log(total[i]);
-            *s.lse(b, head(i), row(i)) = float(found * T(1.4426950408889634));
+            const T found = (most[i] + log(total[i])) * T(1.4426950408889634), lowest = T(-__FLT_MAX__);
+            *s.lse(b, head(i), row(i)) =
+                float(total[i] == T(0) ? -limits_inf() : found < lowest ? lowest : found);
             if constexpr (S::MAXIMA)
                 *s.maximum(b, head(i), row(i)) = float(most[i] * T(1.4426950408889634));
         }
