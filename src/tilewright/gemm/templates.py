@@ -197,6 +197,7 @@ class TritonTemplate:
             end=hooks.end,
             along_k=hooks.grouped is problem.k,
             acc_type=TYPE[accumulator(problem)],
+            whole=not accumulator(problem).is_floating_point,
             wide=".to(tl.int64)" if hooks.wide else "",
             batched=problem.is_batched,
             split=split,
