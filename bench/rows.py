@@ -166,6 +166,7 @@ def parser(name: str, about: str | None, parts: Iterable[str]) -> argparse.Argum
     made = argparse.ArgumentParser(prog=f"python -m {name}", description=about, formatter_class=raw)
     made.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; or all")
     made.add_argument("--minutes", type=float, default=8.7, help="for all parts together")
+    made.add_argument("--only", default="", help="rows with this in their names")
     made.add_argument("--out", type=Path, help="what is found, row by row; or a file in $OUT")
     made.add_argument("--here", action="store_true", help="in this process: what breaks ends it")
     made.add_argument("--worker", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -176,6 +177,7 @@ def run(name: str, given: argparse.Namespace, arguments: Sequence[str], rows: It
         shares: Mapping[str, float], verdict: Callable[[list[Found]], list[str]]
         ) -> int:  # fmt: skip
     """Measures, as one process or as the one that waits; and prints the verdict."""
+    rows = [row for row in rows if given.only in row.name]
     if given.worker:
         measured(rows, shares, Book(given.out), given.worker)
         return 0
