@@ -36,6 +36,7 @@ from bench.rows import Found, Row, mark, said
 from tests.gpu.gemm_cublaslt import microseconds
 from tests.products import problem
 from tilewright import config, metrics
+from tilewright.gemm.choose import decisions
 from tilewright.gemm.cutedsl import build, quack
 from tilewright.gemm.cutedsl.source import CuteSource
 from tilewright.target import Target
@@ -88,6 +89,8 @@ def product(m: int, n: int, k: int, dtype: torch.dtype) -> Found:
             continue
         if ours < best:
             best, who = ours, candidate.description
+    if not math.isfinite(best):
+        raise RuntimeError(f"no candidate ran: {'; '.join(failed)[:300]}")
     shown = f"library {theirs:.1f} us, ours {best:.1f} us, {theirs / best:.3f} by {who}"
     return {"x": theirs / best, "candidates failed": failed,
             "shown": f"{shown} {'; '.join(failed)[:300]}"}  # fmt: skip
@@ -96,6 +99,7 @@ def product(m: int, n: int, k: int, dtype: torch.dtype) -> Found:
 def _timed(candidate: quack.QuackCandidate, made: list[Any], expected: Tensor) -> float:
     kernel = candidate.kernel()
     assert isinstance(kernel.source, CuteSource)
+    build.load(kernel.source.request)  # what cannot be loaded would be torch's own operation
     given = [[x.tensors[n] for _, n in kernel.arguments] for x in made]
     made[0].tensors["c"].fill_(float("nan"))
     kernel.source(*given[0])
@@ -139,8 +143,9 @@ def fused(name: str) -> Found:
             torch.testing.assert_close(compiled(*given), f(*given), rtol=5e-2, atol=1.0)
             times[backends] = microseconds([functools.partial(compiled, *given)])
     library, ours = times["ATEN,CUBLASLT"], times["CUTEDSL"]
-    return {"x": library / ours,
-            "shown": f"libraries {library:.1f}, ours {ours:.1f} us"}  # fmt: skip
+    winner = decisions[-1].winner if decisions else ""
+    shown = f"libraries {library:.1f}, ours {ours:.1f} us, {library / ours:.3f} by {winner}"
+    return {"x": library / ours, "shown": shown}
 
 
 GROUPED = ((8, 4096, 4096, 4096), (16, 8192, 2048, 4096), (64, 16384, 2048, 1408),

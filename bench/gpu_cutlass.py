@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +64,7 @@ class Enough(BaseException):
 
 
 @contextmanager
-def collecting(found: dict[str, NvccSource]) -> Iterator[None]:
+def collecting(found: dict[str, NvccSource]) -> Generator[None]:
     """Gathers CUTLASS's kernels for the product that is compiled meanwhile, and ends that."""
 
     def note(_: Any, trials: Sequence[Any]) -> None:

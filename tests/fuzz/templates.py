@@ -23,6 +23,7 @@ from tests.products import Made, interpret, problem
 from tilewright import config
 from tilewright.gemm import heuristics
 from tilewright.gemm.heuristics import GemmConfig
+from tilewright.gemm.problem import Op
 from tilewright.gemm.provider import Kernel
 from tilewright.gemm.templates import TritonTemplate
 from tilewright.gemm.triton import TritonCandidate
@@ -86,7 +87,7 @@ class _Drawing:
     def __init__(self, rng: random.Random, template: TritonTemplate, device: str, target: Target
                  ) -> None:  # fmt: skip
         self.rng, self.template, self.device, self.target = rng, template, device, target
-        self.op = rng.choice(template.ops)
+        self.op: Op = rng.choice(template.ops)
         self.m = rng.choice(FEW if template.rows else SIZES)
         self.n, self.k = rng.choice(SIZES), rng.choice(LONG)
         self.lead = (rng.choice(BATCHES),) if "b" in self.op[:2] + self.op[-3:-2] else ()
