@@ -147,6 +147,48 @@ FUSED = [
 ]  # fmt: skip
 
 
+# ---- what gradients come to
+
+
+def mlp_gradients(up: Tensor, h: Tensor, x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, ...]:
+    """Of gelu(linear) and linear; `h` is what gelu was given."""
+    inner = torch.ops.aten.gelu_backward(up @ w2, h)
+    return inner @ w1, inner.t() @ x, inner.sum(0), up.t() @ F.gelu(h)
+
+
+def gate_gradients(up: Tensor, a: Tensor, b: Tensor, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor
+                   ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Of silu(x @ w1.t()) * (x @ w3.t()) and a product."""
+    inner, s = up @ w2, torch.sigmoid(a)
+    left, right = inner * b * (s * (1 + a * (1 - s))), inner * (a * s)
+    return left @ w1 + right @ w3, left.t() @ x, right.t() @ x
+
+
+def norm_gradients(up: Tensor, w: Tensor, x: Tensor, scale: Tensor, r: Tensor) -> Tensor:
+    """Of a residual stream before rms norm and a product."""
+    grad = (up @ w).float() * scale.float()
+    y = x.float()
+    inverse = torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+    mean = (grad * y).mean(-1, keepdim=True)
+    return (inverse * (grad - y * inverse * inverse * mean)).to(x.dtype) + r
+
+
+BACKWARD = [
+    Case("gradients of mlp 4096x4096x1024", mlp_gradients,
+         lambda: (rand(4096, 1024), rand(4096, 4096), rand(4096, 1024), rand(4096, 1024),
+                  rand(1024, 4096)), True),
+    Case("gradients of mlp 8192x3072x768", mlp_gradients,
+         lambda: (rand(8192, 768), rand(8192, 3072), rand(8192, 768), rand(3072, 768),
+                  rand(768, 3072)), True),
+    Case("gradients of swiglu 2048x5632x2048", gate_gradients,
+         lambda: (rand(2048, 2048), rand(2048, 5632), rand(2048, 5632), rand(2048, 2048),
+                  rand(5632, 2048), rand(5632, 2048), rand(2048, 5632)), True),
+    Case("gradients of norm 4096x4096x4096", norm_gradients,
+         lambda: (rand(4096, 4096), rand(4096, 4096), rand(4096, 4096), rand(4096),
+                  rand(4096, 4096)), True),
+]  # fmt: skip
+
+
 # ---- groups that are drawn
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1000, 1024, 2048, 4096, 8192)

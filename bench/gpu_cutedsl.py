@@ -15,7 +15,6 @@ over rotating operands. What a part had no time for it leaves out, and says so.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import os
@@ -23,8 +22,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,10 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import rows
 from bench.measure import geomean
+from bench.rows import Found, Row, mark, said
 from tests.gpu.gemm_cublaslt import microseconds
 from tests.products import problem
 from tilewright import config, metrics
+from tilewright.gemm.choose import decisions
 from tilewright.gemm.cutedsl import build, quack
 from tilewright.gemm.cutedsl.source import CuteSource
 from tilewright.target import Target
@@ -67,58 +68,38 @@ def _library(pairs: list[tuple[Tensor, Tensor]], out: list[Tensor]) -> list[Call
     return [functools.partial(torch._scaled_mm, *p, one, one, out_dtype=bf16) for p in pairs]
 
 
-@dataclass
-class Findings:
-    """Figures by name; those of which a list is kept are ratios, ours the faster above 1."""
-
-    ratios: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    most: dict[str, float] = field(default_factory=dict[str, float])
-    failed: list[str] = field(default_factory=list[str])
-    left_out: list[str] = field(default_factory=list[str])
-
-    def add(self, name: str, ratio: float) -> None:
-        self.ratios.setdefault(name, []).append(ratio)
-
-    def raised(self, name: str, value: float) -> None:
-        """The largest of what is to be small."""
-        self.most[name] = max(value, self.most.get(name, value))
-
-
-def in_time(name: str, found: Findings, until: float) -> bool:
-    if time.monotonic() < until:
-        return True
-    found.left_out.append(name)
-    return False
-
-
-def products(found: Findings, until: float) -> None:
-    for m, n, k, dtype in SHAPES:
-        if not in_time(f"{m}x{n}x{k} {dtype}", found, until):
+def product(m: int, n: int, k: int, dtype: torch.dtype) -> Found:
+    pairs = [_operands(m, n, k, dtype) for _ in range(SETS)]
+    out = [torch.empty(m, n, device="cuda", dtype=bf16) for _ in range(SETS)]
+    theirs = microseconds(_library(pairs, out))
+    expected = pairs[0][0].float() @ pairs[0][1].float()
+    made = [problem("mm", *p, dtype=bf16, target=Target.of("cuda"), out=o)
+            for p, o in zip(pairs, out, strict=True)]  # fmt: skip
+    candidates = quack.candidates(made[0].problem)[:MOST]
+    sources = [c.kernel().source for c in candidates]
+    for source in sources:  # as many compilers at once as there are cores
+        assert isinstance(source, CuteSource)
+        build.submit(source.request)
+    best, who, failed = math.inf, "nobody", list[str]()
+    for candidate in candidates:
+        try:
+            ours = _timed(candidate, made, expected)
+        except Exception as error:
+            failed.append(f"{candidate.description}: {said(error)}")
             continue
-        pairs = [_operands(m, n, k, dtype) for _ in range(SETS)]
-        out = [torch.empty(m, n, device="cuda", dtype=bf16) for _ in range(SETS)]
-        library = _library(pairs, out)
-        theirs = microseconds(library)
-        expected = pairs[0][0].float() @ pairs[0][1].float()
-        made = [problem("mm", *p, dtype=bf16, target=Target.of("cuda"), out=o)
-                for p, o in zip(pairs, out, strict=True)]  # fmt: skip
-        best, who = math.inf, "nobody"
-        for candidate in quack.candidates(made[0].problem)[:MOST]:
-            try:
-                ours = _timed(candidate, made, expected)
-            except Exception as error:
-                print(f"  {candidate.description}: {type(error).__name__}: {str(error)[:120]}")
-                continue
-            if ours < best:
-                best, who = ours, candidate.description
-        found.add("products", theirs / best)
-        print(f"{m}x{n}x{k} {dtype}: library {theirs:.1f} us, ours {best:.1f} us, "
-              f"{theirs / best:.3f} by {who}", flush=True)  # fmt: skip
+        if ours < best:
+            best, who = ours, candidate.description
+    if not math.isfinite(best):
+        raise RuntimeError(f"no candidate ran: {'; '.join(failed)[:300]}")
+    shown = f"library {theirs:.1f} us, ours {best:.1f} us, {theirs / best:.3f} by {who}"
+    return {"x": theirs / best, "candidates failed": failed,
+            "shown": f"{shown} {'; '.join(failed)[:300]}"}  # fmt: skip
 
 
 def _timed(candidate: quack.QuackCandidate, made: list[Any], expected: Tensor) -> float:
     kernel = candidate.kernel()
     assert isinstance(kernel.source, CuteSource)
+    build.load(kernel.source.request)  # what cannot be loaded would be torch's own operation
     given = [[x.tensors[n] for _, n in kernel.arguments] for x in made]
     made[0].tensors["c"].fill_(float("nan"))
     kernel.source(*given[0])
@@ -152,54 +133,49 @@ def _groups() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
     }  # fmt: skip
 
 
-def fused(found: Findings, until: float) -> None:
-    for name, (f, given) in _groups().items():
-        if not in_time(name, found, until):
-            continue
-        times: dict[str, float] = {}
-        for backends in ("ATEN,CUBLASLT", "CUTEDSL"):
-            torch._dynamo.reset()
-            with config.patch(max_autotune=True, max_autotune_gemm_backends=backends):
-                compiled = torch.compile(f, backend="tilewright")
-                torch.testing.assert_close(compiled(*given), f(*given), rtol=5e-2, atol=1.0)
-                times[backends] = microseconds([functools.partial(compiled, *given)])
-        library, ours = times["ATEN,CUBLASLT"], times["CUTEDSL"]
-        found.add("fused", library / ours)
-        print(f"{name}: libraries {library:.1f} us, ours {ours:.1f} us, {library / ours:.3f}",
-              flush=True)  # fmt: skip
-
-
-def grouped(found: Findings, until: float) -> None:
-    for groups, rows, k, n in ((8, 4096, 4096, 4096), (16, 8192, 2048, 4096),
-                               (64, 16384, 2048, 1408),
-                               (8, 1024, 4096, 14336), (32, 4096, 1024, 2048)):  # fmt: skip
-        if not in_time(f"{groups} groups of {rows}x{n}x{k}", found, until):
-            continue
-        a = torch.randn(rows, k, device="cuda", dtype=bf16)
-        b = torch.randn(groups, k, n, device="cuda", dtype=bf16)
-        ends = [round(rows * (g + 1) / groups / 8) * 8 for g in range(groups)]
-        offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
-        starts = [0, *ends]
-
-        def loop(a: Tensor = a, b: Tensor = b, starts: list[int] = starts) -> Tensor:
-            return torch.cat([a[s:e] @ b[g] for g, (s, e) in enumerate(pairwise(starts))])
-
-        def f(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-            return torch.ops.aten._grouped_mm(a, b, offs)
-
+def fused(name: str) -> Found:
+    f, given = _groups()[name]
+    times: dict[str, float] = {}
+    for backends in ("ATEN,CUBLASLT", "CUTEDSL"):
         torch._dynamo.reset()
-        options = {"max_autotune": True, "max_autotune_gemm_backends": "CUTEDSL",
-                   "cutedsl_enable_autotuning": True}  # fmt: skip
-        with config.patch(options):
+        with config.patch(max_autotune=True, max_autotune_gemm_backends=backends):
             compiled = torch.compile(f, backend="tilewright")
-            torch.testing.assert_close(compiled(a, b, offs), loop(), rtol=3e-2, atol=1.0)
-            ours = microseconds([functools.partial(compiled, a, b, offs)])
-        theirs = microseconds([functools.partial(f, a, b, offs)])
-        looped = microseconds([loop])
-        found.add("over a loop", looped / ours)
-        found.add("over ATen", theirs / ours)
-        print(f"{groups} groups, {rows}x{n}x{k}: loop {looped:.1f}, ATen {theirs:.1f}, "
-              f"ours {ours:.1f} us", flush=True)  # fmt: skip
+            torch.testing.assert_close(compiled(*given), f(*given), rtol=5e-2, atol=1.0)
+            times[backends] = microseconds([functools.partial(compiled, *given)])
+    library, ours = times["ATEN,CUBLASLT"], times["CUTEDSL"]
+    winner = decisions[-1].winner if decisions else ""
+    shown = f"libraries {library:.1f}, ours {ours:.1f} us, {library / ours:.3f} by {winner}"
+    return {"x": library / ours, "shown": shown}
+
+
+GROUPED = ((8, 4096, 4096, 4096), (16, 8192, 2048, 4096), (64, 16384, 2048, 1408),
+           (8, 1024, 4096, 14336), (32, 4096, 1024, 2048))  # fmt: skip
+
+
+def grouped(groups: int, many: int, k: int, n: int) -> Found:
+    a = torch.randn(many, k, device="cuda", dtype=bf16)
+    b = torch.randn(groups, k, n, device="cuda", dtype=bf16)
+    ends = [round(many * (g + 1) / groups / 8) * 8 for g in range(groups)]
+    offs = torch.tensor(ends, dtype=torch.int32).to("cuda")
+    starts = [0, *ends]
+
+    def loop() -> Tensor:
+        return torch.cat([a[s:e] @ b[g] for g, (s, e) in enumerate(pairwise(starts))])
+
+    def f(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        return torch.ops.aten._grouped_mm(a, b, offs)
+
+    torch._dynamo.reset()
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "CUTEDSL",
+               "cutedsl_enable_autotuning": True}  # fmt: skip
+    with config.patch(options):
+        compiled = torch.compile(f, backend="tilewright")
+        torch.testing.assert_close(compiled(a, b, offs), loop(), rtol=3e-2, atol=1.0)
+        ours = microseconds([functools.partial(compiled, a, b, offs)])
+    theirs = microseconds([functools.partial(f, a, b, offs)])
+    looped = microseconds([loop])
+    return {"over a loop": looped / ours, "over ATen": theirs / ours,
+            "shown": f"loop {looped:.1f}, ATen {theirs:.1f}, ours {ours:.1f} us"}  # fmt: skip
 
 
 SECOND = """
@@ -214,29 +190,25 @@ print(took, metrics.counters["inductor"]["cutedsl_kernel_cache_miss"])
 """
 
 
-def load(found: Findings, until: float) -> None:
-    """In a fresh cache: what is there already would cost nothing the first time."""
+def load(which: int) -> Found:
+    """In a fresh cache: what is there already would cost nothing the first time. The first
+    compilation of a process pays for the DSL's import too."""
     made = problem("mm", *_operands(512, 512, 512, bf16), target=Target.of("cuda")).problem
     with fresh_cache() as folder:
-        for candidate in quack.candidates(made)[:4]:
-            if not in_time(candidate.description, found, until):
-                continue
-            request = quack.request(made, candidate.config)[0]
-            start = time.perf_counter()
-            build.submit(request).result()
-            first = time.perf_counter() - start
-            given = [sys.executable, "-c", SECOND, pickle.dumps(request).hex()]
-            where = {**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder)}
-            done = subprocess.run(given, capture_output=True, text=True, check=True, env=where)
-            second, missed = map(float, done.stdout.split())
-            found.raised("first", first)
-            found.raised("second", second)
-            found.raised("compiled again", missed)
-            print(f"{candidate.description}: first {first:.2f} s, second process {second:.2f} ms",
-                  flush=True)  # fmt: skip
+        candidate = quack.candidates(made)[which]
+        request = quack.request(made, candidate.config)[0]
+        start = time.perf_counter()
+        build.submit(request).result()
+        first = time.perf_counter() - start
+        given = [sys.executable, "-c", SECOND, pickle.dumps(request).hex()]
+        where = {**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder)}
+        done = subprocess.run(given, capture_output=True, text=True, check=True, env=where)
+        second, missed = map(float, done.stdout.split())
+    return {"first": first, "second": second, "compiled again": missed,
+            "shown": f"first {first:.2f} s, second process {second:.2f} ms"}  # fmt: skip
 
 
-def template(found: Findings, until: float) -> None:
+def template() -> Found:
     """The template of the documentation, as its reader would use it."""
     from tests.gpu.cutedsl import documented
 
@@ -251,18 +223,18 @@ def template(found: Findings, until: float) -> None:
             metrics.reset()
             compiled = torch.compile(f, backend="tilewright", dynamic=True,
                                      options={"max_autotune": True})  # fmt: skip
-            for rows, columns in ((128, 128), (1000, 37), (4096, 512)):
-                x, y = (torch.randn(rows, columns, device="cuda") for _ in range(2))
+            for many, columns in ((128, 128), (1000, 37), (4096, 512)):
+                x, y = (torch.randn(many, columns, device="cuda") for _ in range(2))
                 with torch._dynamo.config.patch(error_on_recompile=True):
                     torch.testing.assert_close(compiled(x, y), f(x, y))
             counted = metrics.counters["inductor"]
-            assert counted["cutedsl_epilogue_fusion_counter"] == 1, "the relu is apart"
+            fused = counted["cutedsl_epilogue_fusion_counter"]
             timed = sum(math.isfinite(t) and "cutedsl" in c.name for one in seen
                         for c, t in one.items())  # fmt: skip
-            found.most["template's choices timed"] = timed
-            print(f"right at three sizes by one compilation, {timed} choices timed")
     finally:
         select.clear_feedback_savers()
+    shown = f"right at three sizes by one compilation, {timed} choices timed, {fused} relu fused"
+    return {"timed": timed, "relu fused": fused, "shown": shown}
 
 
 # ---- the verdict
@@ -270,63 +242,67 @@ def template(found: Findings, until: float) -> None:
 LEAST = {"products": 0.97, "fused": 1.0, "over a loop": 1.5, "over ATen": 1.0}
 AT_MOST = {"first": 3.0, "second": 10.0, "compiled again": 0.0}
 WON = 8  # of the twelve groups
+LOADED = 4  # candidates of which loading is timed
 
 
-def verdict(found: Findings) -> list[str]:
+def verdict(found: Sequence[Found]) -> list[str]:
     lines = ["", "## verdict"]
     for name, least in LEAST.items():
-        speeds = found.ratios.get(name, [])
+        speeds = _figures(found, name)
         if not speeds:
             continue
         mean, won = geomean(speeds), sum(s > 1.0 for s in speeds)
         met = won >= WON if name == "fused" else mean >= least
         asked = f"{WON} to be won" if name == "fused" else f"at least {least:g}"
-        lines.append(f"{_mark(met)} {name}: {mean:.3f} ({asked}), {won} of {len(speeds)} won")
+        lines.append(f"{mark(met)} {name}: {mean:.3f} ({asked}), {won} of {len(speeds)} won")
     for name, most in AT_MOST.items():
-        if name in found.most:
-            value = found.most[name]
-            lines.append(f"{_mark(value <= most)} {name}: {value:.2f} (at most {most:g})")
-    timed = found.most.get("template's choices timed")
-    if timed is not None:
-        lines.append(f"{_mark(timed == 3)} template: {timed:g} of 3 choices timed")
-    lines += [f"     left out for want of time: {name}" for name in found.left_out]
-    return [*lines, *(f"     failed: {said}" for said in found.failed)]
+        values = [f[name] for f in found if name in f]
+        if values:
+            lines.append(
+                f"{mark(max(values) <= most)} {name}: {max(values):.2f} (at most {most:g})"
+            )
+    for f in found:
+        if "timed" in f:
+            met = f["timed"] == 3 and f["relu fused"] == 1
+            lines.append(f"{mark(met)} template: {f['timed']:g} of 3 choices timed")
+    return [*lines, *rows.rest(found)]
 
 
-def _mark(is_met: bool) -> str:
-    return "met " if is_met else "MISS"
+def _figures(found: Sequence[Found], name: str) -> list[float]:
+    """Ratios, ours the faster above 1: those of a part, or under a name of their own."""
+    return [f["x"] if f["part"] == name else f[name] for f in found
+            if name in f or (f["part"] == name and "x" in f)]  # fmt: skip
 
 
-PARTS: dict[str, Callable[[Findings, float], None]] = {
-    "load": load, "template": template, "products": products, "fused": fused, "grouped": grouped,
-}  # fmt: skip
 SHARES = {"load": 0.5, "template": 0.3, "products": 4.0, "fused": 2.5, "grouped": 1.7}
+NAMES = ("bias gelu", "bias gelu wide", "bias relu", "residual", "bias residual", "scale", "silu",
+         "silu gate", "two results", "gelu backward", "relu backward", "tanh scale")  # fmt: skip
 
 
-def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_cutedsl", description=__doc__, formatter_class=raw
-    )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
-    given = parser.parse_args()
-    chosen = given.parts or list(PARTS)
+def every_row(chosen: Sequence[str]) -> Iterator[Row]:
+    part = functools.partial
+    made: dict[str, list[Row]] = {
+        "load": [Row("load", f"candidate {k}", part(load, k)) for k in range(LOADED)],
+        "template": [Row("template", "of the documentation", template)],
+        "products": [Row("products", f"{m}x{n}x{k} {dtype}", part(product, m, n, k, dtype))
+                     for m, n, k, dtype in SHAPES],
+        "fused": [Row("fused", name, part(fused, name), 90.0) for name in NAMES],
+        "grouped": [Row("grouped", f"{g} groups of {m}x{n}x{k}", part(grouped, g, m, k, n), 90.0)
+                    for g, m, k, n in GROUPED],
+    }  # fmt: skip
+    for name in chosen:
+        yield from made[name]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = rows.parser("bench.gpu_cutedsl", __doc__, SHARES)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("there is no card here")
         return 1
-    found = Findings()
-    ends = time.monotonic() + 60 * given.minutes
-    for k, name in enumerate(chosen):
-        print(f"\n# {name}", flush=True)
-        left = sum(SHARES[other] for other in chosen[k:])
-        until = time.monotonic() + SHARES[name] / left * (ends - time.monotonic())
-        try:
-            PARTS[name](found, until)
-        except Exception as error:
-            found.failed.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    print("\n".join(verdict(found)))
-    return 0
+    found = every_row(given.parts or list(SHARES))
+    return rows.run("bench.gpu_cutedsl", given, arguments, found, SHARES, verdict)
 
 
 if __name__ == "__main__":

@@ -20,23 +20,24 @@ them from there. Times are of `bench.gpu_gemm`: CUDA graphs that take turns on t
 
 from __future__ import annotations
 
-import argparse
+import functools
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.cutlass_cases import BASE, BF16, VISITED, Case, epilogues, groups, products
-from bench.gpu_gemm import CALLS, Recorder, in_turns
+from bench import rows
+from bench.cutlass_cases import BASE, BF16, VISITED, Case, Drawn, epilogues, groups, products
+from bench.gpu_gemm import Recorder, in_turns
 from bench.measure import geomean, leaves
+from bench.rows import Found, Row, mark
 from tilewright import config, metrics, sharing
 from tilewright.gemm.choose import decisions
 from tilewright.gemm.cutlass.provider import Cutlass, CutlassCandidate
@@ -55,20 +56,6 @@ Way = Callable[..., Any]
 Times = dict[str, float]
 
 
-@dataclass
-class Findings:
-    """What parts found, for the verdict."""
-
-    rows: dict[str, list[tuple[Case, Times]]] = field(
-        default_factory=dict[str, list[tuple[Case, Times]]]
-    )
-    failed: list[str] = field(default_factory=list[str])
-    left_out: dict[str, int] = field(default_factory=dict[str, int])
-    cost: dict[str, float] = field(default_factory=dict[str, float])
-    random: dict[str, int] = field(default_factory=dict[str, int])
-    reference: list[str] = field(default_factory=list[str])
-
-
 # ---- what is built ahead
 
 
@@ -77,7 +64,7 @@ class Enough(BaseException):
 
 
 @contextmanager
-def collecting(found: dict[str, NvccSource]) -> Iterator[None]:
+def collecting(found: dict[str, NvccSource]) -> Generator[None]:
     """Gathers CUTLASS's kernels for the product that is compiled meanwhile, and ends that."""
 
     def note(_: Any, trials: Sequence[Any]) -> None:
@@ -125,15 +112,15 @@ def every_case() -> Iterator[Case]:
     yield from (case for _, case in epilogues())
 
 
-def build(found: Findings, until: float) -> None:
+def build(seconds: float) -> Found:
     began = time.perf_counter()
     wanted = sources(every_case(), lambda way, case: way(*case.inputs()))
     there = sum(nvcc.is_built(key) for key in wanted)
     print(f"{len(wanted)} kernels, {there} of them built before", flush=True)
-    good, bad = build_all(wanted, until)
-    print(f"{good} are there, {bad} were refused: {time.perf_counter() - began:.0f} s", flush=True)
-    if bad:
-        found.failed.append(f"nvcc refused {bad} kernels")
+    good, bad = build_all(wanted, time.monotonic() + seconds)
+    took = time.perf_counter() - began
+    shown = f"{good} of {len(wanted)} are there, {bad} were refused: {took:.0f} s"
+    return {"refused": bad, "shown": shown}
 
 
 # ---- measuring
@@ -165,68 +152,39 @@ def close(name: str, result: Any, right: Any, most: float = 0.1) -> None:
         assert off < most, f"{name} is off by {off:.3g} of its scale"
 
 
-def rows(part: str, found: Findings, cases: Iterable[Case], ways: Callable[[Case], dict[str, Way]],
-         until: float) -> None:  # fmt: skip
-    """A line for each case; those that fail say why, and count for nothing."""
-    mine = found.rows.setdefault(part, [])
-    for case in cases:
-        if time.monotonic() > until:
-            found.left_out[part] = found.left_out.get(part, 0) + 1
-            continue
-        try:
-            times = measured(case, ways(case))
-        except Exception as error:
-            said = f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
-            found.failed.append(said)
-            print(said, flush=True)
-            continue
-        mine.append((case, times))
-        first = next(iter(times))
-        shown = "  ".join(f"{name} {us:9.2f} us ({times[first] / us:5.3f})"
-                          for name, us in times.items())  # fmt: skip
-        print(f"{case.name:36} {shown}  {decisions[-1].winner if decisions else ''}", flush=True)
+def timed(case: Case, ways: Callable[[Case], dict[str, Way]]) -> Found:
+    times = measured(case, ways(case))
+    first = next(iter(times))
+    shown = "  ".join(f"{name} {us:9.2f} us ({times[first] / us:5.3f})"
+                      for name, us in times.items())  # fmt: skip
+    winner = decisions[-1].winner if decisions else ""
+    return {"kind": case.kind, "times": times, "winner": winner, "shown": f"{shown}  {winner}"}
 
 
-def alone(found: Findings, until: float) -> None:
-    rows("alone", found, products(),
-         lambda c: {"cuBLAS": c.function, "CUTLASS": compiled(c, "CUTLASS")}, until)  # fmt: skip
+def alone(case: Case) -> dict[str, Way]:
+    return {"cuBLAS": case.function, "CUTLASS": compiled(case, "CUTLASS")}
 
 
-def among(found: Findings, until: float) -> None:
-    rows("among", found, products(("bf16", "fp8")),
-         lambda c: {"cuBLAS": c.function, "without": compiled(c, OTHERS),
-                    "with": compiled(c, f"{OTHERS},CUTLASS")}, until)  # fmt: skip
+def among(case: Case) -> dict[str, Way]:
+    return {"cuBLAS": case.function, "without": compiled(case, OTHERS),
+            "with": compiled(case, f"{OTHERS},CUTLASS")}  # fmt: skip
 
 
-def fused(found: Findings, until: float) -> None:
-    rows("fused", found, groups(),
-         lambda c: {"unfused": compiled(c, "ATEN,CUBLASLT"), "CUTLASS": compiled(c, "CUTLASS"),
-                    "without": compiled(c, OTHERS),
-                    "with": compiled(c, f"{OTHERS},CUTLASS")}, until)  # fmt: skip
+def fused(case: Case) -> dict[str, Way]:
+    return {"unfused": compiled(case, "ATEN,CUBLASLT"), "CUTLASS": compiled(case, "CUTLASS"),
+            "without": compiled(case, OTHERS),
+            "with": compiled(case, f"{OTHERS},CUTLASS")}  # fmt: skip
 
 
-def randomly(found: Findings, until: float) -> None:
-    """Each is right; fused in one kernel, or not, for a reason that is shown."""
-    counts = found.random
-    for made, case in epilogues():
-        if time.monotonic() > until:
-            found.left_out["random"] = found.left_out.get("random", 0) + 1
-            continue
-        metrics.reset()
-        torch.manual_seed(made.seed)
-        given = case.inputs()
-        try:
-            close(case.name, compiled(case, "CUTLASS", **VISITED)(*given), case.function(*given))
-        except Exception as error:
-            said = f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
-            found.failed.append(said)
-            counts["wrong"] = counts.get("wrong", 0) + 1
-            print(said, flush=True)
-            continue
-        taken = metrics.counters["inductor"]["cuda_epilogue_fusion_counter"] > 0
-        counts["fused" if taken else "refused"] = counts.get("fused" if taken else "refused", 0) + 1
-        why = "fused" if taken else f"apart: {decisions[-1].why if decisions else ''}"
-        print(f"{case.name:60} right, {why}", flush=True)
+def randomly(made: Drawn, case: Case) -> Found:
+    """Right; fused in one kernel, or not, for a reason that is shown."""
+    metrics.reset()
+    torch.manual_seed(made.seed)
+    given = case.inputs()
+    close(case.name, compiled(case, "CUTLASS", **VISITED)(*given), case.function(*given))
+    taken = metrics.counters["inductor"]["cuda_epilogue_fusion_counter"] > 0
+    why = "fused" if taken else f"apart: {decisions[-1].why if decisions else ''}"
+    return {"random": "fused" if taken else "apart", "shown": f"right, {why}"}
 
 
 # ---- cost
@@ -261,36 +219,40 @@ def list_milliseconds(count: int = 24) -> list[float]:
     return took
 
 
-def cost(found: Findings, until: float) -> None:
+def lists() -> Found:
     took = list_milliseconds()
-    found.cost["list"] = max(took[1:])
-    print(f"a list of candidates: first {took[0]:.1f} ms, then median "
-          f"{statistics.median(took[1:]):.2f} ms, at most {max(took[1:]):.2f} ms")  # fmt: skip
+    shown = (f"first {took[0]:.1f} ms, then median {statistics.median(took[1:]):.2f} ms, at most "
+             f"{max(took[1:]):.2f} ms")  # fmt: skip
+    return {"cost": {"list": max(took[1:])}, "shown": shown}
+
+
+def shapes() -> Found:
+    """One after the other from an empty cache: the second has kernels of its own among the best
+    eight, those of the first alone."""
+    cost: dict[str, float] = {}
     with fresh_cache():
         for name, (m, n, k) in {"first": (4096, 4096, 4096), "second": (8192, 4096, 4096)}.items():
             torch.manual_seed(0)
             a, b = (torch.randn(s, k, device="cuda").bfloat16() for s in (m, n))
             before = metrics.counters["cutlass"]["nvcc_runs"]
             began = time.perf_counter()
-            # the second has kernels of its own among the best eight: those of the first alone
+            torch._dynamo.reset()
             way = torch.compile(torch.mm, backend="tilewright", options={
                 **BASE, "max_autotune_gemm_backends": "CUTLASS",
                 "cuda.cutlass_max_profiling_configs": 8})  # fmt: skip
-            torch._dynamo.reset()
             way(a, b.t())
             torch.cuda.synchronize()
-            found.cost[f"{name} seconds"] = time.perf_counter() - began
-            found.cost[f"{name} runs"] = metrics.counters["cutlass"]["nvcc_runs"] - before
-            print(f"{m}x{n}x{k}: {found.cost[f'{name} seconds']:.1f} s, "
-                  f"{found.cost[f'{name} runs']:.0f} nvcc runs", flush=True)  # fmt: skip
-    for name in ("a process", "the next"):
-        done = subprocess.run([sys.executable, "-c", _SECOND], capture_output=True, text=True)
-        if done.returncode:
-            found.failed.append(f"{name}: {done.stderr.strip().splitlines()[-1:]}")
-            continue
-        seconds, runs = done.stdout.split()[-2:]
-        found.cost["process runs"] = float(runs)
-        print(f"{name}: {float(seconds):.1f} s, {runs} nvcc runs", flush=True)
+            cost[f"{name} seconds"] = time.perf_counter() - began
+            cost[f"{name} runs"] = metrics.counters["cutlass"]["nvcc_runs"] - before
+    return {"cost": cost, "shown": ", ".join(f"{k} {v:.1f}" for k, v in cost.items())}
+
+
+def process() -> Found:
+    done = subprocess.run([sys.executable, "-c", _SECOND], capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": "".join(done.stderr.strip().splitlines()[-1:])[:200]}
+    seconds, runs = map(float, done.stdout.split()[-2:])
+    return {"cost": {"process runs": runs}, "shown": f"{seconds:.1f} s, {runs:.0f} nvcc runs"}
 
 
 # ---- the reference
@@ -321,102 +283,103 @@ print(f"reference {theirs:.1f} us, cuBLAS {library:.1f} us ({library / theirs:.3
 """
 
 
-def reference(found: Findings, until: float) -> None:
-    for shape in ((4096, 4096, 4096), (8192, 8192, 8192), (1024, 1024, 1024)):
-        left = until - time.monotonic()
-        if left < 20:
-            found.left_out["reference"] = found.left_out.get("reference", 0) + 1
-            continue
-        given = [sys.executable, "-c", _REFERENCE, *map(str, shape)]
-        try:
-            done = subprocess.run(given, capture_output=True, text=True, timeout=left)
-            last = "".join(done.stderr.strip().splitlines()[-1:])[:160]
-            said = done.stdout.strip() if done.returncode == 0 else f"cannot run here: {last}"
-        except subprocess.TimeoutExpired:
-            said = f"is not done in {left:.0f} s"
-        found.reference.append(f"{'x'.join(map(str, shape))}: {said}")
-        print(found.reference[-1], flush=True)
-        if "us," not in said:
-            return
+def reference(shape: tuple[int, int, int], seconds: float) -> Found:
+    given = [sys.executable, "-c", _REFERENCE, *map(str, shape)]
+    try:
+        done = subprocess.run(given, capture_output=True, text=True, timeout=seconds)
+        last = "".join(done.stderr.strip().splitlines()[-1:])[:160]
+        said = done.stdout.strip() if done.returncode == 0 else f"cannot run here: {last}"
+    except subprocess.TimeoutExpired:
+        said = f"is not done in {seconds:.0f} s"
+    return {"reference": said, "shown": said}
 
 
 # ---- the verdict
 
 
-def verdict(found: Findings) -> list[str]:
+def verdict(found: Sequence[Found]) -> list[str]:
     """A line for each criterion, and a table of geometric means."""
     lines = ["", "## verdict"]
     lines += _by_kind("alone", found, "CUTLASS", "cuBLAS", TO_REACH)
     lines += _by_kind("among", found, "with", "without", 1.0)
     lines += _by_kind("fused", found, "with", "without", 1.0)
     lines += _by_kind("fused", found, "CUTLASS", "unfused", 1.0)
-    c = found.cost
-    if c:
-        asked = {"list": LIST_MS, "first seconds": FIRST_S, "second runs": 0, "process runs": 0}
-        for name, most in asked.items():
-            value = c.get(name)
-            shown = "not measured" if value is None else f"{value:.1f}"
-            lines.append(f"{_mark(value is not None and value <= most)} cost, {name}: {shown} "
-                         f"(at most {most:g})")  # fmt: skip
-    if found.random:
-        wrong = found.random.get("wrong", 0)
-        lines.append(f"{_mark(not wrong)} random epilogues: {found.random.get('fused', 0)} fused, "
-                     f"{found.random.get('refused', 0)} apart, {wrong} wrong")  # fmt: skip
-    lines += [f"     reference, {said}" for said in found.reference]
-    lines += [f"     {part}: {count} left out for want of time"
-              for part, count in found.left_out.items()]  # fmt: skip
-    lines += [f"     failed: {said}" for said in found.failed[:20]]
-    return lines
+    cost: dict[str, float] = {}
+    for f in found:
+        cost |= f.get("cost", {})
+    asked = {"list": LIST_MS, "first seconds": FIRST_S, "second runs": 0, "process runs": 0}
+    for name, most in asked.items() if cost else ():
+        value = cost.get(name)
+        shown = "not measured" if value is None else f"{value:.1f}"
+        lines.append(f"{mark(value is not None and value <= most)} cost, {name}: {shown} "
+                     f"(at most {most:g})")  # fmt: skip
+    lines += _random([f for f in found if f["part"] == "random"])
+    lines += [f"     nvcc refused {f['refused']} kernels" for f in found if f.get("refused")]
+    lines += [f"     reference, {f['row']}: {f['reference']}" for f in found if "reference" in f]
+    return [*lines, *rows.rest(found)]
 
 
-def _by_kind(part: str, found: Findings, ours: str, theirs: str, least: float) -> list[str]:
-    mine = found.rows.get(part, [])
-    kinds = dict.fromkeys(case.kind for case, _ in mine)
+def _random(found: Sequence[Found]) -> list[str]:
+    kinds = [f.get("random", "wrong") for f in found if "left_out" not in f]
+    if not kinds:
+        return []
+    counts = {kind: kinds.count(kind) for kind in ("fused", "apart", "wrong")}
+    shown = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return [f"{mark(not counts['wrong'])} random epilogues: {shown}"]
+
+
+def _by_kind(part: str, found: Sequence[Found], ours: str, theirs: str, least: float) -> list[str]:
+    mine = [f for f in found if f["part"] == part and "times" in f]
+    kinds = dict.fromkeys(f["kind"] for f in mine)
     lines: list[str] = []
     for kind in [*kinds, *(["all"] if len(kinds) > 1 else [])]:
-        speeds = [t[theirs] / t[ours] for case, t in mine if kind in ("all", case.kind)]
+        times = [f["times"] for f in mine if kind in ("all", f["kind"])]
+        speeds = [t[theirs] / t[ours] for t in times]
         mean, won = geomean(speeds), sum(s > 1.0 for s in speeds)
         said = f"{ours} {mean:.3f} of the speed of {theirs} (at least {least:g})"
-        lines.append(f"{_mark(mean >= least)} {part}, {kind}: {said}, {won} of {len(speeds)} won")
+        lines.append(f"{mark(mean >= least)} {part}, {kind}: {said}, {won} of {len(speeds)} won")
     return lines
 
 
-def _mark(is_met: bool) -> str:
-    return "met " if is_met else "MISS"
+def every_row(chosen: Sequence[str], seconds: float) -> Iterator[Row]:
+    """Of the parts, in their order; `seconds` are for all of them."""
+    building = seconds * SHARES["build"] / sum(SHARES.values())
+    made: dict[str, list[Row]] = {
+        "build": [Row("build", "all kernels", functools.partial(build, building), building + 60)],
+        "cost": [Row("cost", "a list of candidates", lists),
+                 Row("cost", "two shapes", shapes, 150.0),
+                 *(Row("cost", name, process, 90.0) for name in ("a process", "the next"))],
+        "alone": [_row("alone", case, alone) for case in products()],
+        "fused": [_row("fused", case, fused) for case in groups()],
+        "random": [Row("random", case.name, functools.partial(randomly, made, case))
+                   for made, case in epilogues()],
+        "among": [_row("among", case, among) for case in products(("bf16", "fp8"))],
+        "reference": [Row("reference", "x".join(map(str, shape)),
+                          functools.partial(reference, shape, 50.0))
+                      for shape in ((4096, 4096, 4096), (8192, 8192, 8192))],
+    }  # fmt: skip
+    for part in chosen:
+        yield from made[part]
 
 
-PARTS: dict[str, Callable[[Findings, float], None]] = {
-    "build": build, "cost": cost, "alone": alone, "fused": fused, "random": randomly,
-    "among": among, "reference": reference,
-}  # fmt: skip
+def _row(part: str, case: Case, ways: Callable[[Case], dict[str, Way]]) -> Row:
+    return Row(part, case.name, functools.partial(timed, case, ways))
 
 
-def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_cutlass", description=__doc__, formatter_class=raw
-    )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = rows.parser("bench.gpu_cutlass", __doc__, SHARES)
     parser.add_argument("--kernels", type=Path, help="a file of `bench.cutlass_ahead`")
-    given = parser.parse_args()
-    chosen = given.parts or list(PARTS)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("there is no card here: `python -m bench.cutlass_ahead FILE` builds its kernels")
         return 1
-    if given.kernels is not None:
+    if given.kernels is not None and not given.worker:
         new = sharing.add(sharing.read(given.kernels))
         print(f"{new} files of {given.kernels} are new here")
-    print(f"{torch.cuda.get_device_name()}, {CALLS} calls in a graph")
-    found = Findings()
-    ends = time.monotonic() + 60 * given.minutes
-    for k, name in enumerate(chosen):
-        print(f"\n# {name}", flush=True)
-        left = sum(SHARES[other] for other in chosen[k:])
-        until = time.monotonic() + SHARES[name] / left * (ends - time.monotonic())
-        PARTS[name](found, until)
-    print("\n".join(verdict(found)))
-    return 0
+    chosen = given.parts or list(SHARES)
+    found = every_row(chosen, 60 * given.minutes)
+    return rows.run("bench.gpu_cutlass", given, arguments, found, SHARES, verdict)
 
 
 if __name__ == "__main__":

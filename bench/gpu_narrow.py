@@ -196,7 +196,7 @@ def row(case: Case, backends: list[str]) -> dict[str, Any]:
     sets += [case.inputs() for _ in range(max(1, min(MOST_SETS, CACHE // size + 1)) - 1)]
     m, n, _ = case.sizes
     wide = 1 if case.kind == "fp8 quantised" else 2
-    found: dict[str, Any] = {"case": case.name, "kind": case.kind}
+    found: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": m}
     found["bytes us"] = (size + m * n * wide) / BANDWIDTH
     expected = case.exact(*sets[0])
     graphs: dict[str, torch.cuda.CUDAGraph] = {}

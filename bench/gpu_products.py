@@ -1,41 +1,53 @@
-"""`python -m bench.gpu_products`: what products do beside single ones of known sizes, in one run.
+"""`python -m bench.gpu_products [PART ...]`: all products, in one run, with a verdict for each
+of the criteria at the end.
 
-Sections, each with a part of the time: `dynamic` (one compilation of linear + gelu + linear, at
-random numbers of rows, beside eager and beside kernels tuned for that number alone), `grouped`,
-`gates` (two products of one operand), `convolutions` (those of ResNet-50, ConvNeXt and a U-Net,
-with what follows them). The table ends with a verdict for each criterion. `bench.gpu_gemm` and
-`bench.gpu_narrow` measure single products, fused groups and those of few bits.
+Parts, each with a share of `--minutes`:
 
-`--host` measures `dynamic` on a CPU: processor time of one thread, the least of several turns.
+- dynamic: one compilation of linear + gelu + linear, at random numbers of rows, beside eager and
+  beside kernels tuned for that number alone
+- singles: products of known sizes, those of a list and others that are drawn (`bench.gpu_gemm`)
+- narrow: products of eight bits and of packed weights (`bench.gpu_narrow`)
+- fused: groups of a product and what surrounds it, of the forward and of the backward
+- gates: two products of one operand
+- grouped: grouped products, alone and as a mixture of experts has them
+- convolutions: those of ResNet-50, ConvNeXt and a U-Net, with what follows them
+- fuzzed: every Triton template against float64, at sizes, strides and types that nobody chose
+
+A row that crashes or takes too long costs itself alone (`bench.rows`). `--host` measures `dynamic`
+on a CPU: processor time of one thread, the least of several turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gemm_cases import Case, rand
-from bench.gpu_gemm import Recorder, in_turns, line, ratio, row
+from bench import gpu_narrow, rows
+from bench.gemm_cases import BACKWARD, FUSED, PRODUCTS, Case, drawn, drawn_groups, rand
+from bench.gpu_gemm import Recorder, in_turns, ratio, row
 from bench.measure import geomean
-from tilewright.gemm.choose import decisions
+from bench.rows import Found, Row, mark
+from tests.fuzz import templates
+from tilewright import config
 
 LAST = torch.channels_last
-SHOW = functools.partial(print, flush=True)
 TURNS = 7  # on a CPU, of each number of rows
 LEAST_TURN = 2e-3  # seconds of a turn there
 STATIC_EVERY = 5  # one number of rows in so many is tuned for by itself too
+SINGLES, GROUPS = 24, 12  # that are drawn
+FUZZED = 12  # problems of each template
+SHARES = {"dynamic": 1.2, "singles": 2.2, "narrow": 2.2, "fused": 1.5, "gates": 0.6, "grouped": 0.8,
+          "convolutions": 1.7, "fuzzed": 0.5}  # fmt: skip
 
 
 # ---- sizes that change
@@ -44,8 +56,10 @@ STATIC_EVERY = 5  # one number of rows in so many is tuned for by itself too
 def layer(device: str) -> tuple[nn.Module, int]:
     """The layer, and what a row has."""
     wide, inner = (1024, 4096) if device == "cuda" else (256, 1024)
-    made = nn.Sequential(nn.Linear(wide, inner), nn.GELU(), nn.Linear(inner, wide)).eval()
-    return made.to(device, torch.bfloat16 if device == "cuda" else torch.float32), wide
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    first, last = (nn.Linear(n, m, device=device, dtype=dtype)
+                   for n, m in ((wide, inner), (inner, wide)))  # fmt: skip
+    return nn.Sequential(first, nn.GELU(), last).eval(), wide
 
 
 def rows_drawn(count: int, seed: int, most: int) -> list[int]:
@@ -57,30 +71,34 @@ def rows_drawn(count: int, seed: int, most: int) -> list[int]:
     return sorted(found)
 
 
-def dynamic(options: argparse.Namespace, end: float) -> list[str]:
-    device = "cpu" if options.host else "cuda"
+@functools.cache
+def _compiled(device: str) -> tuple[nn.Module, Callable[..., Any], int]:
+    """The layer, and compiled for any number of rows: the first call has one of its own that is
+    none of those that are measured."""
     model, wide = layer(device)
     ours = torch.compile(model, backend="tilewright", mode="max-autotune-no-cudagraphs")
-    # the first call has a size of its own that is none of those that are measured
-    began, mark = time.perf_counter(), len(decisions)
+    began = time.perf_counter()
     _called(ours, _input(67, wide, device))
-    seconds = time.perf_counter() - began
-    SHOW(f"dynamic: compiled and tuned in {seconds:.0f} s")
-    for decision in itertools.islice(decisions, mark, None):
-        SHOW(f"  {decision.winner}: {decision.why}")
-    reports: list[dict[str, float]] = []
-    for k, rows in enumerate(rows_drawn(options.rows, options.seed, 8192)):
-        if time.perf_counter() > end:
-            SHOW("  out of time")
-            break
-        calls = {"eager": model, "tilewright": ours}
-        if k % STATIC_EVERY == STATIC_EVERY - 1:
-            calls["static"] = _tuned_for(model, rows, wide, device)
-        found = _at(calls, rows, wide, device)
-        reports.append(found)
-        static = f", {found['static']:.2f} of a static tune" if "static" in found else ""
-        SHOW(f"  {rows} rows: {found['eager']:.2f} of eager's speed{static}")
-    return _verdict_of_sizes(reports)
+    print(f"compiled and tuned in {time.perf_counter() - began:.0f} s", flush=True)
+    return model, ours, wide
+
+
+def dynamic(count: int, is_static: bool, device: str) -> Found:
+    model, ours, wide = _compiled(device)
+    calls = {"eager": model, "tilewright": ours}
+    if is_static:
+        calls["static"] = _tuned_for(model, count, wide, device)
+    found = _at(calls, count, wide, device)
+    static = f", {found['static']:.2f} of a static tune" if is_static else ""
+    return {"x": found, "shown": f"{found['eager']:.2f} of eager's speed{static}"}
+
+
+def dynamic_rows(count: int, seed: int, device: str) -> Iterator[Row]:
+    for k, many in enumerate(rows_drawn(count, seed, 8192)):
+        is_static = k % STATIC_EVERY == STATIC_EVERY - 1
+        yield Row(
+            "dynamic", f"{many} rows", functools.partial(dynamic, many, is_static, device), 90.0
+        )
 
 
 def _input(rows: int, wide: int, device: str) -> Tensor:
@@ -137,32 +155,7 @@ def _processor_times(calls: dict[str, Callable[..., Any]], given: dict[str, Any]
     return best
 
 
-def _verdict_of_sizes(reports: Sequence[dict[str, float]]) -> list[str]:
-    if not reports:
-        return ["dynamic: nothing was measured"]
-    eager = [r["eager"] for r in reports]
-    static = [r["static"] for r in reports if "static" in r]
-    lines: list[str] = []
-    lines.append(f"dynamic: {geomean(eager):.3f} of eager's speed (geomean of {len(eager)}), worst "
-                 f"{min(eager):.3f}: {_met(min(eager) >= 0.98)} (never under 0.98)")  # fmt: skip
-    if static:
-        lines.append(f"dynamic: {min(static):.3f} of a static tune at worst, of {len(static)}: "
-                     f"{_met(min(static) >= 0.95)} (within 5 %)")  # fmt: skip
-    return lines
-
-
-def _met(is_met: bool) -> str:
-    return "met" if is_met else "NOT MET"
-
-
 # ---- cases of known sizes
-
-
-@dataclass(frozen=True)
-class Section:
-    cases: Callable[[], list[Case]]
-    geomean: float  # over eager, to be reached
-    least: float  # of each case
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -184,7 +177,7 @@ def _ends(rows: int, groups: int) -> Tensor:
     draw = random.Random(rows + groups)
     inner = sorted(8 * draw.randrange(rows // 8 + 1) for _ in range(groups - 2))
     ends = [*inner, inner[-1], rows] if groups > 2 else [rows // 2, rows]
-    return torch.tensor(ends, dtype=torch.int32, device="cuda")
+    return torch.tensor(ends, dtype=torch.int32).to("cuda")
 
 
 def grouped_cases() -> list[Case]:
@@ -262,77 +255,186 @@ def convolution_cases() -> list[Case]:
     return list(made())
 
 
-SECTIONS = {
-    "grouped": Section(grouped_cases, 1.2, 0.98),
-    "gates": Section(gate_cases, 1.6, 0.98),
-    "convolutions": Section(convolution_cases, 1.15, 1.0),
-}
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "singles": lambda: [*PRODUCTS, *drawn(SINGLES, 11)],
+    "fused": lambda: [*FUSED, *BACKWARD, *drawn_groups(GROUPS, 11)],
+    "gates": gate_cases, "grouped": grouped_cases, "convolutions": convolution_cases,
+}  # fmt: skip
 
 
-def measured(name: str, section: Section, backends: list[str], end: float) -> list[str]:
-    SHOW(f"| {name} | {' | '.join(f'{b} us' for b in backends)} |")
-    rows: list[dict[str, Any]] = []
-    for case in section.cases():
-        if time.perf_counter() > end:
-            SHOW(f"| {case.name} | out of time |")
-            continue
-        rows.append(row(case, backends))
-        SHOW(line(rows[-1], backends))
-        torch.cuda.empty_cache()
-    return verdict(name, section, rows, backends)
+def _measured(case: Case, backends: list[str]) -> Found:
+    found = row(case, backends)
+    return {**found, "shown": _shown(found, backends)}
 
 
-def verdict(name: str, section: Section, rows: Sequence[dict[str, Any]], backends: Sequence[str]
-            ) -> list[str]:  # fmt: skip
-    """Of what was measured; convolutions alone are only to be as fast as the library's."""
+def _narrow(case: gpu_narrow.Case, backends: list[str]) -> Found:
+    found = gpu_narrow.row(case, backends)
+    bound = f"{found['x bytes']:.2f} of the bytes' time, " if "x bytes" in found else ""
+    return {**found, "shown": bound + _shown(found, backends)}
+
+
+def _shown(found: Found, backends: list[str]) -> str:
+    us, speeds = found.get("us", {}), found.get("x", {})
+    cells = [f"{b} {us[b]:.1f} us" if b in us else str(found.get(f"{b} failed", "-"))
+             for b in backends]  # fmt: skip
+    cells += [f"{speeds[b]:.2f} of {b}" for b in backends if b in speeds and b != "tilewright"]
+    cells += [f"{found.get('tilewright s', 0):.1f} s", str(found.get("chosen", ""))]
+    return ", ".join(cells)
+
+
+# ---- templates
+
+
+def on_card(made: Any, kernel: Any, wide: bool) -> None:
+    """In place of the interpreter."""
+    from tests.products import arguments, programs
+    from tilewright.runtime import launch, triton_build
+
+    source = kernel.source.wide if wide else kernel.source
+    function = launch.load(source, triton_build.build(source), 0)
+    stream = torch.cuda.current_stream().cuda_stream
+    function(stream, programs(made, source), 1, 1, *arguments(made, kernel))
+    torch.cuda.synchronize()
+
+
+def fuzzed(name: str, seed: int) -> Found:
+    """Matrix units keep fewer bits of a sum than float32 has, and of eight-bit floats 14."""
+    off: list[str] = []
+    with config.patch({"max_autotune": True, "triton.enable_persistent_tma_matmul": True}):
+        cases = [templates.drawn(seed + k, name, "cuda") for k in range(FUZZED)]
+        for case in cases:
+            case.build()
+        for case in cases:
+            few = case.made.problem.op == "_scaled_mm"
+            why = templates.wrong(case, on_card, 2.0**-13 if few else 2.0**-20)
+            off += [f"{case.text}: {why}"] if why else []
+    return {"wrong": off, "shown": f"{FUZZED - len(off)} of {FUZZED} right {'; '.join(off)[:300]}"}
+
+
+# ---- the verdict
+
+
+def verdict(found: Sequence[Found]) -> list[str]:
+    """A line for each criterion."""
+    by = {part: [f for f in found if f["part"] == part] for part in SHARES}
+    lines = ["", "## verdict"]
+    lines += _of_sizes([f["x"] for f in by["dynamic"] if "x" in f])
+    few = [f for f in by["narrow"] if "x" in f]
+    lines += _over(
+        f"shapes, {len(few)} of them of few bits (60, 20)", by["singles"] + few, 1.12, 0.98
+    )
+    lines += _over("fp8, int8 and int4 alone", few, 0.0, 0.98)
+    lines += _near_the_bytes(few)
+    together = by["fused"] + by["gates"]
+    lines += _over("fused groups, forward and backward (16)", together, 1.6, 0.98)
+    lines += _over("gates", by["gates"], 0.0, 0.98)
+    lines += _over("grouped products", by["grouped"], 1.2, 0.98)
+    plain, fused = ([f for f in by["convolutions"] if f.get("fused") is k] for k in (False, True))
+    lines += _over("convolutions alone", plain, 1.0, 1.0)
+    lines += _over("convolutions with what follows", fused, 1.15, 1.0)
+    lines += _tuning(by["singles"] + few)
+    lines += _right(found)
+    return [*lines, *rows.rest(found)]
+
+
+def _of_sizes(found: Sequence[dict[str, float]]) -> list[str]:
+    if not found:
+        return []
+    eager = [r["eager"] for r in found]
+    static = [r["static"] for r in found if "static" in r]
+    worst = min(eager)
+    said = (f"{mark(worst >= 0.98)} dynamic: {geomean(eager):.3f} of eager's speed (geomean of "
+            f"{len(eager)}), worst {worst:.3f} (never under 0.98)")  # fmt: skip
+    lines = [said]
+    if static:
+        lines.append(f"{mark(min(static) >= 0.95)} dynamic: {min(static):.3f} of a static tune at "
+                     f"worst, of {len(static)} (within 5 %)")  # fmt: skip
+    return lines
+
+
+def _over(name: str, found: Sequence[Found], wanted: float, least: float) -> list[str]:
     lines: list[str] = []
-    for other in [b for b in backends if b != "tilewright"]:
-        for fused in (False, True):
-            found = [r["x"][other] for r in rows if other in r.get("x", {}) and r["fused"] == fused]
-            if not found:
-                continue
-            wanted = section.geomean if fused or name != "convolutions" else 1.0
-            met = _met(geomean(found) >= wanted and min(found) >= section.least)
-            said = f": {met} ({wanted}, none under {section.least})" if other == "eager" else ""
-            kind = "with what follows" if fused else "alone"
-            lines.append(f"{name} {kind}: {geomean(found):.3f} over {other} (geomean of "
-                         f"{len(found)}, worst {min(found):.2f}){said}")  # fmt: skip
-    seconds = [r["tilewright s"] for r in rows if "tilewright s" in r]
-    if seconds:
-        lines.append(f"{name}: {statistics.fmean(seconds):.1f} s a case to compile and tune")
-    wrong = [r["case"] for r in rows
-             if r.get("tilewright error", 0) > 2 * r.get("eager error", 1) + 1e-6]  # fmt: skip
-    failed = [r["case"] for r in rows if "tilewright failed" in r]
-    lines += [f"{name}: wrong: {', '.join(wrong)}"] if wrong else []
-    return lines + ([f"{name}: failed: {', '.join(failed)}"] if failed else [])
+    others = dict.fromkeys(b for f in found for b in f.get("x", {}) if b != "tilewright")
+    for other in others:
+        speeds = {f["row"]: f["x"][other] for f in found if other in f.get("x", {})}
+        mean, worst = geomean(speeds.values()), min(speeds, key=lambda row: speeds[row])
+        met = mean >= wanted and speeds[worst] >= least
+        asked = f" ({wanted:g}, none under {least:g})" if other == "eager" else ""
+        head = mark(met) if other == "eager" else "    "
+        under = [row for row, x in speeds.items() if x < least]
+        lines.append(f"{head} {name}: {mean:.3f} over {other} (geomean of {len(speeds)}){asked}, "
+                     f"worst {speeds[worst]:.3f} {worst}; {len(under)} under")  # fmt: skip
+    return lines
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--only", default="", help=f"one of dynamic, {', '.join(SECTIONS)}")
+def _near_the_bytes(found: Sequence[Found]) -> list[str]:
+    mine = {f["row"]: f["x bytes"] for f in found if "x bytes" in f
+            and f["kind"].startswith(("int8 ", "int4 ")) and f["rows"] <= 16}  # fmt: skip
+    if not mine:
+        return []
+    worst = max(mine, key=lambda row: mine[row])
+    said = (f"{mark(mine[worst] <= 1.25)} weights of few bits, 1 to 16 rows: at most "
+            f"{mine[worst]:.2f} of the bytes' time (1.25), {worst}; {len(mine)} rows")  # fmt: skip
+    return [said]
+
+
+def _tuning(found: Sequence[Found]) -> list[str]:
+    spent = [f["tilewright s"] for f in found if "tilewright s" in f]
+    if not spent:
+        return []
+    mean = statistics.fmean(spent)
+    return [f"{mark(mean <= 2.0)} tuning, cold: {mean:.2f} s a shape, of {len(spent)} (2)"]
+
+
+def _right(found: Sequence[Found]) -> list[str]:
+    """Nobody is further from float64 than twice as far as eager is."""
+    errors = [f for f in found if "tilewright error" in f]
+    off = [
+        f["row"] for f in errors if not f["tilewright error"] <= 2 * f.get("eager error", 1) + 1e-6
+    ]
+    off += [text for f in found for text in f.get("wrong", ())]
+    fuzz = sum("wrong" in f for f in found)
+    if not errors and not fuzz:
+        return []
+    said = (f"{mark(not off)} as near to float64 as is allowed: {len(errors)} rows and {fuzz} "
+            f"templates{': ' if off else ''}{'; '.join(off)[:600]}")  # fmt: skip
+    return [said]
+
+
+def every_row(given: Any) -> Iterator[Row]:
+    backends = ["eager", *(["inductor"] if given.reference else []), "tilewright"]
+    device = "cpu" if given.host else "cuda"
+    chosen = ["dynamic"] if given.host else given.parts or list(SHARES)
+    if "dynamic" in chosen:
+        yield from dynamic_rows(given.rows, given.seed, device)
+    for part, cases in CASES.items():
+        if part in chosen:
+            for case in cases():
+                yield Row(part, case.name, functools.partial(_measured, case, backends))
+    if "narrow" in chosen:
+        for few in gpu_narrow.spread(gpu_narrow.cases()):
+            yield Row("narrow", few.name, functools.partial(_narrow, few, backends))
+    if "fuzzed" in chosen:
+        for name in templates.names():
+            if name != "blackwell_ws_persistent_device_tma":
+                yield Row("fuzzed", name, functools.partial(fuzzed, name, 1000 * given.seed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = rows.parser("bench.gpu_products", __doc__, SHARES)
     parser.add_argument("--reference", action="store_true", help="measure the reference too")
-    parser.add_argument("--host", action="store_true", help="the section `dynamic`, on a CPU")
+    parser.add_argument("--host", action="store_true", help="the part `dynamic`, on a CPU")
     parser.add_argument("--rows", type=int, default=30, help="how many numbers of rows are drawn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="", help="the verdicts as JSON")
-    options = parser.parse_args(argv)
-    backends = ["eager", *(["inductor"] if options.reference else []), "tilewright"]
-    names = ["dynamic"] if options.host else [
-        n for n in ("dynamic", *SECTIONS) if options.only in ("", n)]  # fmt: skip
-    if options.host:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    given = parser.parse_args(arguments)
+    if given.host:
         torch.set_num_threads(1)
-    began, lines = time.perf_counter(), list[str]()
-    for k, name in enumerate(names):
-        left = options.seconds - (time.perf_counter() - began)
-        end = time.perf_counter() + left / (len(names) - k)
-        lines += dynamic(options, end) if name == "dynamic" else (
-            measured(name, SECTIONS[name], backends, end))  # fmt: skip
-    SHOW(*lines, sep="\n")
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(lines, file, indent=1)
+    if given.worker:  # torch's own compiler is imported: seconds
+        torch.compile(torch.neg, backend="eager")(torch.ones(1))
+    ordered = sorted(every_row(given), key=lambda r: list(SHARES).index(r.part))
+    return rows.run("bench.gpu_products", given, arguments, ordered, SHARES, verdict)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

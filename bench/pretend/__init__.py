@@ -143,10 +143,14 @@ def _library() -> Path:
 
 def _patch_torch(target: str) -> None:
     import torch
+    import torch._subclasses.fake_tensor
     from torch._dynamo.device_interface import CudaInterface
 
     from tilewright.target import Target
 
+    _loaded["CUDA"].pretend_guard()
+    # a real tensor, made for the card's context
+    torch._subclasses.fake_tensor.init_gpu_context = _always(None)
     card = Target(target)
     major, minor = card.capability
     properties = SimpleNamespace(

@@ -1,6 +1,7 @@
-// What fake CUDA tensors ask of C++ in a torch that was built without CUDA: the autograd engine
-// wants a device guard and to hear that there is one accelerator. Nothing here touches a card.
-// Hooks are looked up once, while torch is imported: load this first.
+// What fake CUDA tensors ask of C++ where there is no card: the autograd engine wants a device guard
+// and to hear that there is one accelerator. Nothing here touches a card. Hooks are looked up once,
+// while torch is imported: load this first. A torch that was built with CUDA has both of its own:
+// its hooks give way to preferred ones, its guard is replaced once it is there (`pretend_guard`).
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -47,5 +48,10 @@ namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 }
 namespace at {
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(
+    CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
+}
+
+extern "C" void pretend_guard() {
+  static const c10::impl::DeviceGuardImplRegistrar again(c10::DeviceType::CUDA, new Guard());
 }

@@ -54,6 +54,26 @@ def test_weights_are_unpacked_where_they_are_read(name: str, rows: int) -> None:
     assert (found.double() - exact).abs().max() <= limit
 
 
+@pytest.mark.parametrize("rows", [1, 17])
+def test_the_operator_with_weights_of_eight_bits(rows: int) -> None:
+    """`_weight_int8pack_mm` and what follows are one kernel, which widens weights; its scale is
+    applied before the one rounding: sums of these numbers are exact."""
+
+    def function(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return torch.relu(torch.ops.aten._weight_int8pack_mm(x, w, s)) + 1
+
+    x = torch.randint(-8, 9, (rows, 64)).to(BF16)
+    w, s = torch.randint(-128, 128, (48, 64), dtype=torch.int8), (r(48).abs() + 0.1).to(BF16)
+    with as_cuda(), config.patch({"test_configs.max_mm_configs": 1}), fresh_cache():
+        options: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+        call = torch.compile(function, backend="tilewright", dynamic=False, options=options)
+        found, code = run_and_get_code(call, x, w, s)
+    called = re.findall(r"^ *(triton_\w+|extern_\w+)\(", host("\n".join(code)), re.M)
+    assert len(called) == 1 and called[0].startswith("triton_tem_fused_"), called
+    exact = ((x.double() @ w.double().t()) * s.double()).to(BF16).relu() + 1
+    assert torch.equal(found, exact)
+
+
 # ---- problems
 
 

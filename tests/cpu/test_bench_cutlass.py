@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from bench import gpu_cutedsl, gpu_cutlass
-from bench.cutlass_cases import BESIDE, BINARY, UNARY, Case, drawn, groups, products
-from bench.gpu_cutlass import Findings, verdict
+from bench.cutlass_cases import BESIDE, BINARY, UNARY, drawn, groups, products
 from bench.measure import leaves
+from bench.rows import Found
 
 
 def test_random_epilogues_are_of_everything():
@@ -32,26 +32,30 @@ def test_products_are_of_four_kinds_and_groups_too():
     assert len({case.kind for case in groups()}) == 4
 
 
-def _case(kind: str) -> Case:
-    return Case(kind, torch.mm, tuple, kind)
+def _row(part: str, kind: str, **times: float) -> Found:
+    return {"part": part, "row": kind, "kind": kind, "times": times}
 
 
 def test_the_verdict_names_what_is_missed():
-    found = Findings()
-    found.rows["alone"] = [(_case("bf16"), {"cuBLAS": 98.0, "CUTLASS": 100.0}),
-                           (_case("bf16"), {"cuBLAS": 101.0, "CUTLASS": 100.0}),
-                           (_case("fp8"), {"cuBLAS": 90.0, "CUTLASS": 100.0})]  # fmt: skip
-    found.cost = {"list": 31.0, "first seconds": 46.0, "second runs": 0.0}
-    found.random = {"fused": 30, "refused": 9, "wrong": 1}
-    found.left_out["among"] = 7
-    said = verdict(found)
+    found: list[Found] = [
+        _row("alone", "bf16", cuBLAS=98.0, CUTLASS=100.0),
+        _row("alone", "bf16", cuBLAS=101.0, CUTLASS=100.0),
+        _row("alone", "fp8", cuBLAS=90.0, CUTLASS=100.0),
+        {"part": "cost", "row": "lists", "cost": {"list": 31.0}},
+        {"part": "cost", "row": "shapes", "cost": {"first seconds": 46.0, "second runs": 0.0}},
+        *({"part": "random", "row": "r", "random": kind} for kind in ("fused", "fused", "apart")),
+        {"part": "random", "row": "seed 3", "failed": "is off"},
+        *({"part": "among", "row": str(k), "left_out": True} for k in range(7)),
+    ]
+    said = gpu_cutlass.verdict(found)
     starts = {line.partition(": ")[0]: line for line in said}
     assert "0.995" in starts["met  alone, bf16"] and "1 of 2 won" in starts["met  alone, bf16"]
     assert "0.900" in starts["MISS alone, fp8"] and "MISS alone, all" in starts
     assert "31.0" in starts["met  cost, list"] and "46.0" in starts["MISS cost, first seconds"]
     assert "not measured" in starts["MISS cost, process runs"]
-    assert starts["MISS random epilogues"].endswith("30 fused, 9 apart, 1 wrong")
-    assert any("7 left out" in line for line in said)
+    assert starts["MISS random epilogues"].endswith("2 fused, 1 apart, 1 wrong")
+    assert said[-2:] == ["     failed: random, seed 3: is off",
+                         "     left out for want of time: 7 of among"]  # fmt: skip
 
 
 def test_a_list_of_candidates_is_milliseconds():
@@ -61,16 +65,16 @@ def test_a_list_of_candidates_is_milliseconds():
 
 
 def test_the_verdict_on_the_dsl():
-    found = gpu_cutedsl.Findings()
-    for k in range(12):
-        found.add("fused", 1.2 if k < 7 else 0.9)
-        found.add("products", 0.98)
-    found.raised("first", 2.5)
-    found.raised("first", 3.5)
-    found.raised("second", 1.5)
-    found.most["template's choices timed"] = 3
-    found.left_out.append("8 groups")
+    found: list[Found] = [
+        *({"part": "fused", "row": str(k), "x": 1.2 if k < 7 else 0.9} for k in range(12)),
+        *({"part": "products", "row": str(k), "x": 0.98} for k in range(12)),
+        *({"part": "load", "row": "k", "first": first, "second": 1.5} for first in (2.5, 3.5)),
+        {"part": "template", "row": "t", "timed": 3, "relu fused": 1},
+        {"part": "grouped", "row": "8 groups", "over ATen": 1.1},
+        {"part": "grouped", "row": "9 groups", "left_out": True},
+    ]
     said = {line.partition(": ")[0]: line for line in gpu_cutedsl.verdict(found)}
     assert "7 of 12 won" in said["MISS fused"] and "0.980" in said["met  products"]
     assert "3.50" in said["MISS first"] and "met  second" in said and "met  template" in said
+    assert "1.100" in said["met  over ATen"]
     assert not any("over a loop" in name for name in said)

@@ -16,10 +16,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--jobs", type=int, default=max(1, min(JOBS, CORES // 4)))
+    parser.add_argument("--seconds", type=float, default=500, help="no case begins after these")
     options = parser.parse_args()
     began = time.perf_counter()
     ended, skipped, failed = 0, 0, list[str]()
-    for name, said, seconds in finished(options.names, options.jobs):
+    for name, said, seconds in finished(options.names, options.jobs, options.seconds):
         ended += 1
         skipped += said.startswith("skipped")
         failed += [f"{name}: {said}"] if said.startswith("FAILED") else []

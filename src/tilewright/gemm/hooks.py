@@ -287,6 +287,9 @@ class Hooks:
             lines, scale = self._scales()
             return [*lines, f"{total} += tl.dot({left}, {right}) * {scale}"]
         exact = self.eights and not p.fast
+        total_type = accumulator(p)
+        if not total_type.is_floating_point:  # Triton before 3.7 has to be told
+            return [f"{total} = tl.dot({left}, {right}, {total}, out_dtype={TYPE[total_type]})"]
         more = f', input_precision="{"tf32" if allow_tf32(p) else "ieee"}"'
         more += f", max_num_imprecise_acc={min(SCALED, self.shape.block_k)}" if exact else ""
         return [f"{total} = tl.dot({left}, {right}, {total}{more})"]
@@ -352,11 +355,11 @@ class Hooks:
 
     def total(self, total: str) -> list[str]:
         """The shares of all, always added in the same order; the counter is zero again."""
-        share = 'tl.load(shares + k0 * (BLOCK_M * BLOCK_N) + lanes, cache_modifier=".cg")'
+        share = 'tl.load(shares + each * (BLOCK_M * BLOCK_N) + lanes, cache_modifier=".cg")'
         return [
             f"tl.store({self.pointer(COUNTERS)} + spot, 0)",
             f"{total} = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)",
-            "for k0 in range(SPLIT_K):",
+            "for each in range(SPLIT_K):",
             f"    {total} += {share}",
         ]
 

@@ -197,6 +197,7 @@ class TritonTemplate:
             end=hooks.end,
             along_k=hooks.grouped is problem.k,
             acc_type=TYPE[accumulator(problem)],
+            whole=not accumulator(problem).is_floating_point,
             wide=".to(tl.int64)" if hooks.wide else "",
             batched=problem.is_batched,
             split=split,
@@ -289,12 +290,14 @@ def _file(name: str) -> str:
 
 
 _TWO: tuple[Op, ...] = ("mm", "addmm", "_scaled_mm")
+_PACKED: tuple[Op, ...] = ("_weight_int8pack_mm",)
 _BATCHED: tuple[Op, ...] = ("bmm", "baddbmm")
-mm_template = TritonTemplate("mm", _file("mm"), (*_TWO, "_int_mm"))
+mm_template = TritonTemplate("mm", _file("mm"), (*_TWO, *_PACKED, "_int_mm"))
 bmm_template = TritonTemplate("bmm", _file("mm"), _BATCHED)
 mm_plus_mm_template = TritonTemplate("mm_plus_mm", _file("mm_plus_mm"), ("mm_plus_mm",))
-split_k_template = TritonTemplate("mm_split_k", _file("mm"), (*_TWO, *_BATCHED), split=True)
-mv_template = TritonTemplate("mv", _file("mv"), (*_TWO, *_BATCHED), rows=True, split=True)
+split_k_template = TritonTemplate("mm_split_k", _file("mm"), (*_TWO, *_PACKED, *_BATCHED),
+                                  split=True)  # fmt: skip
+mv_template = TritonTemplate("mv", _file("mv"), (*_TWO, *_PACKED, *_BATCHED), rows=True, split=True)
 pair_template = TritonTemplate("mm_pair", _file("mm_pair"), ("mm_pair",))
 persistent_template = TritonTemplate("mm_persistent", _file("mm_persistent"),
                                      (*_TWO, *_BATCHED, "_int_mm"), persistent=True)  # fmt: skip

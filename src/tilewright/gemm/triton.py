@@ -65,11 +65,11 @@ class TritonCandidate:
         """`label` names what is fused: sorted operator names, joined by underscores."""
         name = f"triton_tem_fused_{label or self.problem.op}"
         made = self.template.render(self.problem, self.config, name)
-        source = self._source(made)
+        source = self._source(made, self.template)
         if made.assume:
             # where a descriptor's conditions do not hold, operands are read through pointers
             other = self._through_pointers if self.template.tma else self.template
-            wide = self._source(other.render(self.problem, self.config, name, wide=True))
+            wide = self._source(other.render(self.problem, self._whole, name, wide=True), other)
             source = replace(source, wide=replace(wide, scratched=self.template.tma))
         arguments = tuple(argument for argument, _, _ in made.params)
         if self.template.tma:
@@ -82,15 +82,22 @@ class TritonCandidate:
     def _through_pointers(self) -> TritonTemplate:
         return persistent_template if self.template.persistent else split_k_template
 
+    @property
+    def _whole(self) -> GemmConfig:
+        """For templates that store a block at once, as those through pointers do."""
+        return replace(self.config, epilogue_subtile=1) if self.template.tma else self.config
+
     def _plain(self, name: str) -> Kernel:
         """The same without descriptors, which need memory that starts at a multiple of 16."""
-        made = self._through_pointers.render(self.problem, self.config, name)
-        source = replace(self._source(made), aligned=frozenset(), scratched=True)
+        other = self._through_pointers
+        made = other.render(self.problem, self._whole, name)
+        source = replace(self._source(made, other), aligned=frozenset(), scratched=True)
         return Kernel(name, source, tuple(argument for argument, _, _ in made.params))
 
-    def _source(self, made: Rendered) -> TritonSource:
+    def _source(self, made: Rendered, template: TritonTemplate) -> TritonSource:
+        """`template` is the one that was rendered: each has constants of its own."""
         p, c = self.problem, self.config
-        constants = self.template.constants(p, c)
+        constants = template.constants(p, c)
         params = tuple((name, kind) for _, name, kind in made.params)
         params += (("err", "*i64"),) if made.checked else ()
         major, minor = p.target.capability

@@ -1,17 +1,18 @@
-"""Products with weights of eight bits (`_weight_int8pack_mm`), on a CPU.
+"""Products with weights of eight bits (`_weight_int8pack_mm`).
 
     result[m, n] = (sum over k of x[m, k] * weights[n, k]) * scales[n]
 
 The sum is multiplied in float32 and rounded once, as by ATen's own kernels. Weights are widened
-where they are read, so a C++ kernel can take in what makes `x` and what follows; ATen's call, which
-is hard to beat for few rows, is measured beside it. On a card, and for sizes known only at run
-time, the call is ATen's.
+where they are read, on a CPU by C++ kernels and on a card by Triton templates, which take in what
+makes `x` and what follows; ATen's call, which is hard to beat for few rows, is measured beside
+them. For sizes known only at run time the call is ATen's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tilewright.gemm.problem import GemmProblem, Operand, loops, plain, window
 from tilewright.gemm.provider import Argument, Candidate, Effort, Kernel, enabled
 from tilewright.gemm.roofline import roofline
 from tilewright.ir import index as ix
+from tilewright.ir.build import cast
 from tilewright.ir.expr import load
 from tilewright.ir.program import Opaque, Origin, Program, View
 from tilewright.runtime import store
@@ -39,8 +41,23 @@ class WeightsProblem(GemmProblem):
         return self.dtype  # it is no product that another could be added to
 
     @property
+    def is_bare(self) -> bool:
+        """On a card weights are widened by an expression, of the operator itself."""
+        return not self.epilogue and self.operands[0].is_plain
+
+    @cached_property
+    def bare(self) -> GemmProblem:
+        if self.is_bare:
+            return self
+        x = plain(self.operands[0].view, (self.m, self.k))
+        made = replace(self, operands=(x, self.operands[1]), epilogue=(), keeps=True)
+        used = {*made.reads, *made.writes}
+        return replace(made, buffers=tuple(b for b in self.buffers if b.name in used))
+
+    @property
     def providers(self) -> tuple[Any, ...]:
-        return (PROVIDER, *(p for p in enabled() if p.name == "CPP"))
+        ours = "TRITON" if self.target.is_gpu else "CPP"
+        return (PROVIDER, *(p for p in enabled() if p.name == ours))
 
     @property
     def library(self) -> Any:
@@ -74,11 +91,10 @@ def is_tuned(call: Opaque) -> bool:
 
 def parsed(program: Program, call: Opaque, result: View) -> WeightsProblem | str:
     """The problem, in the program's names, or why it is the library's."""
-    if not {p.name for p in enabled()} & {"ATEN", "CPP"}:
-        return "neither ATEN nor CPP is in max_autotune_gemm_backends"
     target = Target.of(program.buffers[result.buffer].device)
-    if target.is_gpu:
-        return "on a card the library alone multiplies by weights of eight bits"
+    ours = "TRITON" if target.is_gpu else "CPP"
+    if not {p.name for p in enabled()} & {"ATEN", ours}:
+        return f"neither ATEN nor {ours} is in max_autotune_gemm_backends"
     tensors = (*call.args, *call.kwargs.values())
     if not all(isinstance(t, View) for t in tensors):
         return "its arguments are not all tensors in memory"
@@ -91,10 +107,13 @@ def parsed(program: Program, call: Opaque, result: View) -> WeightsProblem | str
     b, m, n, k = loops(ix.ONE, x.size[0], weights.size[0], x.size[1])
     turned = replace(weights, size=weights.size[::-1], stride=weights.stride[::-1])
     at = ix.add(ix.mul(n, scales.stride[0]), scales.offset)
+    right = plain(turned, (k, n))
+    if target.is_gpu:  # its matrix units multiply by numbers of one type
+        right = Operand(replace(turned, dtype=x.dtype), cast(right.value, x.dtype), is_plain=False)
     scale = Operand(scales, load(scales.buffer, scales.dtype, at))
     used = sorted({t.buffer for t in (*tensors, result)})
     return WeightsProblem(
-        OP, b, m, n, k, (plain(x, (m, k)), plain(turned, (k, n))), result,
+        OP, b, m, n, k, (plain(x, (m, k)), right), result,
         tuple(program.buffers[name] for name in used), target, scales=(scale,),
     )  # fmt: skip
 
