@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tilewright import config
+from tilewright import config, rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.ops import REDUCTIONS
@@ -29,28 +29,7 @@ from tilewright.schedule.nests.hints import hint_product, work
 from tilewright.schedule.nests.segments import segments_of
 from tilewright.target import Target
 
-WIDEST = 1 << 15  # accumulators of one reduction: more do not stay near the SM
-NARROWEST = 16  # elements of a row that fill vectors while the rows run one after the other
-SMALL = 1 << 13  # iterations that one thread does before others have started
 CPU_CHUNKS = 32  # a fixed number: results do not depend on how many threads there are
-SHORTEST_CHUNK = 16  # rows, where each chunk leaves a row of results
-SHORTEST_IN_TURN = 8  # rows that a program of a card folds one after the other: each is waited for
-LONG_CHUNK = 64  # rows, whose traffic is far more than that of a row of results
-SHORT_ROW = 4096  # elements of a row of which two programs keep an SM of a card busy
-SHORT_ODD_ROW = 5120  # the same of rows that are not fetched ahead
-LARGE = 1 << 17  # iterations that should keep more than a few SMs busy
-ALONE = 3 << 14  # iterations that one program of a card should not be at alone (H200: cross entropy
-# of 67041 rows of 1001 bfloat16 54 us, 63 us with one program for the sum of its losses)
-LITTLE = 64  # times as much to reduce as to do with what that gives: no data is read again for it
-LONGEST_KEPT = 1 << 14  # elements of a row that a program of a card keeps
-TILE = 64  # neighbouring columns that one program of a card takes
-CHUNK_WORK = 1 << 14  # iterations worth a chunk of their own
-SHARE = 1 << 13  # elements of a row worth a program beside others
-LONGEST_CACHED = 1 << 17  # elements of rows that a card's cache keeps, one for each program
-LONGEST_MET = 1 << 18  # elements of a row of which few programs have parts and meet
-MOST_READ_TWICE = 3  # times what a card's cache keeps: some of it is there when it is read again
-MOST_IN_TURN = 16  # programs of a row that begin after those of another
-MOST_OF_FEW = 64  # the same of few rows of several buffers, that no cache keeps else
 
 
 def fit_in_order(left: Fit, right: Fit, position: Mapping[str, int]) -> Fit | Misfit:
@@ -138,11 +117,11 @@ def _problem(nests: tuple[Nest, ...], outer: tuple[Expr, ...], serial: tuple[Exp
             why = _carries(m, outer, serial)
             if why:
                 return why
-    small = max(work(m) for m in nests) <= SMALL
+    small = max(work(m) for m in nests) <= rules.ORDERED_SMALL.limit
     if len(segments_of(nests, outer)) > 1 and not small:
         row = max(hint_product(v.src[0] for v in all_loops(m) if v not in (*outer, *serial))
                   for m in nests)  # fmt: skip
-        if row < NARROWEST:
+        if row < rules.ORDERED_ROW.limit:
             return "the rows are too short to run one after the other"
     return first_conflict(nests, (*outer, *serial))
 
@@ -152,7 +131,7 @@ def _carries(nest: Nest, outer: tuple[Expr, ...], serial: tuple[Expr, ...]) -> s
     columns = [v for v in nest.loops if v not in outer]
     if columns and len(nest.reduce) > len(serial):
         return "it reduces within rows and across them"
-    if hint_product(v.src[0] for v in columns) > WIDEST:
+    if hint_product(v.src[0] for v in columns) > rules.ACCUMULATORS.limit:
         return "it has too many results to keep them near"
     arg = any(n.op == "reduce" and n.arg.kind.startswith("arg") for n in walk(*nest.exprs))
     if arg and nest.reduce[: len(serial)] != serial:
@@ -171,10 +150,17 @@ def chunks(fit: Fit, target: Target) -> int:
     total = max(work(m) * (_often(m) if target.is_gpu else 1) for m in fit.members)
     wanted = -(-max(_wanted(target), _of_short_rows(fit, target)) // _programs(fit, target))
     if all(ix.value_of(v.src[0]) is not None for v in fit.serial):
-        shortest = SHORTEST_CHUNK if partial_results(fit) > SHORTEST_CHUNK else 1
-        least = CHUNK_WORK // 8 if shortest == 1 and target.is_gpu else CHUNK_WORK
+        shortest = rules.CHUNK_ROWS.limit if partial_results(fit) > rules.CHUNK_ROWS.limit else 1
+        least = (
+            rules.CHUNK_WORK.limit // 8
+            if shortest == 1 and target.is_gpu
+            else rules.CHUNK_WORK.limit
+        )
         if target.is_gpu and len(segments_of(fit.members, fit.outer)) > 1:
-            shortest, least = min(shortest, SHORTEST_IN_TURN), CHUNK_WORK // 8
+            shortest, least = (
+                min(shortest, rules.ORDERED_CHUNK_ROWS.limit),
+                rules.CHUNK_WORK.limit // 8,
+            )
         wanted = min(wanted, total // least, -(-rows // shortest))
     else:  # more than one: the size of another call may be worth it
         wanted = max(2, min(wanted, -(-rows // shortest_chunk(fit))))
@@ -189,7 +175,10 @@ def _pieces(fit: Fit, target: Target) -> int:
         return 0
     first, *rest = fit.serial
     rows = hint_product(v.src[0] for v in rest)
-    if rows < SHORTEST_CHUNK or rows * hint_product(v.src[0] for v in fit.outer) < CHUNK_WORK:
+    if (
+        rows < rules.CHUNK_ROWS.limit
+        or rows * hint_product(v.src[0] for v in fit.outer) < rules.CHUNK_WORK.limit
+    ):
         return 0
     used = [free_vars(n.src[0]) for m in fit.members for n in loads(*m.exprs)]
     common = any(first in v and v.isdisjoint(rest) for v in used)
@@ -205,7 +194,7 @@ def shortest_chunk(fit: Fit) -> int:
     """Iterations of the serial loops that are worth a chunk, where their number is not known."""
     rows = hint_product(v.src[0] for v in fit.serial)
     each = max(1, max(work(m) for m in fit.members) // max(rows, 1))
-    return max(SHORTEST_CHUNK, CHUNK_WORK // each)
+    return max(rules.CHUNK_ROWS.limit, rules.CHUNK_WORK.limit // each)
 
 
 def _wanted(target: Target) -> int:
@@ -226,17 +215,20 @@ def _of_short_rows(fit: Fit, target: Target) -> int:
     beside = _programs(fit, target)
     rows = hint_product(v.src[0] for v in fit.serial)
     row = max(work(m) for m in fit.members) // max(rows * beside, 1)
-    if row < NARROWEST:
+    if row < rules.ORDERED_ROW.limit:
         return 0
     odd = row % 4 > 0
     most = 16 if row <= 256 else 12 if odd else 8
-    times = min((SHORT_ODD_ROW if odd else SHORT_ROW) // row, most)
-    if row % 8 and row <= SHORT_ROW:
+    times = min((rules.BUSY_MISALIGNED_ROW.limit if odd else rules.BUSY_ROW.limit) // row, most)
+    if row % 8 and row <= rules.BUSY_ROW.limit:
         times = max(times, 2)
-    return min(_wanted(target) * times, rows // (LONG_CHUNK // 2 if odd else LONG_CHUNK) * beside)
+    return min(
+        _wanted(target) * times,
+        rows // (rules.LONG_CHUNK_ROWS.limit // 2 if odd else rules.LONG_CHUNK_ROWS.limit) * beside,
+    )
 
 
-def _programs(fit: Fit, target: Target, columns: int = TILE) -> int:
+def _programs(fit: Fit, target: Target, columns: int = rules.COLUMN_TILE.limit) -> int:
     """Parts that run side by side already; a card takes neighbouring columns together."""
     lanes = hint_product(v.src[0] for v in fit.outer)
     along = _contiguous(fit.members)
@@ -250,14 +242,16 @@ def idles(fit: Fit, target: Target) -> bool:
     if not target.is_gpu or not any(m.reduce for m in fit.members):
         return False
     most = max(work(m) for m in fit.members)
-    if any(is_alone(m) for m in fit.members) or most < min(LARGE, ALONE * _programs(fit, target)):
+    if any(is_alone(m) for m in fit.members) or most < min(
+        rules.LARGE_WORK.limit, rules.WORK_ALONE.limit * _programs(fit, target)
+    ):
         return False
     if 2 * _programs(fit, target) > _wanted(target):
         return False
     if _contiguous(fit.members) in fit.outer and 4 * _programs(fit, target) >= 3 * target.sms:
         return False  # columns in one loop that runs ahead (H200: 128 programs 62 us, 256 70 us)
     again = max((work(m) for m in dependents(fit.members)), default=0)
-    if LITTLE * again < most:
+    if rules.LITTLE_WORK.limit * again < most:
         return True
     programs = _programs(fit, target, 16)
     if not again or 8 * programs <= target.sms:
@@ -266,7 +260,7 @@ def idles(fit: Fit, target: Target) -> bool:
         return True
     # columns that are held are read once, others again in any case (H200: batch norm of 131072 rows
     # of 384 floats 3.2 ms by 24 programs; 16384 rows of 2048 with gradients 366 us, 308 us cut)
-    held = 16 * (most // hint_product(v.src[0] for v in fit.outer)) <= LONGEST_KEPT
+    held = 16 * (most // hint_product(v.src[0] for v in fit.outer)) <= rules.ROW_ON_CHIP.limit
     return _contiguous(fit.members) in fit.outer and not held and programs <= target.sms
 
 
@@ -279,7 +273,10 @@ def _is_read_twice(fit: Fit, target: Target) -> bool:
     if not rows or rows >= target.sms or _contiguous(fit.members) in fit.outer:
         return False
     longest, widths = _walked_again(fit, rows)
-    return longest > LONGEST_MET and rows * longest * sum(widths) <= MOST_READ_TWICE * target.l2
+    return (
+        longest > rules.MEETING_ROW.limit
+        and rows * longest * sum(widths) <= rules.READ_TWICE.limit * target.l2
+    )
 
 
 def _walked_again(fit: Fit, rows: int) -> tuple[int, list[int]]:
@@ -308,7 +305,7 @@ def is_coarse(fit: Fit, target: Target) -> bool:
     """Whether a card has SMs idle however the serial loops are cut (H200: differences of 96
     planes of 512x512 along rows and along columns 178 us by plane). Rows of which exponentials
     are reduced are not: several programs have parts of one."""
-    if not target.is_gpu or max(work(m) for m in fit.members) < 4 * LARGE:
+    if not target.is_gpu or max(work(m) for m in fit.members) < 4 * rules.LARGE_WORK.limit:
         return False
     if any(n.op == "exp" for m in fit.members for n in walk(*m.exprs)):
         return False
@@ -328,11 +325,11 @@ def cooperating_programs(fit: Fit, target: Target) -> int:
     if any(is_alone(m) or not _plain(m, fit) for m in fit.members):
         return 0
     longest = max(work(m) for m in fit.members) // rows
-    if not any(m.reduce for m in fit.members) or longest < LARGE:
+    if not any(m.reduce for m in fit.members) or longest < rules.LARGE_WORK.limit:
         return 0
     if _contiguous(fit.members) in fit.outer:
         return 0
-    return min(target.sms // rows, longest // SHARE)
+    return min(target.sms // rows, longest // rules.SHARED_ROW_PART.limit)
 
 
 def ticketed_programs(fit: Fit, target: Target) -> int:
@@ -352,7 +349,7 @@ def ticketed_programs(fit: Fit, target: Target) -> int:
     if _contiguous(fit.members) in fit.outer:
         return 0
     longest, walked = _walked_again(fit, rows)
-    if longest < LONGEST_CACHED:
+    if longest < rules.CACHED_ROW.limit:
         return 0
     few = rows < target.sms
     if len(walked) > 1 and not few:
@@ -362,9 +359,17 @@ def ticketed_programs(fit: Fit, target: Target) -> int:
     wanted = 2 * target.sms if few else 0
     while 2 * target.sms * row // count > target.l2 // 2 or rows * count < wanted:
         count *= 2
-    if few and len(walked) > 1 and 2 * target.sms * row // MOST_IN_TURN > target.l2:
-        return min(count, MOST_OF_FEW)
-    return min(count, MOST_IN_TURN) if few or count <= MOST_IN_TURN else 0
+    if (
+        few
+        and len(walked) > 1
+        and 2 * target.sms * row // rules.TICKETED_PROGRAMS.limit > target.l2
+    ):
+        return min(count, rules.TICKETED_FEW_ROWS.limit)
+    return (
+        min(count, rules.TICKETED_PROGRAMS.limit)
+        if few or count <= rules.TICKETED_PROGRAMS.limit
+        else 0
+    )
 
 
 def _plain(nest: Nest, fit: Fit) -> bool:
@@ -426,13 +431,15 @@ def wasteful(fit: Fit, saved: int, target: Target) -> str:
         return "partial results would cost more than reading the data again"
     programs = rows * hint_product(v.src[0] for v in fit.outer)
     longest = max(work(m) for m in fit.members) // max(programs, 1)
-    if target.is_gpu and 2 * programs <= target.sms and longest >= LARGE:
+    if target.is_gpu and 2 * programs <= target.sms and longest >= rules.LARGE_WORK.limit:
         return "a few programs would have all of the work"
     folded = [m for m in fit.members if folds_over(m, fit.serial)]
     if target.is_gpu and not all(stays_apart(m, fit, target) for m in folded):
         shared = (*fit.outer, *fit.serial)
         for m in fit.members:
             row = [v.src[0] for v in all_loops(m) if v not in shared]
-            if (ix.value_of(ix.product(row)) or LONGEST_KEPT + 1) > LONGEST_KEPT:
+            if (
+                ix.value_of(ix.product(row)) or rules.ROW_ON_CHIP.limit + 1
+            ) > rules.ROW_ON_CHIP.limit:
                 return "rows do not stay on the chip"
     return ""

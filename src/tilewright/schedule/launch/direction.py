@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilewright import rules
 from tilewright.ir.program import Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.traffic import moved
-
-LARGE = 8 << 20  # bytes of a buffer that are touched: fewer stay in cache whichever way that is
 
 
 def alternate(program: Program, groups: Sequence[Group], after: bool) -> None:
@@ -25,7 +24,11 @@ def alternate(program: Program, groups: Sequence[Group], after: bool) -> None:
     for group in groups:
         bytes_ = moved(program, group, filled)
         filled |= group.writes
-        large = {b for b, size in bytes_.items() if size >= LARGE and _is_on_card(program, b)}
+        large = {
+            b
+            for b, size in bytes_.items()
+            if size >= rules.REVERSED_BYTES.limit and _is_on_card(program, b)
+        }
         if not large:
             continue
         back = not back and group.call is None and bool(before & large & group.reads)

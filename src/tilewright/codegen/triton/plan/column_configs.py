@@ -6,22 +6,18 @@ from collections.abc import Iterable
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import given_along, read_along, sizes
 from tilewright.codegen.triton.analysis.work import reduces
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, below, clamp, power, round_of
-from tilewright.codegen.triton.plan.tiling import (
-    NARROWEST_TILE,
-    Shape,
-)
+from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.interleaved import is_even
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
-LONGEST_OF_THREAD = 32  # rows of a column that a thread reduces alone: so many loads are in flight
 STEP = "XSTEP"  # columns of a program that has more lanes
-SLID_LANES = 512
 
 
 def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
@@ -39,13 +35,13 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if 32 <= piece < 2 * wide:  # so what is gathered is the same for all of a program
         yield Config(((x.block, piece), *rows), piece // 32)
         return
-    if folded and longest <= LONGEST_OF_THREAD and x.likely >= 4 * wide * target.sms:
+    if folded and longest <= rules.COLUMN_OF_THREAD.limit and x.likely >= 4 * wide * target.sms:
         yield Config(((x.block, 2 * wide), *rows), 2 * vector // _beside(shape, vector))
     block, warps = _held_columns(shape, longest, folded, vector, target)
     yield Config(((x.block, block), *rows), warps)
-    room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), 128)
+    room = clamp(rules.TILE_COLUMNS.limit, power(x.likely / max(target.sms, 1)), 128)
     for tile, share in ((8192, 16), (4096, 16), (16384, 32), (32768, 32)):
-        block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
+        block = min(clamp(rules.TILE_COLUMNS.limit, tile // longest, room), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
 
@@ -76,7 +72,11 @@ def of_slid_columns(shape: Shape) -> Iterable[Config]:
             yield Config(((x.block, lanes), (r.block, count)), min(lanes // 32, 8))
         return
     rows = max(pieces_of(n.dtype) for m in shape.members for n in loads(*m.exprs))
-    blocks = ((x.block, SLID_LANES), (STEP, SLID_LANES - rows), (r.block, rows))
+    blocks = (
+        (x.block, rules.SHIFTED_LANES.limit),
+        (STEP, rules.SHIFTED_LANES.limit - rows),
+        (r.block, rows),
+    )
     yield Config(blocks, 2)
 
 
@@ -92,9 +92,9 @@ def _held_columns(shape: Shape, longest: int, folded: bool, vector: int, target:
     side, size = _beside(shape, line), max(a.size or 1 for a in shape.inner)
     given = below(max(1, len(given_along(shape))))
     wide = line if side == line else 4 * line if side < vector and longest <= 32 else 2 * line
-    room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), wide)
+    room = clamp(rules.TILE_COLUMNS.limit, power(x.likely / max(target.sms, 1)), wide)
     tile = 256 * line // (given if side < vector else 1)
-    block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
+    block = min(clamp(rules.TILE_COLUMNS.limit, tile // longest, room), power(x.likely))
     share = line // given
     warps, least = power(longest * block / (32 * share)), power(longest * block / (64 * share))
     if side >= vector:
@@ -197,7 +197,7 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     us by 64 rows of two warps, 34 us ahead with four)."""
     x = shape.parallel[0]
     bx = 8 * vector
-    while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
+    while bx > rules.TILE_COLUMNS.limit and 4 * x.likely < 3 * bx * target.sms:
         bx //= 2
     # a running softmax wants rows of one thread, arithmetic of much else wants threads
     exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))

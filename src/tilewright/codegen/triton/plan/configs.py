@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import reads_rows, sizes, vector_of, writes_rows
 from tilewright.codegen.triton.analysis.work import has_long_code, is_heavy
 from tilewright.codegen.triton.plan.column_configs import (
@@ -18,7 +19,7 @@ from tilewright.codegen.triton.plan.column_configs import (
     of_scanned_columns,
     of_slid_columns,
 )
-from tilewright.codegen.triton.plan.config import LONG_ROW, MOST_WARPS, Config, clamp, power
+from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power
 from tilewright.codegen.triton.plan.grid_order import columns_at_once
 from tilewright.codegen.triton.plan.row_configs import (
     of_held_rows,
@@ -41,9 +42,6 @@ from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Program
 from tilewright.schedule.nests.hints import hint_product
 from tilewright.target import Target
-
-SAMPLES = 8  # elements gathered for one
-MOST_READ = 160  # bytes that a thread has under way where nothing is reduced
 
 
 def _is_seldom(shape: Shape) -> bool:
@@ -124,7 +122,7 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
     # 37.7 us by eight; of 11832117 88.0 us, 91.8 us)
     read = {n.arg: n.dtype.itemsize for m in flat.members for n in loads(*m.exprs)
             if ix.coefficient(n.src[0], axis.var) is ix.ONE}  # fmt: skip
-    if 2 * vector * sum(read.values()) > MOST_READ:
+    if 2 * vector * sum(read.values()) > rules.BYTES_OF_THREAD.limit:
         return 4
     # of many floats one access each (lion of 33554432 157.3 us, 159.8 us; adam 222.4 us, 223.9 us;
     # sums of two 93.2 us, 93.6 us)
@@ -185,7 +183,7 @@ def _sampled(shape: Shape) -> Iterable[Config]:
     us by four elements)."""
     (x,) = shape.parallel
     if sum(bool(loads(n.src[0])) for n in loads(*(e for m in shape.members for e in m.exprs))
-           ) >= SAMPLES:  # fmt: skip
+           ) >= rules.SAMPLES.limit:  # fmt: skip
         yield from (Config(((x.block, 32 * warps),), warps) for warps in (4, 8, 16))
 
 
@@ -281,10 +279,12 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
         by = clamp(1, 4 * each // bx, power(enough))
         yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // each, 4))
-    if size >= LONG_ROW and not _computes(shape):
+    if size >= rules.LONG_ROW.limit and not _computes(shape):
         # 10560 planes of 128x128 bfloat16 scaled 165 us, 170 us with eight warps
         yield Config(((y.block, 1), (x.block, 256 * vector)), 4)
-    if size >= LONG_ROW:  # one row (849 of 100277 bfloat16 85 us, 95 us; 300 floats 65 us, 85 us)
+    if (
+        size >= rules.LONG_ROW.limit
+    ):  # one row (849 of 100277 bfloat16 85 us, 95 us; 300 floats 65 us, 85 us)
         for registers in (32, None):
             yield Config(((y.block, 1), (x.block, 512 * vector)), 8, registers=registers)
     # of misaligned rows longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)

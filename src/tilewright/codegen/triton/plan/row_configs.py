@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import (
     floats_of,
     given_along,
@@ -19,23 +20,11 @@ from tilewright.codegen.triton.analysis.work import (
     reduces_often,
 )
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power, round_of
-from tilewright.codegen.triton.plan.tiling import (
-    LONGEST_PASS,
-    MOST_KEPT,
-    Axis,
-    Shape,
-    accumulates,
-    is_one_walk,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, accumulates, is_one_walk
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Program
-from tilewright.schedule.split.cyclic import ROW_OF_TILE, TILE_ROWS
 from tilewright.target import Target
-
-LONGEST_OF_WARP = 1024  # elements of a row that one warp reduces
-LEAST_MOVED = 2560  # bytes of the rows of a program
-OF_PAIRS = 4096  # elements of a tile of rows that come from the cache
 
 
 def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
@@ -52,8 +41,12 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
             for a in shape.inner]  # fmt: skip
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
-    if longest <= 32 and enough >= OF_PAIRS // longest and reduces_pairs_of_rows(shape):
-        yield Config(((x.block, OF_PAIRS // longest), *rows), 4)
+    if (
+        longest <= 32
+        and enough >= rules.PAIRS_TILE.limit // longest
+        and reduces_pairs_of_rows(shape)
+    ):
+        yield Config(((x.block, rules.PAIRS_TILE.limit // longest), *rows), 4)
     if shape.packed:  # a thread has 32 elements; one warp alone would not turn them in memory
         for warps in (4, 2):
             yield Config(((x.block, 32 * warps // max(1, longest // 32)), *rows), warps)
@@ -61,7 +54,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     picks = any(0 < shape.pieces(a) < vector for a in shape.inner)  # each its channel's scale
     if shape.misaligned or picks:  # few threads of many loads each, and rows of one warp if can be
         share = 64 // min(floats_of(program, shape), default=4)
-        if longest <= LONGEST_OF_WARP and folds_one(shape):
+        if longest <= rules.ROW_OF_WARP.limit and folds_one(shape):
             share = 64
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         warps = clamp(1, longest * block // (32 * share), MOST_WARPS)
@@ -83,7 +76,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         for registers in (64, None):
             yield Config(((x.block, 1), *rows), longest // (32 * 32), registers=registers)
     if x.likely >= 32 * target.sms and not scans and _is_partly_empty(program, shape, longest):
-        few = longest > LONGEST_OF_WARP
+        few = longest > rules.ROW_OF_WARP.limit
         for registers in (None,) if few else (64, None):
             yield Config(((x.block, 1 if few else 2), *rows), 1, registers=registers)
     if leans:  # as many rows at work as of those that are even
@@ -93,9 +86,9 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         _is_scanned_in_part(shape, longest) if scans else _is_sparse(program, shape, longest)
     ):
         yield Config(((x.block, 1), *rows), longest // (32 * 32))
-    if longest > LONGEST_PASS:
+    if longest > rules.RESIDENT_ONE_PASS.limit:
         yield Config(((x.block, 1), *rows), 16)
-    elif scans and longest == LONGEST_PASS and min(sizes(program, shape)) == 2:
+    elif scans and longest == rules.RESIDENT_ONE_PASS.limit and min(sizes(program, shape)) == 2:
         # as floats of bfloat16 103 us, 123 us with 16; of floats 132 us, 130 us
         yield Config(((x.block, 1), *rows), 8)
     even = x.likely >= 8 * target.sms and not (leans or scans or shape.misaligned)
@@ -114,10 +107,10 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     if x.likely >= 8 * target.sms and reduces_often(shape):
         # where rows are used again fewer of them, for what a thread keeps (distances of
         # 65536 rows of 512 bfloat16 that are normed 41 us by two rows of a warp, 54 us by four)
-        most = 64 if longest <= LONGEST_OF_WARP else 32
+        most = 64 if longest <= rules.ROW_OF_WARP.limit else 32
         share = min(32 if shape.reread else 64, max(16, most // power(len(_read(shape)))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
-        if longest == LONGEST_PASS and functions_of_each(shape):
+        if longest == rules.RESIDENT_ONE_PASS.limit and functions_of_each(shape):
             # two rows on an SM either way, by more threads (supervised contrast of 8192 rows
             # 147 us by sixteen warps, 155 us by eight, 168 us with all registers)
             yield Config(((x.block, 1), *rows), 16, registers=64)
@@ -172,12 +165,20 @@ def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
     if reduces_pairs_of_rows(
         shape
     ):  # little of it comes from memory (174 us, 184 us by half of it)
-        yield Config(((x.block, OF_PAIRS // shape.chunk), (axis.block, shape.chunk)), 4)
+        yield Config(
+            ((x.block, rules.PAIRS_TILE.limit // shape.chunk), (axis.block, shape.chunk)), 4
+        )
     threads = shape.chunk // (axis.vector or vector_of(program, shape))
     rows = max(1, 32 // threads)
     moved = _moved(program, shape)
     bytes_ = rows * (axis.size or 1) * moved
-    most = 1 if bytes_ >= LEAST_MOVED else 2 if 3 * bytes_ >= LEAST_MOVED else 4
+    most = (
+        1
+        if bytes_ >= rules.BYTES_OF_PROGRAM.limit
+        else 2
+        if 3 * bytes_ >= rules.BYTES_OF_PROGRAM.limit
+        else 4
+    )
     weights = _alike(shape) & given_along(shape)
     if sum(program.buffers[b].dtype.itemsize for b in weights) >= 4 * moved:
         most = 4
@@ -228,17 +229,17 @@ def of_rows_in_order(program: Program, shape: Shape, target: Target) -> Iterable
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
-    if longest <= ROW_OF_TILE and shape.pipelined and _lie_beside(shape):
+    if longest <= rules.TILED_ROW.limit and shape.pipelined and _lie_beside(shape):
         # several as one tile, which the next ones are in flight of (missing values of 1048576 rows
         # of 40 floats 91 us, 103 us without, 153 us by one row)
         for warps, ahead in ((2, 3), (1, 3), (2, 1)):
-            yield Config(((x.block, TILE_ROWS), *rows), warps, ahead=ahead)
+            yield Config(((x.block, rules.TILED_ROWS.limit), *rows), warps, ahead=ahead)
     choices = (
         ((32, 3), (16, 3), (32, 2), (16, 1)) if shape.pipelined else ((16, 0), (32, 0), (8, 0))
     )
     if shape.misaligned and shape.pipelined:
         wide = min(floats_of(program, shape), default=4) > 2
-        if (0 if wide else LONGEST_OF_WARP) < longest <= 4096:
+        if (0 if wide else rules.ROW_OF_WARP.limit) < longest <= 4096:
             yield from _odd_rows_in_order(shape, rows, target)
         # of 777 bfloat16 171 us with one warp, 202 us with two
         choices = ((8, 1), (16, 1)) if wide else ((32, 1), (16, 1))
@@ -303,7 +304,7 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
     if (
         shape.misaligned
         or any(a.vector for a in shape.inner)
-        or not 2048 <= longest <= LONGEST_PASS
+        or not 2048 <= longest <= rules.RESIDENT_ONE_PASS.limit
     ):
         return False
     if any(program.buffers[b].dtype.itemsize > 2 for b in given_along(shape)):
@@ -311,7 +312,7 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
     size = max(a.size or longest for a in shape.inner)
     if not reduces(shape, "welford"):
         return 8 * size <= 7 * longest
-    return size < longest or longest == LONGEST_PASS
+    return size < longest or longest == rules.RESIDENT_ONE_PASS.limit
 
 
 def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
@@ -322,7 +323,7 @@ def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
     if (
         shape.misaligned
         or any(a.vector for a in shape.inner)
-        or not 2048 <= longest <= LONGEST_PASS
+        or not 2048 <= longest <= rules.RESIDENT_ONE_PASS.limit
     ):
         return False
     return 8 * max(a.size or longest for a in shape.inner) <= 7 * longest
@@ -364,11 +365,11 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
     longest = max(a.likely for a in shape.inner)
-    if shape.reread and longest <= MOST_KEPT // 2:
+    if shape.reread and longest <= rules.RESIDENT_ROW.limit // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
-        if longest > LONGEST_PASS and not reduces(shape, "welford"):
+        if longest > rules.RESIDENT_ONE_PASS.limit and not reduces(shape, "welford"):
             choices.insert(0, (1, 2048, 8))
-        elif longest > LONGEST_PASS and all(a.start is None for a in shape.inner):
+        elif longest > rules.RESIDENT_ONE_PASS.limit and all(a.start is None for a in shape.inner):
             choices.insert(0, (1, 4096, 16))
     elif shape.reread:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
@@ -408,7 +409,9 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     for (bx, br, warps), ahead in zip(choices, aheads, strict=True):
         rows = tuple((a.block, round_of(a, _piece_of(shape, a, br), 1024)) for a in shape.inner)
         block, size = min(bx, power(x.likely)), max(size for _, size in rows)
-        if size < LONGEST_OF_WARP and not (shape.prefetched or any(a.vector for a in shape.inner)):
+        if size < rules.ROW_OF_WARP.limit and not (
+            shape.prefetched or any(a.vector for a in shape.inner)
+        ):
             # of another length they may be long: as many as fill a block (gradients of norms of
             # 262016 rows of likely 128 bfloat16, and what is around them, 718 us, 2578 us by one);
             # of exponentials by one warp, or rows are shared (focal loss of 500001 rows of likely

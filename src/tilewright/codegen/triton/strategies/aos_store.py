@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.plan.config import Config, power
@@ -23,7 +24,6 @@ from tilewright.ir.program import Program, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
 
-FEWEST, MOST = 3, 16  # components
 # one point for each thread (H200: rotations of 2097152 vectors to nine floats 33 us, 42 us by two)
 WARPS = (4, 8, 2)
 
@@ -75,7 +75,11 @@ def _vectors(shape: Shape, local: frozenset[str]) -> list[Vector]:
         offsets = sorted(ix.poly(s.index).get((), 0) for s in stores)
         first, count = offsets[0], len(offsets)
         apart = step(stores[0].index, flat.parallel[0])
-        if FEWEST <= count <= MOST and count == apart and offsets == [*range(first, first + count)]:
+        if (
+            rules.COMPONENTS.limit <= count <= rules.MOST_COMPONENTS.limit
+            and count == apart
+            and offsets == [*range(first, first + count)]
+        ):
             found.append(Vector(buffer, ix.add(base, first), count))
     return found
 

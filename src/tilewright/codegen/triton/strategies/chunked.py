@@ -19,19 +19,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.work import reduces
 from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.row_configs import held_at_once, held_warps
-from tilewright.codegen.triton.plan.tiling import (
-    LONGEST_PASS,
-    Axis,
-    Shape,
-    cannot_hand_over,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, cannot_hand_over
 from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 from tilewright.codegen.triton.tile.grid_sync import leave, meet
-from tilewright.codegen.triton.tile.online_softmax import SIDE, OnlineReduction, joined
+from tilewright.codegen.triton.tile.online_softmax import OnlineReduction, joined
 from tilewright.codegen.triton.tile.reduce import Reduction, reduced_type, reductions_of
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
@@ -42,16 +38,8 @@ from tilewright.schedule.nests.segments import Segment
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
 
-MOST_HELD = 40 << 10  # elements of a row of which two programs on an SM hold one each
-MOST_READ = 46 << 10  # the same of several rows, where one is made of them (H200: residual RMS norm
-# of 4211 rows of 22847 191 us, 208 us walked; gradient of softmax of 23000, of both 134 us, 115 us)
-MOST_OF_FLOATS = 64 << 10  # the same of floats, which one program there holds (H200: layer norm of
-# 1711 rows of 32768 123 us, 150 us walked; softmax 114 us, 119 us; RMS norm 113 us, 119 us; layer
-# norm of 2300 rows of 24576 135 us, 141 us)
-FEWEST = 4  # rows for each SM
 HELD = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = HELD[:2]
-DEAR = 20  # what an operation costs that is not done several times
 
 
 class Chunked:
@@ -258,7 +246,9 @@ class Chunked:
                 kernel.online[pair.total].finish(pair.total)
         elif folds := reductions_of(folded, self.axis, w):
             for pair in (p for j in self._joined.values() if j.first == k for p in j.pairs):
-                fold = OnlineReduction(pair, folds[pair.largest], w, SIDE, False)
+                fold = OnlineReduction(
+                    pair, folds[pair.largest], w, rules.SOFTMAX_SIDE.limit, False
+                )
                 folds[pair.largest] = kernel.online[pair.total] = fold
             for fold in folds.values():
                 self._in_pieces(fold)
@@ -317,16 +307,20 @@ def chunked_rows(facts: KernelFacts) -> Shape | str:
     if not shape.reread:
         return "rows are read once"
     size = facts.length
-    if size <= LONGEST_PASS:
-        return f"rows have at most {LONGEST_PASS} elements: one block holds them"
-    if facts.rows < FEWEST * facts.target.sms:
-        return f"fewer than {FEWEST} rows for each SM"
+    if size <= rules.RESIDENT_ONE_PASS.limit:
+        return f"rows have at most {rules.RESIDENT_ONE_PASS.limit} elements: one block holds them"
+    if facts.rows < rules.CHUNKED_PER_SM.limit * facts.target.sms:
+        return f"fewer than {rules.CHUNKED_PER_SM.limit} rows for each SM"
     if is_expensive_to_repeat(shape):
         return "what is computed of rows is too expensive to repeat after each reduction"
     rows = rows_read(group.local, facts.flat)
     count = sum(n.dtype.itemsize for n in rows) // 2
-    most = MOST_OF_FLOATS if [n.dtype.itemsize for n in rows] == [4] else MOST_HELD
-    most = MOST_READ if len(rows) > 1 and _joins_rows(program, shape) else most
+    most = (
+        rules.CHUNKED_FLOATS.limit
+        if [n.dtype.itemsize for n in rows] == [4]
+        else rules.CHUNKED_ROW.limit
+    )
+    most = rules.CHUNKED_ROWS.limit if len(rows) > 1 and _joins_rows(program, shape) else most
     if not count:
         return "no row of floats is read along memory"
     if size * count > most:
@@ -420,8 +414,9 @@ def is_expensive_to_repeat(shape: Shape) -> bool:
     folds = [n for m in members for n in walk(*m.exprs) if n.op == "reduce"]
     again = walk(*(e for n in folds for e in n.src),
                  *(e for m in members if not m.reduce for e in m.exprs))  # fmt: skip
+    least = rules.RECOMPUTED_COST.limit
     return any(n.op in ("scan", "index") or (
-        n.op in TABLE and n.op != "exp" and TABLE[n.op].cost >= DEAR) for n in again) or any(
+        n.op in TABLE and n.op != "exp" and TABLE[n.op].cost >= least) for n in again) or any(
         reduced_type(n.src[0].dtype) != torch.float32 for n in folds)  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.column_configs import at_once
@@ -26,15 +27,11 @@ from tilewright.codegen.triton.strategies.small_matrices import is_matrix
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Store
+from tilewright.target import PIECE
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
     from tilewright.codegen.triton.tile.reduce import Reduction
-
-PIECE = 8  # elements of sixteen bytes
-SHORTEST, LONGEST = 48, 1024  # elements of a row
-FEWEST = 64  # rows of a matrix: few of a part of it are beyond its end
-TOGETHER = 2  # matrices for each SM
 
 
 def misaligned_scans(facts: KernelFacts) -> Shape | str:
@@ -48,12 +45,14 @@ def misaligned_scans(facts: KernelFacts) -> Shape | str:
     index, rows, length = stores[0].index, r.size or 0, length_of(stores[0].index, x)
     if set(sizes(program, flat)) != {2} or nodes[0].arg == stores[0].buffer:
         return "elements have not two bytes, or are written in place"
-    if not SHORTEST <= length <= LONGEST or rows < FEWEST or rows * length % PIECE:
-        return f"matrices do not have {FEWEST} rows of {SHORTEST} to {LONGEST} elements"
+    shortest, longest = rules.SCANNED_ROW.limit, rules.LONGEST_SCANNED_ROW.limit
+    fewest = rules.SCANNED_MATRIX_ROWS.limit
+    if not shortest <= length <= longest or rows < fewest or rows * length % PIECE:
+        return f"matrices do not have {fewest} rows of {shortest} to {longest} elements"
     if not is_matrix(index, x, r, length) or at_once(program, shape) > 2:
         return "rows of a matrix do not lie one after the other, or are aligned"
-    if x.likely < TOGETHER * length * facts.target.sms:
-        return f"fewer than {TOGETHER} matrices for each SM"
+    if x.likely < rules.SCANNED_MATRICES_PER_SM.limit * length * facts.target.sms:
+        return f"fewer than {rules.SCANNED_MATRICES_PER_SM.limit} matrices for each SM"
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
     segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.operations import scatters, uses
 from tilewright.codegen.triton.analysis.quantise import is_far_from_zero
-from tilewright.codegen.triton.plan.tiling import MANY, Shape
+from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.lower import RANDOM, is_index
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
@@ -31,10 +32,7 @@ from tilewright.schedule.nests.hints import hint_product
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.codegen.triton.launch import TritonKernel
-
-PIECE = 8  # elements that a thread moves at once; of two rows at most
-LONGEST = 128  # elements of a row that few threads have
-WIDEST = 2  # bytes of elements: wider ones fill lines as they are
+from tilewright.target import PIECE
 
 
 def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
@@ -50,9 +48,11 @@ def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool
     if uses(shape.members, *RANDOM) or any(s.scans for s, _ in shape.segments):
         return False
     (x,), (r,) = flat.parallel, flat.inner
-    if r.size is None or not PIECE <= r.size <= LONGEST:
+    if r.size is None or not PIECE <= r.size <= rules.PACKED_ROW.limit:
         return False
-    if hint_product((x.extent, r.extent)) < MANY or any(scatters(m) for m in flat.members):
+    if hint_product((x.extent, r.extent)) < rules.MANY_ELEMENTS.limit or any(
+        scatters(m) for m in flat.members
+    ):
         return False
     place = ix.add(ix.mul(x.var, r.extent), r.var)
     read = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
@@ -60,7 +60,7 @@ def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool
     stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
     written = [s.index for s in stores if r.var in free_vars(s.index)]
     return (
-        all(n.src == (place,) and n.dtype.itemsize <= WIDEST for n in rows)
+        all(n.src == (place,) and n.dtype.itemsize <= rules.PACKED_BYTES.limit for n in rows)
         and all(index is place for index in written)
         and not {n.arg for n in rows} & {s.buffer for s in stores}
     )

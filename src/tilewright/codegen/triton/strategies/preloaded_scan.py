@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.tiling import Shape
@@ -24,12 +25,6 @@ from tilewright.codegen.triton.strategies.misaligned_rows import (
 from tilewright.codegen.triton.strategies.scan import BlockScan, is_one_scan
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
-
-SHORTEST = 6144  # bytes of a row that is misaligned: shorter ones are held by more warps
-EVEN = 8192  # elements of other rows
-MOST = 28  # pieces that registers have room for
-WARPS = 2
-FEWEST = 16  # rows for each SM
 
 
 def preloaded_scan(facts: KernelFacts) -> Shape | str:
@@ -60,15 +55,18 @@ def preloaded_scan(facts: KernelFacts) -> Shape | str:
     start, piece = most_moved(program, group, flat, axis)
     start = start if begins_anywhere(start, piece, axis) else ix.ZERO
     new = replace(axis, start=start, vector=piece)
-    warps = next((w for w in range(1, WARPS + 1)
-                  if (axis.size + new.slack) * len(read) <= MOST * 32 * w * piece), 0)  # fmt: skip
-    shortest = SHORTEST // max(wide) if new.slack else EVEN
+    most = rules.PRELOADED_WARPS.limit
+    chunk = 32 * piece * rules.PRELOADED_CHUNKS.limit  # elements for which a warp has registers
+    lanes = (axis.size + new.slack) * len(read)
+    warps = next((w for w in range(1, most + 1) if lanes <= chunk * w), 0)
+    misaligned = rules.PRELOADED_MISALIGNED.limit // max(wide)
+    shortest = misaligned if new.slack else rules.PRELOADED_ALIGNED.limit
     if not warps:
-        return f"rows do not fit in the registers of {WARPS} warps"
+        return f"rows do not fit in the registers of {most} warps"
     if axis.size <= shortest:
         return f"rows have at most {shortest} elements: more warps hold them"
-    if facts.rows < FEWEST * facts.target.sms:
-        return f"fewer than {FEWEST} rows for each SM"
+    if facts.rows < rules.PRELOADED_PER_SM.limit * facts.target.sms:
+        return f"fewer than {rules.PRELOADED_PER_SM.limit} rows for each SM"
     return replace(shape, prefetched_scan=True, preloaded=32 * warps * piece, persistent=False,
                    segments=((segment, new),))  # fmt: skip
 

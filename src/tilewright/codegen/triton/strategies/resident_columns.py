@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import uses
 from tilewright.codegen.triton.analysis.work import reduces
@@ -26,11 +27,7 @@ from tilewright.target import Target
 
 NARROW = frozenset((torch.float16, torch.bfloat16))
 FLOATS = frozenset((torch.float32,))
-FEWEST = 32  # columns for each SM
 IN_PIECES = range(129, 257)  # rows of columns of sixteen bits that are
-ROWS_OF_HALVES = 32  # of such a piece
-MOST_OF_FLOATS = 3072  # rows of columns of floats, of which a thread has 48 then
-COLUMNS_OF_FLOATS = 8  # beside each other: 32 bytes
 
 
 def resident_columns(facts: KernelFacts) -> Shape | str:
@@ -53,8 +50,8 @@ def resident_columns(facts: KernelFacts) -> Shape | str:
         return "columns are read once"
     if is_expensive_to_repeat(shape):
         return "what is computed of columns is too expensive to repeat after each reduction"
-    if facts.rows < FEWEST * facts.target.sms:
-        return f"fewer than {FEWEST} columns for each SM"
+    if facts.rows < rules.RESIDENT_COLUMNS_PER_SM.limit * facts.target.sms:
+        return f"fewer than {rules.RESIDENT_COLUMNS_PER_SM.limit} columns for each SM"
     held = _rows_of_floats(group, shape)
     if shape.persistent and _is_one_tile(group, facts.flat, NARROW):
         buffers = facts.program.buffers
@@ -73,7 +70,7 @@ def _rows_of_halves(shape: Shape) -> int:
     walks = sum(axis is not None for _, axis in shape.segments)
     exponentials = uses(shape.members, "exp")
     if walks == 2 and not exponentials and size in IN_PIECES and _folds_one_sum(shape):
-        return ROWS_OF_HALVES
+        return rules.COLUMN_PIECE.limit
     least = 512 if exponentials else 256 if walks == 2 else 64
     return power(size) if size > least else 0
 
@@ -86,11 +83,11 @@ def _folds_one_sum(shape: Shape) -> bool:
 def _rows_of_floats(group: Group, shape: Shape) -> int:
     """The same of columns of floats that no tile holds."""
     size = shape.inner[0].size or 0
-    if shape.persistent or not 0 < size <= MOST_OF_FLOATS:
+    if shape.persistent or not 0 < size <= rules.FLOAT_COLUMN.limit:
         return 0
     if uses(shape.members, "exp") or not _is_one_tile(group, shape.flat(), FLOATS):
         return 0
-    return 256 if 2 * size > MOST_OF_FLOATS else 128
+    return 256 if 2 * size > rules.FLOAT_COLUMN.limit else 128
 
 
 def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
@@ -114,8 +111,8 @@ def _of_pieces(shape: Shape) -> tuple[Config, ...]:
     run on an SM, though some of them spill then (H200: 128x3000x80 105.7 us with 64 registers,
     111.8 us by half the threads with 128)."""
     x, (axis,), rows = shape.parallel[0], shape.inner, shape.chunk
-    of_halves = rows == ROWS_OF_HALVES
-    block, each = (64, 8) if of_halves else (COLUMNS_OF_FLOATS, 4)
+    of_halves = rows == rules.COLUMN_PIECE.limit
+    block, each = (64, 8) if of_halves else (rules.FLOAT_COLUMNS.limit, 4)
     blocks = ((x.block, block), (axis.block, rows))
     return (Config(blocks, rows * block // (32 * each), registers=64),)
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import sorts, uses
 from tilewright.codegen.triton.plan.column_configs import at_once, carried, rows_of_thread
-from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MOST_KEPT, Axis, Shape
+from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.misaligned_rows import begins_anywhere, most_moved
 from tilewright.codegen.triton.strategies.misaligned_scans import misaligned_scans
 from tilewright.codegen.triton.tile.lower import RANDOM
@@ -28,12 +29,6 @@ from tilewright.target import Target
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.reduce import Scan
-
-TOGETHER = 2  # programs that an SM surely runs at once
-SHORTEST_PART = 1 << 13  # elements of a row worth a program
-UNDER_WAY = 1 << 15  # bytes of loads that keep an SM's part of memory busy
-FEW_COLUMNS = 1024  # on an SM: the warps that have them do not keep memory busy by themselves
-# (H200: cumulative sums over 1 of 317x351x391 bfloat16 89 us, 102 us if each waits for its loads)
 
 
 def block_scan(facts: KernelFacts) -> Shape | str:
@@ -51,7 +46,9 @@ def block_scan(facts: KernelFacts) -> Shape | str:
         return whole if moved else _columns(program, shape, target)
     if shape.reverse_scan:
         return "rows are scanned from their last element to the first"
-    if 2 * axis.likely <= MOST_KEPT and (axis.start is None or axis.likely <= LONGEST_PASS):
+    if 2 * axis.likely <= rules.RESIDENT_ROW.limit and (
+        axis.start is None or axis.likely <= rules.RESIDENT_ONE_PASS.limit
+    ):
         return "rows fit in registers"
     start, piece = most_moved(program, group, shape.flat(), axis)
     if not begins_anywhere(start, piece, axis):
@@ -79,9 +76,13 @@ def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
     if neighbours > 8 or (neighbours == 1 and carried(shape) > 4):
         return "one thread of a column would load too little at once"
     moved = columns * rows_of_thread(shape, neighbours) * max(sizes(program, shape))
-    if moved < UNDER_WAY * target.sms:
+    if moved < rules.SCAN_BYTES_PER_SM.limit * target.sms:
         return "one thread for each column would not keep memory busy"
-    walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms and not shape.reverse_scan
+    walked = (
+        neighbours == 1
+        and columns <= rules.SCAN_COLUMNS_PER_SM.limit * target.sms
+        and not shape.reverse_scan
+    )
     if walked:
         axis = replace(axis, start=ix.ZERO, vector=1)
     return replace(shape, column_threads=True, prefetched_scan=walked, persistent=False,
@@ -94,7 +95,9 @@ def _programs(shape: Shape, axis: Axis, target: Target) -> int:
     rows = shape.parallel[0].size
     if not rows:
         return 0
-    count = min(TOGETHER * target.sms // rows, axis.likely // SHORTEST_PART)
+    count = min(
+        rules.SCAN_PROGRAMS.limit * target.sms // rows, axis.likely // rules.SCAN_PART.limit
+    )
     return count if count > 1 else 0
 
 

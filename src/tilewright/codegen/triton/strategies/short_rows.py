@@ -13,12 +13,13 @@ from dataclasses import replace
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import reduces_pairs_of_rows
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import is_gathered
 from tilewright.codegen.triton.analysis.work import along, is_heavy
 from tilewright.codegen.triton.plan.config import below, power
-from tilewright.codegen.triton.plan.tiling import MANY, Shape, cannot_hand_over
+from tilewright.codegen.triton.plan.tiling import Shape, cannot_hand_over
 from tilewright.codegen.triton.strategies.misaligned_rows import (
     has_computed_places,
     misaligned_rows,
@@ -30,15 +31,6 @@ from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
 
-LONGEST = 8192  # elements of a row
-SHORT = 256  # the same of one of which a block is not to be empty by a quarter
-MOST = 8  # tiles of an even row
-FEWEST = 32  # elements of a tile: 64 bytes of a row, for four threads
-LEAST = 4  # the same of rows that are as short themselves
-MOST_PAIRS, FEWEST_PAIRS = 16, 16  # the same of rows that are moved two elements at once
-FEW_PAIRS = 96  # elements of a row that few threads reduce
-WARP = 256  # elements of a tile that a warp moves at once
-
 
 def short_rows(facts: KernelFacts) -> Shape | str:
     """The shape with rows in tiles, where they are many and short."""
@@ -49,9 +41,9 @@ def short_rows(facts: KernelFacts) -> Shape | str:
     piece = form.inner[0].vector
     if form.packed:
         return "rows lie one after the other: several are moved as one piece"
-    if form.misaligned and not piece and size > FEWEST:
+    if form.misaligned and not piece and size > rules.SHORT_ROW_TILE.limit:
         return "rows are misaligned, and not all of them alike"
-    if size <= FEWEST:
+    if size <= rules.SHORT_ROW_TILE.limit:
         tile = _of_few(group, form, size)
     elif not piece:
         tile = _of_even(shape, size)
@@ -79,15 +71,25 @@ def _of_even(shape: Shape, size: int) -> int:
     rows = _rows(shape)
     masked = any(n.dtype == torch.bool for n in rows)
     width = max((n.dtype.itemsize for n in rows), default=4)
-    short = len(rows) == 1 and size <= (SHORT * 2 // width if rows_alike(shape.flat()) else SHORT)
+    short = len(rows) == 1 and size <= (
+        rules.SHORT_SPARSE_ROW.limit * 2 // width
+        if rows_alike(shape.flat())
+        else rules.SHORT_SPARSE_ROW.limit
+    )
     folded = not _stores(shape) and any(n.op == "exp" for n in along(shape))
     quantized = any(
         n.op == "cast" and n.dtype.itemsize == 1 for n in nodes if n.dtype != torch.bool
     )
-    if empty and 2 * WARP < size < 4 * WARP and sum(is_gathered(n.src[0]) for n in rows) > 1:
-        return WARP
+    if (
+        empty
+        and 2 * rules.SHORT_ROW_WARP.limit < size < 4 * rules.SHORT_ROW_WARP.limit
+        and sum(is_gathered(n.src[0]) for n in rows) > 1
+    ):
+        return rules.SHORT_ROW_WARP.limit
     tiled = folded or reduces_pairs_of_rows(shape) or (empty and (masked or short or quantized))
-    return max(FEWEST, power(size / MOST)) if tiled else 0
+    return (
+        max(rules.SHORT_ROW_TILE.limit, power(size / rules.SHORT_ROW_TILES.limit)) if tiled else 0
+    )
 
 
 def _of_few(group: Group, form: Shape, size: int) -> int:
@@ -96,11 +98,13 @@ def _of_few(group: Group, form: Shape, size: int) -> int:
     mixtures of ten 40 us, 53 us). Even ones that are stored are faster in a block (gradients of
     these 98 us, 107 us)."""
     wide = all(n.dtype.itemsize == 4 for n in _rows(form))
-    empty = size > LEAST * 2 and 4 * size <= 3 * power(size)
+    empty = size > rules.SHORTEST_ROW_TILE.limit * 2 and 4 * size <= 3 * power(size)
     own = set(form.inner[0].loops)
     stored = any(own & free_vars(s.index) for m in form.members for s in m.stores
                  if s.buffer not in group.local)  # fmt: skip
-    return LEAST if wide and empty and (form.misaligned or not stored) else 0
+    return (
+        rules.SHORTEST_ROW_TILE.limit if wide and empty and (form.misaligned or not stored) else 0
+    )
 
 
 def _of_pairs(shape: Shape, size: int) -> int:
@@ -110,9 +114,9 @@ def _of_pairs(shape: Shape, size: int) -> int:
     us)."""
     if rows_alike(shape.flat()):
         return 0
-    few = size <= FEW_PAIRS and not _stores(shape)
-    fewest = FEWEST_PAIRS // 2 if few else FEWEST_PAIRS
-    return max(fewest, power(size / MOST_PAIRS))
+    few = size <= rules.SHORT_PAIRS.limit and not _stores(shape)
+    fewest = rules.SHORT_PAIR_TILE.limit // 2 if few else rules.SHORT_PAIR_TILE.limit
+    return max(fewest, power(size / rules.SHORT_PAIR_TILES.limit))
 
 
 def _of_odd(shape: Shape, size: int) -> int:
@@ -126,11 +130,15 @@ def _of_odd(shape: Shape, size: int) -> int:
         return 0
     several = len(_rows(shape)) > 1
     full = 8 * size > 7 * power(size)
-    if full and not (alike or several) and (_stores(shape) or size <= 4 * WARP):
+    if (
+        full
+        and not (alike or several)
+        and (_stores(shape) or size <= 4 * rules.SHORT_ROW_WARP.limit)
+    ):
         return 0  # a block is as good (cross entropy of 1001 43 us, 46 us in tiles)
     if several:
-        return max(WARP, below(4 * size // 11))
-    return max(WARP, power(size / MOST))
+        return max(rules.SHORT_ROW_WARP.limit, below(4 * size // 11))
+    return max(rules.SHORT_ROW_WARP.limit, power(size / rules.SHORT_ROW_TILES.limit))
 
 
 def _rows(shape: Shape) -> set[Expr]:
@@ -154,10 +162,11 @@ def _unsuited(facts: KernelFacts) -> str:
         return "several programs share a row"
     if not shape.persistent:
         return "rows do not fit in registers"
-    if not LEAST < facts.length <= LONGEST:
-        return f"rows do not have between {LEAST} and {LONGEST} elements"
-    if hint_product(a.extent for a in shape.axes) < MANY:
-        return f"all rows have fewer than {MANY} elements"
+    shortest, longest = rules.SHORTEST_ROW_TILE.limit, rules.SHORT_ROW.limit
+    if not shortest < facts.length <= longest:
+        return f"rows do not have between {shortest} and {longest} elements"
+    if hint_product(a.extent for a in shape.axes) < rules.MANY_ELEMENTS.limit:
+        return f"all rows have fewer than {rules.MANY_ELEMENTS.limit} elements"
     if is_heavy(shape):
         return "a special function makes for long code"
     if has_computed_places(shape):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
@@ -21,15 +22,11 @@ from tilewright.codegen.triton.tile.interleaved import is_even
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Store
+from tilewright.target import PIECE
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
     from tilewright.codegen.triton.tile.reduce import Reduction
-
-PIECE = 8  # elements of sixteen bytes
-LEAST, MOST = 2048, 8192  # elements of a matrix
-SHORTEST = 32  # rows of one that is reduced: a thread has fewer of a column
-FEWEST = 16  # matrices for each SM
 
 
 def small_matrices(facts: KernelFacts) -> Shape | str:
@@ -44,8 +41,8 @@ def small_matrices(facts: KernelFacts) -> Shape | str:
         return "several programs share a column"
     if not shape.persistent:
         return "columns do not fit in registers"
-    if not facts.has_scans and facts.length <= SHORTEST:
-        return f"columns have at most {SHORTEST} elements: a thread has them"
+    if not facts.has_scans and facts.length <= rules.MATRIX_ROWS.limit:
+        return f"columns have at most {rules.MATRIX_ROWS.limit} elements: a thread has them"
     (x,), (r,) = flat.parallel, flat.inner
     tiles, stores = _moved(facts.group.local, flat, x, r)
     if len(tiles) != 1 or len(stores) != 1 or tiles[0].src != (stores[0].index,):
@@ -59,12 +56,13 @@ def small_matrices(facts: KernelFacts) -> Shape | str:
         return "it is written in place"
     if is_even(index, x, 4) or not length:
         return "rows are aligned"
-    if rows * length < LEAST or lanes > MOST or 3 * lanes > 4 * rows * length:
-        return f"a matrix does not fill a tile of {LEAST} to {MOST} elements"
+    least, most = rules.MATRIX_ELEMENTS.limit, rules.MATRIX_TILE.limit
+    if rows * length < least or lanes > most or 3 * lanes > 4 * rows * length:
+        return f"a matrix does not fill a tile of {least} to {most} elements"
     if not is_matrix(index, x, r, length):
         return "rows of a matrix do not lie one after the other"
-    if x.likely < FEWEST * length * facts.target.sms:
-        return f"fewer than {FEWEST} matrices for each SM"
+    if x.likely < rules.MATRICES_PER_SM.limit * length * facts.target.sms:
+        return f"fewer than {rules.MATRICES_PER_SM.limit} matrices for each SM"
     # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
     axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
     segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.tiling import Shape, cannot_share
-
-SHORTEST = 1 << 13  # elements of a part worth a program
-TOGETHER = 9  # programs of four warps that an SM surely runs at once
 
 
 def split_reduction(facts: KernelFacts) -> Shape | str:
@@ -34,7 +32,9 @@ def split_reduction(facts: KernelFacts) -> Shape | str:
         return "it only adds up: one program for each row is as fast"
     if all(axis is r for _, axis in shape.segments):
         return "it leaves its reductions as they are: it is a part already"
-    count = min(TOGETHER * facts.target.sms // x.size, r.size // SHORTEST)
+    count = min(
+        rules.SPLIT_PROGRAMS.limit * facts.target.sms // x.size, r.size // rules.SPLIT_PART.limit
+    )
     if count < 2:
         return "there are enough rows for all SMs, or rows are too short for parts"
     new = replace(shape, row_programs=count, ticketed=True, pipelined=False)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from tilewright import config
+from tilewright import config, rules
 from tilewright.codegen.triton.analysis import index_width, precision, shared_functions
 from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.analysis.rounding import kept_narrow, skips_a_rounding
@@ -33,14 +33,7 @@ from tilewright.codegen.triton.tile.broadcast import common, load_pieces
 from tilewright.codegen.triton.tile.grid_sync import COUNTERS, end, meet
 from tilewright.codegen.triton.tile.interleaved import Interleaved
 from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Support, Writer
-from tilewright.codegen.triton.tile.online_softmax import (
-    ROWS,
-    SIDE,
-    OnlineReduction,
-    Pair,
-    joined,
-    passes,
-)
+from tilewright.codegen.triton.tile.online_softmax import OnlineReduction, Pair, joined, passes
 from tilewright.codegen.triton.tile.ops import FP8_LARGEST, TYPE, cast
 from tilewright.codegen.triton.tile.paired import lean_of
 from tilewright.codegen.triton.tile.predication import row_conditions, some_rows
@@ -65,8 +58,6 @@ from tilewright.target import Target
 
 BAD_INDEX = 1
 IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
-PIECE = 64  # elements of a row that no two programs share
-LANES = 16  # rows of a block across which each has its own mean and deviations
 
 
 class Kernel:
@@ -157,7 +148,7 @@ class Kernel:
         size = axis.size if axis.start is None else None
         if size and self.shape.ticketed and axis in self.shape.inner:
             count = self.shape.row_programs
-            size = size // count if size % (PIECE * count) == 0 else None
+            size = size // count if size % (rules.SHARED_ROW_PIECE.limit * count) == 0 else None
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
 
     @property
@@ -336,7 +327,7 @@ class Kernel:
                 w.line(f"{a}limit = tl.minimum({a}numel, {w.index(limit)})")
                 w.line(f"{a}last = tl.reduce({a}limit, None, tri.maximum)")
             return
-        step = str(PIECE) if self.shape.ticketed else axis.block
+        step = str(rules.SHARED_ROW_PIECE.limit) if self.shape.ticketed else axis.block
         each = f"({a}numel + {count} * {step} - 1) // ({count} * {step}) * {step}"
         w.line(f"{a}first = part * ({each})")
         w.line(f"{a}last = tl.minimum({a}first + {each}, {a}numel)")
@@ -552,17 +543,17 @@ class Kernel:
         wide = all(n.dtype.itemsize == 4 and n.arg not in self.local for n in loads(pair.largest)
                    if axis.var in free_vars(n.src[0]))  # fmt: skip
         apart = self._apart(pair.largest, axis)
-        side = apart or (SIDE // 2 if wide else SIDE)
+        side = apart or (rules.SOFTMAX_SIDE.limit // 2 if wide else rules.SOFTMAX_SIDE.limit)
         self.online[pair.total] = fold = OnlineReduction(pair, largest, self.w, side, bool(apart))
         return fold
 
     def _together(self, node: Expr, axis: Axis) -> ThreadLanes:
         """Where memory runs across, a block has sixteen rows of pairs."""
         if self.shape.across:
-            rows = min(LANES, *(c.kwargs[axis.block] for c in self.configs))
+            rows = min(rules.WELFORD_LANES.limit, *(c.kwargs[axis.block] for c in self.configs))
             return ThreadLanes((f"{axis.block} // {rows}", str(rows)), 0)
         wide = max((n.dtype.itemsize for n in loads(node)), default=4)
-        side = SIDE if self._apart(node, axis) else max(1, 16 // wide)
+        side = rules.SOFTMAX_SIDE.limit if self._apart(node, axis) else max(1, 16 // wide)
         rest, own = f"{axis.block} // {side}", str(side)
         apart = self._apart(node, axis)
         return ThreadLanes((own, rest), 0) if apart else ThreadLanes((rest, own), 1)
@@ -573,7 +564,7 @@ class Kernel:
         known are taken to be as even as they were (H200: losses of 10000 rows of 16384 bfloat16
         of any length 1413 us otherwise)."""
         if self.shape.across:
-            return ROWS
+            return rules.SOFTMAX_ROWS.limit
         for n in loads(fold):
             if axis.var not in free_vars(n.src[0]) or (
                 self.peeled is not None and (self.peeled.steps(n.src[0]) or self.peeled.slides(n))
@@ -582,7 +573,7 @@ class Kernel:
             first = substitute(n.src[0], {axis.var: ix.ZERO})
             known = ix.mod(ix.mul(first, n.dtype.itemsize), 16) is ix.ZERO
             if not known and not (syms(first) and begin_evenly(first, 16)):
-                return SIDE
+                return rules.SOFTMAX_SIDE.limit
         return 0
 
     def _round(self, axis: Axis, back: bool) -> str:

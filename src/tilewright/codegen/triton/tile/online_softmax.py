@@ -22,9 +22,6 @@ from tilewright.ir.expr import Expr, free_vars, substitute, walk
 from tilewright.ir.program import Nest
 from tilewright.schedule.nests.segments import Segment
 
-SIDE = 8  # values a thread takes together: neighbours of a row
-ROWS = 4  # the same where memory runs across: rows apart of a column
-
 
 @dataclass(frozen=True)
 class Pair:

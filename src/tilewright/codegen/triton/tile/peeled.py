@@ -19,17 +19,16 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.operations import is_gathered
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
+from tilewright.target import PIECE
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-
-PIECE = 8  # elements of those pieces that two others can have
-WIDEST = 4  # bytes of an element of these
 
 
 class Peeled:
@@ -128,7 +127,7 @@ class Peeled:
             allowed = bool(shape.inner) and (single or not shape.persistent or bool(shape.chunk))
         if not allowed:
             return False
-        if node.dtype.itemsize > WIDEST or node.arg in self.kernel.local:
+        if node.dtype.itemsize > rules.PEELED_BYTES.limit or node.arg in self.kernel.local:
             return False
         return ix.coefficient(index, var) is ix.ONE and var not in free_vars(ix.sub(index, var))
 

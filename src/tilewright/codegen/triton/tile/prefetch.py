@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.plan.tiling import Shape
-
-FEW = 8  # loads whose values a thread has room for
 
 
 def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
@@ -25,7 +24,7 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
     if shape.gathered and not shape.serial:
         several = len(results) > 1 and any(n.op == "index" for s in results for n in walk(s.index))
         return first(shape, _beside_looked_up(shape, found, several))
-    waits = len(results) > 1 and len(found) <= FEW and not shape.gathered
+    waits = len(results) > 1 and len(found) <= rules.EARLY_LOADS.limit and not shape.gathered
     if shape.serial or not (shape.inner or waits):
         return []
     return first(shape, [*found, *(e for e in _own_rows(shape) if e not in found)])
@@ -37,7 +36,7 @@ def _beside_looked_up(shape: Shape, found: Sequence[Expr], several: bool) -> lis
     stores go to such places, if there are `several`."""
     plain = [e for e in found if not any(n.op == "index" for n in walk(e))]
     seldom = any(s.mask is not None for m in shape.members for s in m.stores)
-    if (len(plain) == len(found) and not several) or len(plain) > FEW or seldom:
+    if (len(plain) == len(found) and not several) or len(plain) > rules.EARLY_LOADS.limit or seldom:
         return []
     return sorted(plain, key=lambda e: shape.parallel[-1].var in free_vars(e))
 

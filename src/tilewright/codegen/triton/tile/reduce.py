@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.tile.lower import NOWHERE, Writer
 from tilewright.codegen.triton.tile.ops import COMBINE, RUNNING, TYPE, cast, neutral
@@ -51,9 +52,6 @@ class ThreadLanes:
     @property
     def count(self) -> str:
         return self.lengths[self.own]
-
-
-LONGEST_OF_LOGS = 4096  # elements of a row whose logarithms are scanned after its largest are
 
 
 def _vanishes(fold: Reduction | Scan, e: Expr) -> bool:
@@ -644,7 +642,7 @@ def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool, whole: 
     placed = {n.src[0] for n in nodes if n.op == "part" and n.arg == 1}
     # of long rows in one block pairs are joined faster (H200: cumulative logarithms of 4394 rows of
     # 8192 bfloat16 106 us, 142 us so; 17578 of 2048 82 us)
-    joined = axis.start is None and axis.likely > LONGEST_OF_LOGS
+    joined = axis.start is None and axis.likely > rules.LOG_SCAN_ROW.limit
     kinds = {"sort": Sorting, "logsumexp": Scan if joined else Logarithms}
     return [kinds.get(node.arg.kind, Scan)(node, axis, w, back, node in placed or not whole)
             for node in dict.fromkeys(found)]  # fmt: skip
