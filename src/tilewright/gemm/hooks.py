@@ -193,8 +193,8 @@ class Hooks:
         w.names = self._next
         w.bytes = {d: kind for d, (kind, since) in BYTES.items()
                    if self.problem.target.capability >= since}  # fmt: skip
-        w.fp8 = FP8_LARGEST if self.problem.target.capability >= (8, 9) else ()
-        w.valued = self.valued
+        fp8 = FP8_LARGEST if self.problem.target.capability >= (8, 9) else ()
+        w.computes(fp8=fp8, valued=self.valued)
         w.masked = {a for a in axes if a.name in ("m", "n") and not self.is_even(a.var)}
         w.know(self.problem.batch, "batch")
         return w
@@ -535,7 +535,7 @@ class _Epilogue:
         w.know(p.n, "n")
         results = [s.value for s in p.epilogue if s.buffer in p.writes]
         made = {s.buffer: s.value for s in p.epilogue}
-        w.coarse = coarse([e for s in p.epilogue for e in s.exprs], results, made)
+        w.computes(coarse=coarse([e for s in p.epilogue for e in s.exprs], results, made))
 
     def lines(self, total: str) -> list[str]:
         p, w = self.hooks.problem, self.w

@@ -156,12 +156,12 @@ class Packed:
         """The reciprocal of what a row is divided by is computed once for the row."""
         w = self.w
         by = w.operand(node.src[1])
-        if node in w.coarse:
+        if node in w.numerics.coarse:
             self._divided[node] = f"({{0}} * {self._of_rows(w.let(f'1.0 / {by}'))})"
             return
         names = [w.fresh() for _ in range(3)]
         w.line(f"{', '.join(names)} = tri_rows.divisor({by})")
-        if is_far_from_zero(node.src[1], w.made):
+        if is_far_from_zero(node.src[1], w.numerics.made):
             looked_up = ", ".join(("1.0", *(self._of_rows(name) for name in names[1:])))
         else:
             looked_up = ", ".join(self._of_rows(name) for name in names)
@@ -175,14 +175,14 @@ class Packed:
     @contextmanager
     def _as_piece(self) -> Generator[None]:
         w = self.w
-        coarse = w.coarse
+        numerics = w.numerics
         with w.elsewhere(frozenset((self.x, self.r)), self._kept):
             w.know(self.x.var, f"(pid * {self.x.block} + frow + fnext.to({w.index_type}))")
             w.know(self.r.var, f"(flat - (frow + fnext.to({w.index_type})) * {self.r.size})")
             w.ends_of_rows |= {self.r: (self._lanes, "fmask"), self.x: (str(PIECE), "")}
-            w.coarse = coarse | self._divided
+            w.computes(coarse={**numerics.coarse, **self._divided})
             yield
-            w.coarse = coarse
+            w.numerics = numerics
             del w.ends_of_rows[self.r], w.ends_of_rows[self.x]
 
 

@@ -32,7 +32,7 @@ from tilewright.codegen.triton.tile.atomics import write_scatter
 from tilewright.codegen.triton.tile.broadcast import common, load_pieces
 from tilewright.codegen.triton.tile.grid_sync import COUNTERS, end, meet
 from tilewright.codegen.triton.tile.interleaved import Interleaved
-from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Support, Writer
+from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Numerics, Support, Writer
 from tilewright.codegen.triton.tile.online_softmax import OnlineReduction, Pair, joined, passes
 from tilewright.codegen.triton.tile.ops import FP8_LARGEST, TYPE, cast
 from tilewright.codegen.triton.tile.paired import lean_of
@@ -95,23 +95,24 @@ class Kernel:
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         exprs = [e for m in shape.members for e in m.exprs]
         results = [s.value for m in shape.members for s in m.stores if s.buffer not in self.local]
-        if target.capability >= (8, 0):
-            self.w.rounds_pairs = {a for a in shape.axes
-                            if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
         made = {s.buffer: s.value for m in shape.members for s in m.stores}
-        self.w.made = made
-        quotients = shared_functions.divisions(exprs, results, made)
-        self.w.coarse = quotients | precision.coarse(exprs, results, made)
-        self.w.shares = shared_functions.shares(exprs, made)
-        self.w.joint = shared_functions.functions(exprs, results, made, self.w.coarse)
-        if target.capability >= (9, 0):
-            self.w.narrow = kept_narrow(exprs, made)
+        coarse = shared_functions.divisions(exprs, results, made) | precision.coarse(
+            exprs, results, made)  # fmt: skip
+        card = target.capability
+        pairs = [a for a in shape.axes if all(c.kwargs[a.block] >= 16 for c in self.configs)]
+        self.w.numerics = Numerics(
+            rounds_pairs=frozenset(pairs if card >= (8, 0) else ()),
+            narrow=kept_narrow(exprs, made) if card >= (9, 0) else frozenset(),
+            fp8=FP8_LARGEST if card >= (8, 9) and precision.may_convert(shape) else (),
+            made=made,
+            coarse=coarse,
+            joint=shared_functions.functions(exprs, results, made, coarse),
+            shares=shared_functions.shares(exprs, made),
+            valued=index_width.valued(exprs, [s for m in shape.members for s in m.stores]),
+        )
         self.joins = not skips_a_rounding(exprs, made) and precision.joins(
             exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
-        if target.capability >= (8, 9) and precision.may_convert(shape):
-            self.w.fp8 = FP8_LARGEST
-        self.w.valued = index_width.valued(exprs, [s for m in shape.members for s in m.stores])
-        self.w.seldom = row_conditions(shape, self.w)
+        self.w.computes(seldom=row_conditions(shape, self.w))
         if not shape.persistent:
             self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
                              for a in shape.inner if a.start is None}  # fmt: skip
@@ -353,7 +354,7 @@ class Kernel:
         online = self._joined
         if self.prefetch is not None:
             self.prefetch.begin()
-        for node in self.w.seldom:  # none of them waits for another
+        for node in self.w.numerics.seldom:  # none of them waits for another
             self.w.operand(node.src[0])
         for node in () if self.last_finishes else early_loads(self.shape, self.local):
             self.w.operand(node)

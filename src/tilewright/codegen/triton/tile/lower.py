@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -43,6 +45,23 @@ _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LITERALS = ("add", "sub", "mul", *_COMPARE)  # beside a tensor, a plain number takes its type
 
 
+@dataclass(frozen=True)
+class Numerics:
+    """How exactly operations of a kernel are computed, and which forms they have."""
+
+    rounds_pairs: frozenset[Axis] = frozenset()  # along which floats can be rounded two at a time
+    narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
+    fp8: Collection[torch.dtype] = ()  # types that the card itself converts
+    made: Mapping[str, Expr] = field(default_factory=dict[str, Expr])  # values of its buffers
+    coarse: Mapping[Expr, str] = field(default_factory=dict[Expr, str])
+    """Text of operations whose last bits will not be seen."""
+    joint: Mapping[Expr, tuple[str, Expr]] = field(default_factory=dict[Expr, tuple[str, Expr]])
+    """Functions of functions, as one."""
+    shares: frozenset[Expr] = frozenset()  # quotients by a sum that they are part of
+    seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
+    valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
+
+
 class Writer:
     """Text with indentation, and one scope of known values per open block."""
 
@@ -59,15 +78,7 @@ class Writer:
         self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
         self.programs: dict[Axis, tuple[str, int]] = {}  # the same of what each program has one of
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
-        self.rounds_pairs: set[Axis] = set()  # along which floats can be rounded two at a time
-        self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
-        self.fp8: Collection[torch.dtype] = ()  # types that the card itself converts
-        self.made: Mapping[str, Expr] = {}  # the values of buffers that the kernel makes
-        self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
-        self.joint: dict[Expr, tuple[str, Expr]] = {}  # functions of functions, as one
-        self.shares: frozenset[Expr] = frozenset()  # quotients by a sum that they are part of
-        self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
-        self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
+        self.numerics = Numerics()
         self.blank: set[str] = set()  # names of what was loaded with zeros outside the tile's axes
         self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
@@ -158,6 +169,10 @@ class Writer:
         yield
         self._scopes, self._wide = scopes, wide
 
+    def computes(self, **changed: Any) -> None:
+        """From here on, operations are computed so."""
+        self.numerics = replace(self.numerics, **changed)
+
     # ---- shapes
 
     def support(self, *exprs: Expr) -> Support:
@@ -240,7 +255,7 @@ class Writer:
         for scope in reversed(self._wide):
             if e in scope:
                 return scope[e]
-        if e in self.valued:
+        if e in self.numerics.valued:
             wide = self.let(f"tl.full({self.shape(NOWHERE)}, 0, tl.int64) + {self._name(e)}")
             self._wide[-1][e] = wide
             return wide
@@ -282,11 +297,13 @@ class Writer:
             return tuple(_atoms(node))
         if self._adds_seldom(node):
             return node.src[1], node.src[0].src[0]
-        if node in self.joint:
-            return self.joint[node][1:]
+        if node in self.numerics.joint:
+            return self.numerics.joint[node][1:]
         if (found := whole(node)) is not None:
             return found.source.src if self._is_whole_quotient(found) else (found.source,)
-        if node in self.seldom or (node in self.coarse and "{1}" not in self.coarse[node]):
+        if node in self.numerics.seldom or (
+            node in self.numerics.coarse and "{1}" not in self.numerics.coarse[node]
+        ):
             return node.src[:1]
         if drawn := _compared(node):
             return drawn.src
@@ -310,7 +327,7 @@ class Writer:
                     self.know(node, f"tl.full({one}, {literal}, {TYPE[node.dtype]})")
             case "sym" if node.dtype == INDEX:
                 name = self._name(node)
-                narrow = node in self.valued and self.index_type != "tl.int64"
+                narrow = node in self.numerics.valued and self.index_type != "tl.int64"
                 self.know(node, f"{name}.to({self.index_type})" if narrow else name)
             case "sym":
                 filled = f"tl.full({self.shape(NOWHERE)}, 0, {TYPE[node.dtype]})"
@@ -330,7 +347,7 @@ class Writer:
                         self.blank.add(name)
             case "index":
                 self.know(node, self._checked(node))
-            case _ if node in self.seldom or self._adds_seldom(node):
+            case _ if node in self.numerics.seldom or self._adds_seldom(node):
                 self._branch(node)
             case op if op in OPS:
                 self.know(node, self.let(self._operation(node)))
@@ -356,23 +373,27 @@ class Writer:
         if (source := self._rounded(node)) is not None:
             text = self.operand(source)
             return text if is_exact(source) else f"tri.rounded({text})"
-        if node in self.joint:
-            return self.joint[node][0].format(self.operand(self.joint[node][1]))
-        if node in self.coarse:
-            text = self.coarse[node]
+        if node in self.numerics.joint:
+            return self.numerics.joint[node][0].format(self.operand(self.numerics.joint[node][1]))
+        if node in self.numerics.coarse:
+            text = self.numerics.coarse[node]
             if text == COARSE["div"] and self._is_shared(node.src[1], node):
-                text = BY_FAR if is_far_from_zero(node.src[1], self.made) else BY_SHARED
+                text = BY_FAR if is_far_from_zero(node.src[1], self.numerics.made) else BY_SHARED
             return text.format(*(self.operand(s) for s in self._needs(node)))
         if (found := whole(node)) is not None:
             return self._whole(found)
-        if node.op == "cast" and node.src[0].dtype in self.fp8:
+        if node.op == "cast" and node.src[0].dtype in self.numerics.fp8:
             return fp8_read(self.operand(node.src[0]), node.src[0].dtype, node.dtype)
-        if node.op == "cast" and node.dtype in self.fp8:
+        if node.op == "cast" and node.dtype in self.numerics.fp8:
             source = node.src[0]
-            return fp8_at_once(self.operand(source), source, node.dtype, self.made)
+            return fp8_at_once(self.operand(source), source, node.dtype, self.numerics.made)
         if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
-            far = "div_by_far" if is_far_from_zero(node.src[1], self.made) else "div_by_shared"
-            name = "share" if node in self.shares else far
+            far = (
+                "div_by_far"
+                if is_far_from_zero(node.src[1], self.numerics.made)
+                else "div_by_shared"
+            )
+            name = "share" if node in self.numerics.shares else far
             return f"tri_rows.{name}({', '.join(self.operand(s) for s in node.src)})"
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
@@ -388,15 +409,15 @@ class Writer:
     def _is_whole_quotient(self, found: Whole) -> bool:
         """Whether an integer is made of floats that are divided by one they have in common."""
         e = found.source
-        shared = e.op == "div" and e not in self.coarse and self._is_shared(e.src[1], e)
+        shared = e.op == "div" and e not in self.numerics.coarse and self._is_shared(e.src[1], e)
         return shared and self.known(e) is None
 
     def _whole(self, found: Whole) -> str:
-        within = is_within(found, self.made)
+        within = is_within(found, self.numerics.made)
         if not self._is_whole_quotient(found):
             return found.text(f"tri.nearest({self.operand(found.source)})", within)
         operands = ", ".join(self.operand(s) for s in found.source.src)
-        far = is_far_from_zero(found.source.src[1], self.made)
+        far = is_far_from_zero(found.source.src[1], self.numerics.made)
         return found.text(f"tri_rows.nearest_quotient({operands}, {far}, {within})", within)
 
     def _is_shared(self, e: Expr, node: Expr) -> bool:
@@ -409,7 +430,10 @@ class Writer:
         source = rounded(node)
         if source is None or is_exact(source):
             return source
-        paired = self.rounds_pairs & self.support(node) and node.src[0] not in self.narrow
+        paired = (
+            self.numerics.rounds_pairs & self.support(node)
+            and node.src[0] not in self.numerics.narrow
+        )
         return source if paired else None
 
     def _drawn_at_once(self, node: Expr, limit: float | None = None) -> str:
@@ -432,11 +456,13 @@ class Writer:
         return random_block(node, self.shape(self.support(place)), counter, seed, *bounds)
 
     def _adds_seldom(self, node: Expr) -> bool:
-        return node.op == "add" and node.src[0] in self.seldom and node.src[0].src[2].arg == 0
+        return (
+            node.op == "add" and node.src[0] in self.numerics.seldom and node.src[0].src[2].arg == 0
+        )
 
     def _branch(self, node: Expr) -> None:
         """A choice whose first value is computed for tiles with some of it, or a sum with it."""
-        choice = node if node in self.seldom else node.src[0]
+        choice = node if node in self.numerics.seldom else node.src[0]
         chosen, other = self.operand(choice.src[0]), number(choice.src[2].arg, node.dtype)
         tile = self.shape(self.covered(self.support(node)))
         before = f"tl.full({tile}, {other}, {TYPE[node.dtype]})"
@@ -489,7 +515,7 @@ class Writer:
         if node.op != "imod" or self.rank > 1:
             return None
         size = ix.value_of(node.src[1]) or 0
-        axis = next((a for a in self.rounds_pairs if a.var is node.src[0]), None)
+        axis = next((a for a in self.numerics.rounds_pairs if a.var is node.src[0]), None)
         if axis is None or size < 8 or size % 8 == 0:
             return None
         return axis if self.known(axis.var) == f"{axis.name}base" else None

@@ -46,7 +46,7 @@ def params_of(kernel: Kernel) -> tuple[Param, ...]:
         if e.dtype == torch.float64:
             found.append(Param("float", e.arg.name, "fp64", name))
             continue
-        narrow = kernel.w.index_type == "tl.int32" and e not in kernel.w.valued
+        narrow = kernel.w.index_type == "tl.int32" and e not in kernel.w.numerics.valued
         kind = "i32" if narrow else "i64"
         found.append(Param("int", e.arg.name, kind, name, hint=e.arg.hint))
     if kernel.meetings:
