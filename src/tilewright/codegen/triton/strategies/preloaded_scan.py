@@ -23,6 +23,7 @@ from tilewright.codegen.triton.strategies.misaligned_rows import (
     most_moved,
 )
 from tilewright.codegen.triton.strategies.scan import BlockScan, is_one_scan
+from tilewright.codegen.triton.tile.lower import Load
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 
@@ -106,18 +107,18 @@ class PreloadedScan(BlockScan):
             yield
         w.masked = everywhere
 
-    def load(self, place: str) -> str:
+    def load(self, place: str, index: Expr) -> str | Load:
         """Some bytes before and behind a row too, which nobody looks at."""
         a, n = self.axis.name, self.axis.vector
-        if f"{a}start + {a}lane" not in place:
-            return f"tl.load({place}, {a}mask, other=0)"
+        if not self.moves_at_once(index):
+            return Load(place, f"{a}mask")
         some = f"{a}lane // {n} * {n} < {a}slide + {a}numel"
         return self.w.let(f"tl.load({place}, {some}, other=0)")
 
-    def store(self, place: str, value: str) -> None:
+    def store(self, place: str, value: str, index: Expr) -> None:
         """What is whole of a piece at once, the ends of the row beside."""
         w, a, n = self.w, self.axis.name, self.axis.vector
-        if f"{a}start + {a}lane" not in place:
+        if not self.moves_at_once(index):
             w.line(f"tl.store({place}, {value}, {a}mask)")
             return
         at = w.let(f"{a}lane // {n} * {n}")

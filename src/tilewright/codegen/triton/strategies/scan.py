@@ -20,7 +20,7 @@ from tilewright.codegen.triton.plan.column_configs import at_once, carried, rows
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.misaligned_rows import begins_anywhere, most_moved
 from tilewright.codegen.triton.strategies.misaligned_scans import misaligned_scans
-from tilewright.codegen.triton.tile.lower import RANDOM
+from tilewright.codegen.triton.tile.lower import RANDOM, Load
 from tilewright.codegen.triton.tile.peeled import Peeled
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
@@ -199,7 +199,7 @@ class BlockScan(Peeled):
     def may_be_whole(self, mask: str) -> bool:
         return mask == f"{self.axis.name}mask"
 
-    def load(self, place: str) -> str:
+    def load(self, place: str, index: Expr) -> str | Load:
         w, a, name = self.w, self.axis.name, self.w.fresh()
         with w.block(f"if {a}whole"):
             w.line(f"{name} = tl.load({place})")
@@ -207,7 +207,7 @@ class BlockScan(Peeled):
             w.line(f"{name} = tl.load({place}, {a}mask, other=0)")
         return name
 
-    def store(self, place: str, value: str) -> None:
+    def store(self, place: str, value: str, index: Expr) -> None:
         w, a = self.w, self.axis.name
         with w.block(f"if {a}whole"):
             w.line(f"tl.store({place}, {value})")

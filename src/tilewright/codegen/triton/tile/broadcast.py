@@ -35,7 +35,7 @@ def load_pieces(kernel: Kernel, node: Expr, axis: Axis) -> str:
     w, name, side = kernel.w, f"{axis.name}piece", _neighbours(kernel, axis)
     first = w.rounds[axis][0] if axis in w.rounds else "0"
     with w.apart():
-        lanes = kernel.lanes(axis).replace(axis.block, f"{axis.block} // {side}")
+        lanes = kernel.lanes(axis, f"{axis.block} // {side}")
         w.line(f"{name} = {first} + {lanes} * {side}")
         if axis in w.masked:
             w.line(f"{name}mask = {name} < {axis.name}numel")

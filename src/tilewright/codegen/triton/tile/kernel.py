@@ -32,7 +32,7 @@ from tilewright.codegen.triton.tile.atomics import write_scatter
 from tilewright.codegen.triton.tile.broadcast import common, load_pieces
 from tilewright.codegen.triton.tile.grid_sync import COUNTERS, end, meet
 from tilewright.codegen.triton.tile.interleaved import Interleaved
-from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Numerics, Support, Writer
+from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Load, Numerics, Support, Writer
 from tilewright.codegen.triton.tile.online_softmax import OnlineReduction, Pair, joined, passes
 from tilewright.codegen.triton.tile.ops import FP8_LARGEST, TYPE, cast
 from tilewright.codegen.triton.tile.paired import lean_of
@@ -333,9 +333,10 @@ class Kernel:
         w.line(f"{a}first = part * ({each})")
         w.line(f"{a}last = tl.minimum({a}first + {each}, {a}numel)")
 
-    def lanes(self, axis: Axis) -> str:
+    def lanes(self, axis: Axis, count: str = "") -> str:
         where = ", ".join(":" if d == axis.dim else "None" for d in range(self.shape.rank))
-        return f"tl.arange(0, {axis.block})" + (f"[{where}]" if self.shape.rank > 1 else "")
+        lanes = f"tl.arange(0, {count or axis.block})"
+        return lanes + (f"[{where}]" if self.shape.rank > 1 else "")
 
     def _enter(self, axis: Axis, place: str) -> None:
         """The points of a block of an axis."""
@@ -637,7 +638,7 @@ class Kernel:
 
     # ---- memory
 
-    def load(self, node: Expr) -> str:
+    def load(self, node: Expr) -> str | Load:
         w = self.w
         if node.arg in self.local:  # a row made in an earlier loop is computed again
             if len(node.src) > 1:
@@ -680,9 +681,8 @@ class Kernel:
                 return slid
             place = self.peeled.place(node.src[0]) or place
         if self.walk is not None and self.walk.may_be_whole(mask):
-            return self.walk.load(f"{self.pointer(node.arg)} + ({place})")
-        masked = f", {mask}, other=0" if mask else ""
-        return f"tl.load({address(self, node.arg, node.src[0], place)}{masked}{policy})"
+            return self.walk.load(f"{self.pointer(node.arg)} + ({place})", node.src[0])
+        return Load(address(self, node.arg, node.src[0], place), mask, policy)
 
     def _one_per_row(self, support: Support) -> bool:
         """Whether a load has one value for each row of a tile. As a column beside wide rows every
@@ -772,7 +772,7 @@ class Kernel:
         policy = ', eviction_policy="evict_first"' if again else ""
         text = f"tl.store({place}, {value}{', ' + mask if mask else ''}{policy})"
         if self.walk is not None and self.walk.may_be_whole(mask):
-            self.walk.store(place, value)
+            self.walk.store(place, value, store.index)
             return
         if self.shape.row_programs and store.buffer in self.rewritten and not self._walks(support):
             self.waiting.append(text)

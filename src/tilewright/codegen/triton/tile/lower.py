@@ -62,11 +62,24 @@ class Numerics:
     valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
 
 
+@dataclass(frozen=True)
+class Load:
+    """A load from memory, of zeros where its mask does not hold."""
+
+    place: str
+    mask: str = ""
+    policy: str = ""  # of the cache
+
+    def __str__(self) -> str:
+        masked = f", {self.mask}, other=0" if self.mask else ""
+        return f"tl.load({self.place}{masked}{self.policy})"
+
+
 class Writer:
     """Text with indentation, and one scope of known values per open block."""
 
     def __init__(self, axes: list[Axis], rank: int, index_type: str,
-                 name: Callable[[Expr], str], load: Callable[[Expr], str],
+                 name: Callable[[Expr], str], load: Callable[[Expr], str | Load],
                  check: Callable[[str, Expr], None]) -> None:  # fmt: skip
         self.lines: list[str] = []
         self.barriers = Barriers(self.line)
@@ -301,9 +314,8 @@ class Writer:
             return self.numerics.joint[node][1:]
         if (found := whole(node)) is not None:
             return found.source.src if self._is_whole_quotient(found) else (found.source,)
-        if node in self.numerics.seldom or (
-            node in self.numerics.coarse and "{1}" not in self.numerics.coarse[node]
-        ):
+        coarse = self.numerics.coarse.get(node)
+        if node in self.numerics.seldom or (coarse is not None and "{1}" not in coarse):
             return node.src[:1]
         if drawn := _compared(node):
             return drawn.src
@@ -339,11 +351,11 @@ class Writer:
             case "ifloordiv" | "imod" | "imin" | "imax":
                 self.know(node, self.let(self._index_op(node)))
             case "load":
-                text = self._load(node)
+                made = self._load(node)
                 if self.known(node) is None:  # not yet with another
-                    name = self.let(text)
+                    name = self.let(str(made))
                     self.know(node, name)
-                    if text.startswith("tl.load(") and text.endswith(", other=0)"):
+                    if isinstance(made, Load) and made.mask and not made.policy:
                         self.blank.add(name)
             case "index":
                 self.know(node, self._checked(node))
@@ -388,12 +400,9 @@ class Writer:
             source = node.src[0]
             return fp8_at_once(self.operand(source), source, node.dtype, self.numerics.made)
         if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
-            far = (
-                "div_by_far"
-                if is_far_from_zero(node.src[1], self.numerics.made)
-                else "div_by_shared"
-            )
-            name = "share" if node in self.numerics.shares else far
+            far = is_far_from_zero(node.src[1], self.numerics.made)
+            name = "div_by_far" if far else "div_by_shared"
+            name = "share" if node in self.numerics.shares else name
             return f"tri_rows.{name}({', '.join(self.operand(s) for s in node.src)})"
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
@@ -430,10 +439,8 @@ class Writer:
         source = rounded(node)
         if source is None or is_exact(source):
             return source
-        paired = (
-            self.numerics.rounds_pairs & self.support(node)
-            and node.src[0] not in self.numerics.narrow
-        )
+        how = self.numerics
+        paired = how.rounds_pairs & self.support(node) and node.src[0] not in how.narrow
         return source if paired else None
 
     def _drawn_at_once(self, node: Expr, limit: float | None = None) -> str:
@@ -456,9 +463,8 @@ class Writer:
         return random_block(node, self.shape(self.support(place)), counter, seed, *bounds)
 
     def _adds_seldom(self, node: Expr) -> bool:
-        return (
-            node.op == "add" and node.src[0] in self.numerics.seldom and node.src[0].src[2].arg == 0
-        )
+        choices = self.numerics.seldom
+        return node.op == "add" and node.src[0] in choices and node.src[0].src[2].arg == 0
 
     def _branch(self, node: Expr) -> None:
         """A choice whose first value is computed for tiles with some of it, or a sum with it."""

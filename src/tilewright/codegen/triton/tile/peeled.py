@@ -102,9 +102,13 @@ class Peeled:
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
         return ix.mod(apart, self.axis.vector) is ix.ZERO and self.axis.var not in free_vars(apart)
 
+    def moves_at_once(self, index: Expr) -> bool:
+        """Whether an access is one of whole pieces."""
+        return not (self.whole or self.at_ends) and self.steps(index)
+
     def place(self, index: Expr) -> str:
         """An index as text that shows what it is a multiple of; nothing where it is none."""
-        if self.whole or self.at_ends or not self.steps(index):
+        if not self.moves_at_once(index):
             return ""
         a = self.axis.name
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
