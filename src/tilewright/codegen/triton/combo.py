@@ -47,7 +47,7 @@ def combined(program: Program, parts: Sequence[tuple[Group, Shape]], own: Sequen
     early, programs = all(k.early for k in made), first.first
     valued = frozenset(e for k in made for e in k.w.numerics.valued)
     for k in made:
-        k.pointers, k.numbers = first.pointers, first.numbers
+        k.arguments = first.arguments
         k.w.computes(valued=valued)
         k.early, k.first = False, "pid"
         k.body()

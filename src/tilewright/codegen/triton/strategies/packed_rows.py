@@ -192,7 +192,7 @@ def with_rest(kernel: Kernel, rest: Kernel, name: str) -> TritonKernel:
     (x,) = kernel.shape.parallel
     packed = kernel.packed
     assert packed is not None
-    rest.pointers, rest.numbers = kernel.pointers, kernel.numbers
+    rest.arguments = kernel.arguments
     rest.early, rest.first = False, f"(tl.program_id(0) * 0 + {rest.w.index(x.extent)} // {PIECE})"
     kernel.body()
     lines = kernel.w.lines

@@ -147,11 +147,11 @@ class BlockScan(Peeled):
         totals = scan.folded(lambda round_: self.walk(False, round_))
         cells: list[str] = []
         for name in totals:
-            cells.append(w.let(f"({k.cells} * xnumel + spot) * {count}"))
-            k.cells += 1
+            cells.append(w.let(f"({k.exchange.cells} * xnumel + spot) * {count}"))
+            k.exchange.cells += 1
             w.line(f"tri.leave(workspace, {cells[-1]} + part, {name})")
-        k.meetings += 1
-        w.line(f"tri.meet(counters + spot, {count * k.meetings})")
+        k.exchange.meetings += 1
+        w.line(f"tri.meet(counters + spot, {count * k.exchange.meetings})")
         lanes = 1 << (count - 1).bit_length()
         tiles = [w.let(f"tri.gather(workspace, {cell}, {kind}, {none}, part, {lanes})")
                  for cell, (kind, none) in zip(cells, scan.kinds, strict=True)]  # fmt: skip

@@ -30,7 +30,7 @@ from tilewright.codegen.triton.strategies.small_matrices import SmallMatrices
 from tilewright.codegen.triton.tile.address import address, may_repeat
 from tilewright.codegen.triton.tile.atomics import write_scatter
 from tilewright.codegen.triton.tile.broadcast import common, load_pieces
-from tilewright.codegen.triton.tile.grid_sync import COUNTERS, end, meet
+from tilewright.codegen.triton.tile.grid_sync import COUNTERS, Exchange, end, meet
 from tilewright.codegen.triton.tile.interleaved import Interleaved
 from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Load, Numerics, Support, Writer
 from tilewright.codegen.triton.tile.online_softmax import OnlineReduction, Pair, joined, passes
@@ -47,7 +47,7 @@ from tilewright.codegen.triton.tile.reduce import (
     reductions_of,
     scans_of,
 )
-from tilewright.codegen.triton.tile.render import imports, params_of
+from tilewright.codegen.triton.tile.render import Arguments, imports, params_of
 from tilewright.codegen.triton.tile.weighted_sums import Weighted
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, syms, walk
@@ -73,8 +73,7 @@ class Kernel:
         # whether of the programs of a row the last one goes on alone, and none waits for another
         self.last_finishes = shape.ticketed and not shape.reread and not shape.prefetched_scan
         self.early = early and (self.last_finishes or not shape.row_programs)
-        self.pointers: dict[str, str] = {}
-        self.numbers: dict[Expr, str] = {}
+        self.arguments = Arguments()
         self.checked = False
         self.assume: list[Expr] | None = None
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
@@ -122,10 +121,7 @@ class Kernel:
         self._passes = passes(shape, self.local)
         self._at: Segment | None = None  # the loop at hand
         self.accumulated: dict[str, list[Reduction]] = {}  # of members that reduce serial loops
-        self.cells = 0  # of each program of a shared row
-        self.meetings = 0  # of the programs that share a row
-        self.left = False  # whether it has told those it shares a row with
-        self.waiting: list[str] = []  # stores that are the last one's of these
+        self.exchange = Exchange()
         self.repeated: Axis | None = None  # the last row of which stands for those beyond it
         self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
         self.back = group.back
@@ -196,10 +192,10 @@ class Kernel:
     def _name(self, e: Expr) -> str:
         if e.op == "var":
             return str(e.arg)
-        return self.numbers.setdefault(e, f"n{len(self.numbers)}")
+        return self.arguments.number(e)
 
     def pointer(self, buffer: str) -> str:
-        return self.pointers.setdefault(buffer, f"p{len(self.pointers)}")
+        return self.arguments.pointer(buffer)
 
     def _check(self, bad: str, node: Expr) -> None:
         """Report a bad position, wherever the tile is inside its axes."""
@@ -220,7 +216,7 @@ class Kernel:
     def either(self, walked: Kernel, name: str) -> TritonKernel:
         """This kernel, which holds rows, and one that walks them, as one text: a configuration says
         which it is."""
-        walked.pointers, walked.numbers = self.pointers, self.numbers
+        walked.arguments = self.arguments
         self.body()
         walked.body()
         self.checked = self.checked or walked.checked
@@ -234,7 +230,7 @@ class Kernel:
             self._serial()
         else:
             self._segments()
-        if self.meetings:
+        if self.exchange.meetings:
             end(self)
 
     def whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
@@ -253,8 +249,8 @@ class Kernel:
         rows = self.shape.parallel[0].size or 0
         return TritonKernel(text, full, params, tuple(grid), self.configs[0], self.configs,
                             self.checked, tuple(self.assume or ()), self.early, self.joins,
-                            2 * self.cells * rows * self.shape.row_programs,
-                            rows + self._takes_turns if self.meetings else 0,
+                            2 * self.exchange.cells * rows * self.shape.row_programs,
+                            rows + self._takes_turns if self.exchange.meetings else 0,
                             self.shape.ticketed)  # fmt: skip
 
     def _programs(self) -> None:
@@ -775,7 +771,7 @@ class Kernel:
             self.walk.store(place, value, store.index)
             return
         if self.shape.row_programs and store.buffer in self.rewritten and not self._walks(support):
-            self.waiting.append(text)
+            self.exchange.waiting.append(text)
         else:
             w.line(text)
 
