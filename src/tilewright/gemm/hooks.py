@@ -114,8 +114,7 @@ class _Writer(Writer):
 
     def inner(self) -> None:
         """From here on, what is computed is computed again in every round of the loop."""
-        self._scopes.append({})
-        self._wide.append({})
+        self._known.enter()
 
 
 class Hooks:
@@ -440,7 +439,7 @@ class _Operand:
         w.inner()
         self.first = f"k0{per}"
         w.know(k, f"({self.first} + {lane})")
-        w.rounds[self.k] = self.first, self.hooks.shape.block_k // self.of_k
+        w.blocks.rounds[self.k] = self.first, self.hooks.shape.block_k // self.of_k
         w.line(f"{self.k.name}base = {lane}")
         if not self.even:
             w.line(f"{self.k.name}mask = {lane} < (K - k0){per}" if per else

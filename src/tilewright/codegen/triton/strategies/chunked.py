@@ -68,7 +68,7 @@ class Chunked:
         ends: list[dict[Expr, str]] = [{} for _ in range(self.several - 1)]
         self._kept_ends = [{} if kernel.peeled is None else kernel.peeled.kept, *ends]
         if self.parts == 1 or self.each % self.block == 0:
-            self.w.rounds[axis] = "0", self.block
+            self.w.blocks.rounds[axis] = "0", self.block
 
     def place(self) -> None:
         """Which planes of a row are this program's: the last loop of them runs fastest."""
@@ -93,8 +93,8 @@ class Chunked:
         with w.elsewhere(frozenset((self.axis,)), self._kept[i]):
             self._enter(plane)
             first = f"{k * self.block}" if self.parts == 1 else f"({a}first + {k * self.block})"
-            if self.axis in w.rounds:
-                w.rounds[self.axis] = first, self.block
+            if self.axis in w.blocks.rounds:
+                w.blocks.rounds[self.axis] = first, self.block
             left = 0 if lean is None else lean.most_left
             masked = (k + 1) * self.block > self._least - left
             everywhere, w.masked = w.masked, w.masked - {self.axis}

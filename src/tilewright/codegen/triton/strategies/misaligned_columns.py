@@ -85,8 +85,7 @@ def walk_ahead(w: Writer, r: Axis, taken: Mapping[Expr, str], fetch: Callable[[s
     fetch("0")
     with w.block(f"for {a}offset in range(0, {a}numel, {r.block})"):
         for node, text in taken.items():
-            w.know(node, made := w.let(text))
-            w.blank.add(made)
+            w.know_blank(node, w.let(text))
         fetch(f"({a}offset + {r.block})")
         w.line(f"{a}index = {a}offset + {a}base")
         w.line(f"{a}mask = {a}index < {a}numel")

@@ -134,8 +134,7 @@ class BlockScan(Peeled):
         self._fetch_block(f"{a}first", ahead)
         with w.block(f"for {a}offset in range({a}first, {a}last, {block})"):
             for node, name in ahead.items():
-                w.know(node, made := w.let(name))
-                w.blank.add(made)
+                w.know_blank(node, w.let(name))
             self._fetch_block(f"{a}offset + {block}", ahead)
             self._enter_block(f"{a}offset")
             round_()
@@ -176,7 +175,7 @@ class BlockScan(Peeled):
         w, a, block = self.w, self.axis.name, self.axis.block
         if self.kernel.shape.across:
             longest = max(c.kwargs[block] for c in self.kernel.configs)
-            w.rounds[self.axis] = f"({first})", longest
+            w.blocks.rounds[self.axis] = f"({first})", longest
         w.line(f"{a}lane = {first} + {a}base")
         if self.whole:
             w.know(self.axis.var, f"{a}lane")

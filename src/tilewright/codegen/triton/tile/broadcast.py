@@ -33,7 +33,7 @@ def load_pieces(kernel: Kernel, node: Expr, axis: Axis) -> str:
     """Once for all neighbours of a thread (H200: group norm of rows of 65536 bfloat16, channels of
     4096, 43 us in blocks of 16384)."""
     w, name, side = kernel.w, f"{axis.name}piece", _neighbours(kernel, axis)
-    first = w.rounds[axis][0] if axis in w.rounds else "0"
+    first = w.blocks.rounds[axis][0] if axis in w.blocks.rounds else "0"
     with w.apart():
         lanes = kernel.lanes(axis, f"{axis.block} // {side}")
         w.line(f"{name} = {first} + {lanes} * {side}")

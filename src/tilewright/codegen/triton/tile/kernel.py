@@ -113,8 +113,9 @@ class Kernel:
             exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
         self.w.computes(seldom=row_conditions(shape, self.w))
         if not shape.persistent:
-            self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
-                             for a in shape.inner if a.start is None}  # fmt: skip
+            largest = {a: max(c.kwargs[a.block] for c in self.configs) for a in shape.inner}
+            self.w.blocks.rounds = {a: (f"{a.name}offset", size) for a, size in largest.items()
+                                    if a.start is None}  # fmt: skip
         self.rewritten = rewritten(shape.members)
         self.online: dict[Expr, OnlineReduction] = {}
         self._joined = {} if shape.persistent else joined(shape, self.local)
@@ -287,9 +288,9 @@ class Kernel:
                 w.line(f"{axis.name}first = {first}")
                 first = f"{axis.name}first"
             if draws:
-                w.starts[axis] = first
+                w.blocks.starts[axis] = first
             if piece:
-                w.programs[axis] = first, piece
+                w.blocks.programs[axis] = first, piece
             w.line(f"{axis.name}base = {first} + {self.lanes(axis)}")
             self.interleaved.begin(axis, at)
             if axis.start is not None:
@@ -302,7 +303,7 @@ class Kernel:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             w.line(f"{axis.name}base = {self.lanes(axis)}")
             if self._draws and not self._is_narrowest(axis):
-                w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
+                w.blocks.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
             if self.shape.persistent and axis.start is None and self.chunked is None:
                 self._enter(axis, f"{axis.name}base")
             elif not self.shape.persistent and self.walk is None:
@@ -496,9 +497,9 @@ class Kernel:
         else:
             back = self._is_back(segment, axis)
             place = self._round(axis, back)
-            w.rounds[axis] = place, w.rounds[axis][1]
-            if axis in w.starts:
-                w.starts[axis] = place
+            w.blocks.rounds[axis] = place, w.blocks.rounds[axis][1]
+            if axis in w.blocks.starts:
+                w.blocks.starts[axis] = place
             everywhere, index = w.masked, f"{place} + {axis.name}base"
             if axis in everywhere and not pairs and may_repeat(self.shape, segment, axis):
                 self.repeated = axis

@@ -18,6 +18,7 @@ from tilewright.codegen.triton.analysis.quantise import Whole, is_far_from_zero,
 from tilewright.codegen.triton.analysis.rounding import is_exact, rounded
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.tile.barriers import Barriers
+from tilewright.codegen.triton.tile.known import Known
 from tilewright.codegen.triton.tile.ops import (
     BY_FAR,
     BY_SHARED,
@@ -75,6 +76,17 @@ class Load:
         return f"tl.load({self.place}{masked}{self.policy})"
 
 
+@dataclass
+class Blocks:
+    """The first point of the block at hand, of axes."""
+
+    starts: dict[Axis, str] = field(default_factory=dict[Axis, str])
+    rounds: dict[Axis, tuple[str, int]] = field(default_factory=dict[Axis, tuple[str, int]])
+    """Of a loop, with its largest block."""
+    programs: dict[Axis, tuple[str, int]] = field(default_factory=dict[Axis, tuple[str, int]])
+    """Of what each program has one of, with its largest block."""
+
+
 class Writer:
     """Text with indentation, and one scope of known values per open block."""
 
@@ -87,17 +99,13 @@ class Writer:
         self.index_type = index_type
         self.masked: set[Axis] = set()
         self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
-        self.starts: dict[Axis, str] = {}  # the first point of the block at hand
-        self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
-        self.programs: dict[Axis, tuple[str, int]] = {}  # the same of what each program has one of
+        self.blocks = Blocks()
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
         self.numerics = Numerics()
-        self.blank: set[str] = set()  # names of what was loaded with zeros outside the tile's axes
         self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
         self._depth = 1
-        self._scopes: list[dict[Expr, str]] = [{}]
-        self._wide: list[dict[Expr, str]] = [{}]
+        self._known = Known()
         self._name, self._load, self._check = name, load, check
         self._count = 0
         self._support: dict[Expr, Support] = {}
@@ -118,11 +126,9 @@ class Writer:
     @contextmanager
     def apart(self) -> Generator[None]:
         """What becomes known inside is forgotten after it."""
-        self._scopes.append({})
-        self._wide.append({})
+        self._known.enter()
         yield
-        self._wide.pop()
-        self._scopes.pop()
+        self._known.leave()
 
     def fresh(self, family: str = "t") -> str:
         self._count += 1
@@ -146,23 +152,23 @@ class Writer:
     def know(self, e: Expr, text: str) -> None:
         """From here on in this block, `e` is this text."""
         if e.op in ("reduce", "scan", "part") and self.known(e) is not None:
-            self._forget(lambda other: other is not e and any(n is e for n in walk(other)))
-        self._scopes[-1][e] = text
+            self._known.forget(lambda other: other is not e and any(n is e for n in walk(other)))
+        self._known.add(e, text)
 
     def forget(self, buffer: str) -> None:
         """From here on, what was computed from this buffer's old contents is not known."""
-        self._forget(lambda e: any(n.arg == buffer for n in loads(e)))
-
-    def _forget(self, which: Callable[[Expr], bool]) -> None:
-        for scope in (*self._scopes, *self._wide):
-            for e in [e for e in scope if which(e)]:
-                del scope[e]
+        self._known.forget(lambda e: any(n.arg == buffer for n in loads(e)))
 
     def known(self, e: Expr) -> str | None:
-        for scope in reversed(self._scopes):
-            if e in scope:
-                return scope[e]
-        return None
+        return self._known.name(e)
+
+    def know_blank(self, e: Expr, name: str) -> None:
+        """The same of what was loaded with zeros outside the tile's axes."""
+        self.know(e, name)
+        self._known.blank.add(name)
+
+    def is_blank(self, name: str) -> bool:
+        return name in self._known.blank
 
     def stand_in(self, axis: Axis, made: Expr, block: str) -> Expr:
         """A variable that runs along an axis in blocks of its own; their masks end in `mask`."""
@@ -175,12 +181,9 @@ class Writer:
     def elsewhere(self, axes: Support, kept: dict[Expr, str]) -> Generator[None]:
         """In another tile along axes: what changes along them is not known there, but `kept` is,
         and takes up what becomes known."""
-        scopes, wide = self._scopes, self._wide
-        common = {e: text for scope in scopes for e, text in scope.items()
-                  if not axes & self.support(e)}  # fmt: skip
-        self._scopes, self._wide = [common, kept], [{}]
-        yield
-        self._scopes, self._wide = scopes, wide
+        common = self._known.where(lambda e: not axes & self.support(e))
+        with self._known.only(dict(common), kept):
+            yield
 
     def computes(self, **changed: Any) -> None:
         """From here on, operations are computed so."""
@@ -265,17 +268,16 @@ class Writer:
         text = self.value(e)
         if not is_index(e):
             return text
-        for scope in reversed(self._wide):
-            if e in scope:
-                return scope[e]
+        if (known := self._known.wide_name(e)) is not None:
+            return known
         if e in self.numerics.valued:
             wide = self.let(f"tl.full({self.shape(NOWHERE)}, 0, tl.int64) + {self._name(e)}")
-            self._wide[-1][e] = wide
+            self._known.add_wide(e, wide)
             return wide
         if e.op in ("iadd", "imul") or not self.support(e):
             text = f"({self.spread(text, self.support(e), NOWHERE)})"
         wide = self.let(f"{text}.to(tl.int64)") if self.index_type != "tl.int64" else text
-        self._wide[-1][e] = wide
+        self._known.add_wide(e, wide)
         return wide
 
     def index(self, e: Expr) -> str:
@@ -353,10 +355,8 @@ class Writer:
             case "load":
                 made = self._load(node)
                 if self.known(node) is None:  # not yet with another
-                    name = self.let(str(made))
-                    self.know(node, name)
-                    if isinstance(made, Load) and made.mask and not made.policy:
-                        self.blank.add(name)
+                    blank = isinstance(made, Load) and made.mask and not made.policy
+                    (self.know_blank if blank else self.know)(node, self.let(str(made)))
             case "index":
                 self.know(node, self._checked(node))
             case _ if node in self.numerics.seldom or self._adds_seldom(node):
@@ -448,7 +448,11 @@ class Writer:
         and every block begins with a counter; else nothing. With a limit, which are below it."""
         place, count = node.src[1], PER_COUNTER[drawn(node)]
         axis = max(self.support(place), key=lambda a: a.dim, default=None)
-        if axis is None or axis not in self.starts or ix.coefficient(place, axis.var) is not ix.ONE:
+        if (
+            axis is None
+            or axis not in self.blocks.starts
+            or ix.coefficient(place, axis.var) is not ix.ONE
+        ):
             return ""
         rest = ix.sub(place, axis.var)
         if axis in self.support(rest, *node.src[2:]) or ix.mod(rest, count) is not ix.ZERO:
@@ -456,7 +460,7 @@ class Writer:
         where = ", ".join(":" if d == axis.dim else "None" for d in range(self.rank))
         lanes = f"tl.arange(0, {axis.block} // {count})" + (f"[{where}]" if self.rank > 1 else "")
         first = self.index(ix.floordiv(rest, count))
-        counter = self.let(f"({first}) + ({self.starts[axis]}) // {count} + {lanes}")
+        counter = self.let(f"({first}) + ({self.blocks.starts[axis]}) // {count} + {lanes}")
         seed, *bounds = (self.operand(s) for s in (node.src[0], *node.src[2:]))
         if limit is not None:
             return below_block(self.shape(self.support(place)), counter, seed, limit)
@@ -491,7 +495,11 @@ class Writer:
         quotient is one number, and the remainder follows the lanes."""
         axis = self._axis.get(node.src[0])
         length = ix.value_of(node.src[1])
-        blocks = self.rounds | self.programs if node.op == "ifloordiv" else self.rounds
+        blocks = (
+            self.blocks.rounds | self.blocks.programs
+            if node.op == "ifloordiv"
+            else self.blocks.rounds
+        )
         if axis not in blocks or length is None or length % blocks[axis][1]:
             return None
         return axis if node.src[0] is axis.var else None  # not lanes that are two for each point
@@ -499,7 +507,7 @@ class Writer:
     def _index_op(self, node: Expr) -> str:
         a, b = (f"({self.index(s)})" for s in node.src)
         if node.op in ("ifloordiv", "imod") and (axis := self._stays(node)) is not None:
-            first, _ = self.rounds.get(axis) or self.programs[axis]
+            first, _ = self.blocks.rounds.get(axis) or self.blocks.programs[axis]
             first = f"tl.full({self.shape(NOWHERE)}, 0, {self.index_type}) + {first}"
             if node.op == "ifloordiv":
                 return f"({first}) // {b}"

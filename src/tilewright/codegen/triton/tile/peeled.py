@@ -213,11 +213,11 @@ class Peeled:
         with w.elsewhere(frozenset((self.axis,)), self.kept):
             w.know(self.axis.var, f"{a}at")
             w.ends_of_rows[self.axis] = str(self._lanes_of_ends), f"{a}edge"
-            starts, w.starts = w.starts, {}  # random numbers are drawn one by one
+            starts, w.blocks.starts = w.blocks.starts, {}  # random numbers are drawn one by one
             self.at_ends = True
             yield
             self.at_ends = False
-            w.starts = starts
+            w.blocks.starts = starts
             del w.ends_of_rows[self.axis]
 
     def fetch(self, ends: Callable[[], AbstractContextManager[None]]) -> None:

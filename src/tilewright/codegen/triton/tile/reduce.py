@@ -60,7 +60,7 @@ def _vanishes(fold: Reduction | Scan, e: Expr) -> bool:
     if fold.start not in ("0", "0.0"):
         return False
     if e.op == "load":
-        return fold.w.operand(e) in fold.w.blank and fold.axis in fold.w.support(e)
+        return fold.w.is_blank(fold.w.operand(e)) and fold.axis in fold.w.support(e)
     known = e.op in ("cast", "mul", "add", "sub", "neg")
     return known and all(_vanishes(fold, s) for s in e.src)
 
