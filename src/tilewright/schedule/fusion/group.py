@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,7 +54,7 @@ class When:
         return any(low <= size and (high is None or size <= high) for low, high in self.ranges)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Group:
     """Nests that become one kernel, or one opaque call.
 
@@ -78,7 +78,8 @@ class Group:
     back: bool = False
     when: When | None = None
     local: frozenset[str] = frozenset()
-    refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
+    refused: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    """By the name of another's first nest, why the two are not one."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -486,10 +487,11 @@ class Search:
             else:
                 home.update(dict.fromkeys(self.parts[k], together[0]))
         made = {k: g for k, g in made.items() if self.launch.get(k, [k])[0] == k}
+        refused: dict[int, dict[str, str]] = {}
         for (a, b), reason in self.refused.items():
-            one, other = made[home[a]], made[home[b]]
-            if one is not other:
-                one.refused[other.nodes[0].name] = reason
+            if home[a] != home[b]:
+                refused.setdefault(home[a], {})[made[home[b]].nodes[0].name] = reason
+        made |= {k: replace(made[k], refused=reasons) for k, reasons in refused.items()}
         return [made[k] for k in sorted(made, key=self.order.rank.__getitem__)]
 
 
