@@ -8,7 +8,6 @@ from functools import cached_property
 from tilewright.codegen.triton.analysis.operations import scatters, sorts
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.tile.lower import RANDOM
-from tilewright.ir.expr import walk
 from tilewright.ir.program import Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
@@ -51,12 +50,12 @@ class KernelFacts:
 
     @cached_property
     def ops(self) -> frozenset[str]:
-        return frozenset(n.op for m in self.shape.members for n in walk(*m.exprs))
+        return frozenset(n.op for n in self.shape.nodes)
 
     @cached_property
     def reductions(self) -> frozenset[str]:
         """The kinds of all reductions."""
-        nodes = (n for m in self.shape.members for n in walk(*m.exprs))
+        nodes = self.shape.nodes
         return frozenset(n.arg.kind for n in nodes if n.op == "reduce")
 
     @cached_property

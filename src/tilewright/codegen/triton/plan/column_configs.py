@@ -13,7 +13,7 @@ from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, below, cla
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.interleaved import is_even
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
+from tilewright.ir.expr import Expr, free_vars, rewrite
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
@@ -48,7 +48,7 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
 
 def gathers(shape: Shape) -> bool:
     """Whether where something is read is read."""
-    return any(n.op == "index" for m in shape.members for n in walk(*m.exprs))
+    return any(n.op == "index" for n in shape.nodes)
 
 
 def pieces_of(dtype: torch.dtype) -> int:
@@ -71,7 +71,7 @@ def of_slid_columns(shape: Shape) -> Iterable[Config]:
             count = max(8, elements // lanes)
             yield Config(((x.block, lanes), (r.block, count)), min(lanes // 32, 8))
         return
-    rows = max(pieces_of(n.dtype) for m in shape.members for n in loads(*m.exprs))
+    rows = max(pieces_of(n.dtype) for n in shape.loads)
     blocks = (
         (x.block, rules.SHIFTED_LANES.limit),
         (STEP, rules.SHIFTED_LANES.limit - rows),
@@ -110,8 +110,8 @@ def _beside(shape: Shape, most: int) -> int:
     """How many columns lie side by side in all rows, counted from where memory is even."""
     flat = shape.flat()
     x, inner = flat.parallel[0], {a.var for a in flat.inner}
-    indices = [n.src[0] for m in flat.members for n in loads(*m.exprs)]
-    indices += [s.index for m in flat.members for s in m.stores]
+    indices = [n.src[0] for n in flat.loads]
+    indices += [s.index for s in flat.stores]
     tiles = [i for i in indices if inner & free_vars(i) and _differs(i, x.var, most)]
     while most > 1 and not all(is_even(i, x, most) for i in tiles):
         most //= 2
@@ -133,8 +133,8 @@ def at_once(program: Program, shape: Shape) -> int:
     """Neighbouring columns that a thread loads and stores at once."""
     flat = shape.flat()
     x = flat.parallel[0]
-    places = {n.src[0] for m in flat.members for n in loads(*m.exprs)}
-    places |= {s.index for m in flat.members for s in m.stores}
+    places = {n.src[0] for n in flat.loads}
+    places |= {s.index for s in flat.stores}
     found = 16 // min(16, *sizes(program, flat))
     while found > 1 and not all(is_even(i, x, found) for i in places if x.var in free_vars(i)):
         found //= 2
@@ -144,7 +144,7 @@ def at_once(program: Program, shape: Shape) -> int:
 def carried(shape: Shape) -> int:
     """Bytes of what a scan carries from one element to the next."""
     return max(sum(s.dtype.itemsize for s in n.src) << (n.arg.kind == "logsumexp")
-               for m in shape.members for n in walk(*m.exprs) if n.op == "scan")  # fmt: skip
+               for n in shape.nodes if n.op == "scan")  # fmt: skip
 
 
 def rows_of_thread(shape: Shape, neighbours: int) -> int:
@@ -173,7 +173,7 @@ def _steps_oddly(shape: Shape) -> bool:
     Triton 3.6 lays single elements out in shared memory such that all of a row are in one bank
     (H200: sums of 2042 rows of 389 floats, what the backward pass of layer norm leaves, 49 us)."""
     flat = shape.flat()
-    steps = [ix.coefficient(n.src[0], a.var) for m in flat.members for n in loads(*m.exprs)
+    steps = [ix.coefficient(n.src[0], a.var) for n in flat.loads
              if n.dtype.itemsize == 4 for a in flat.inner]  # fmt: skip
     return any(step is not None and (ix.value_of(step) or 0) % 2 for step in steps)
 
@@ -200,7 +200,7 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     while bx > rules.TILE_COLUMNS.limit and 4 * x.likely < 3 * bx * target.sms:
         bx //= 2
     # a running softmax wants rows of one thread, arithmetic of much else wants threads
-    exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
+    exponentials = any(n.op == "exp" for n in shape.nodes)
     loaded = read_along(shape)
     count = max(len(loaded), 1)  # what is computed of its place alone loads nothing
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16

@@ -47,7 +47,7 @@ from tilewright.target import Target
 def _is_seldom(shape: Shape) -> bool:
     """Whether all that is stored is held back by a mask: most threads have nothing to do but to
     find that out, so they are few and have many elements each."""
-    return all(s.mask is not None for m in shape.members for s in m.stores)
+    return all(s.mask is not None for s in shape.stores)
 
 
 def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...]:
@@ -113,20 +113,19 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
     flat = shape.flat()
     known, _ = interleaved(flat, program.buffers, frozenset())
     axis = flat.parallel[-1]
-    apart = {n.arg for m in flat.members for n in loads(*m.exprs)
-             if n not in known and 2 <= step(n.src[0], axis) <= 8}  # fmt: skip
+    apart = {n.arg for n in flat.loads if n not in known and 2 <= step(n.src[0], axis) <= 8}
     large = max((hint_product(program.buffers[b].size) for b in apart), default=0)
     if 8 * large >= axis.likely:  # not for tables, which stay in cache
         return 1
     # of several wide tensors fewer, for their registers (H200: adamw of 4114805 floats 33.8 us,
     # 37.7 us by eight; of 11832117 88.0 us, 91.8 us)
-    read = {n.arg: n.dtype.itemsize for m in flat.members for n in loads(*m.exprs)
+    read = {n.arg: n.dtype.itemsize for n in flat.loads
             if ix.coefficient(n.src[0], axis.var) is ix.ONE}  # fmt: skip
     if 2 * vector * sum(read.values()) > rules.BYTES_OF_THREAD.limit:
         return 4
     # of many floats one access each (lion of 33554432 157.3 us, 159.8 us; adam 222.4 us, 223.9 us;
     # sums of two 93.2 us, 93.6 us)
-    written = {b for m in flat.members for b in m.writes}
+    written = flat.written
     if len({*read, *written}) >= 5 and all(size >= 4 for size in sizes(program, flat)):
         return vector // 2
     if any(first not in known for first in known.values()):  # those between pairs
@@ -140,7 +139,7 @@ def _divides(flat: Shape) -> bool:
     (H200: rotations of heads of 96 53 us, 56 us; of 80 103 us, 105 us; but of 64 109 us, 106 us, of
     128 90 us, 86 us)."""
     x = flat.parallel[-1].var
-    places = (n for m in flat.members for e in loads(*m.exprs) for n in walk(e.src[0]))
+    places = (n for e in flat.loads for n in walk(e.src[0]))
     sizes = {ix.value_of(n.src[1]) or 1 for n in places if n.op == "imod" and n.src[0] is x}
     return any(size & (size - 1) for size in sizes)
 
@@ -153,17 +152,16 @@ def _is_mixed(program: Program, flat: Shape, vector: int) -> bool:
     129 us)."""
     if _computes(flat):
         return False
-    nodes = [n for m in flat.members for n in walk(*m.exprs)]
+    nodes = flat.nodes
     moved = {n.arg for n in nodes if n.op == "load" and free_vars(n.src[0])}
-    moved |= {b for m in flat.members for b in m.writes}
+    moved |= flat.written
     bytes_ = {vector * program.buffers[b].dtype.itemsize for b in moved}
     return max(bytes_, default=0) > 16 <= min(bytes_)
 
 
 def _computes(shape: Shape) -> bool:
     """Whether more than a few instructions are made of an element."""
-    return any(n.op in TABLE and TABLE[n.op].cost >= 20
-               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
+    return any(n.op in TABLE and TABLE[n.op].cost >= 20 for n in shape.nodes)
 
 
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
@@ -193,7 +191,7 @@ def _looked_up(shape: Shape, target: Target) -> Iterable[Config]:
     us by 2048; of 1000 rows of 16384 floats 80 us, 113 us by 1024)."""
     (x,) = shape.parallel
     if x.likely >= 8192 * target.sms and any(
-        free_vars(i) for m in shape.members for n in loads(*m.exprs)
+        free_vars(i) for n in shape.loads
         for i in walk(n.src[0]) if i.op == "index"):  # fmt: skip
         yield Config(((x.block, 4096),), 16)
 
@@ -207,7 +205,7 @@ def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     *rest, y, x = shape.parallel
     fixed = tuple((a.block, clamp(1, power(a.likely), 8)) for a in rest)
     choices = [(64, 64, 8), (32, 64, 4), (64, 32, 4), (32, 32, 4), (128, 32, 8), (8, 128, 4)]
-    read = {n.arg for m in shape.members for n in loads(*m.exprs)}
+    read = {n.arg for n in shape.loads}
     widest = max((program.buffers[b].dtype.itemsize for m in shape.members
                   for b in m.reads | m.writes), default=4)  # fmt: skip
     large = (128, 128, 8) if widest <= 2 else (64, 128, 16)
@@ -231,8 +229,8 @@ def _is_stored_apart(shape: Shape) -> bool:
     """Whether all loads of a tile are of sixteen bytes, and no store is."""
     flat = shape.flat()
     y, x = flat.parallel
-    read = [n.src[0] for m in flat.members for n in loads(*m.exprs)]
-    written = [s.index for m in flat.members for s in m.stores]
+    read = [n.src[0] for n in flat.loads]
+    written = [s.index for s in flat.stores]
     return all(is_even(i, x, 8) or is_even(i, y, 8) for i in read) and not any(
         is_even(i, x, 8) for i in written)  # fmt: skip
 
@@ -267,7 +265,7 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if _is_seldom(shape):
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 4), (x.block, bx)), clamp(1, bx // (64 * vector), 4))
-    if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
+    if sum(n.op == "index" for n in shape.nodes) > 2:
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
     elif reads_rows(shape) or writes_rows(shape, "add") or writes_rows(shape, "set"):

@@ -22,7 +22,7 @@ from tilewright.codegen.triton.analysis.work import (
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power, round_of
 from tilewright.codegen.triton.plan.tiling import Axis, Shape, accumulates, is_one_walk
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
@@ -133,7 +133,7 @@ def held_at_once(shape: Shape) -> int:
     flat, given = shape.flat(), given_along(shape)
     whole = {flat.inner[0].var, flat.parallel[0].var}
     wide = any(n.dtype.itemsize > 2 and whole <= free_vars(n.src[0]) and n.arg in given
-               for m in flat.members for n in loads(*m.exprs))  # fmt: skip
+               for n in flat.loads)  # fmt: skip
     return 4 if wide else 8
 
 
@@ -146,8 +146,7 @@ def of_held_rows(program: Program, shape: Shape) -> Iterable[Config]:
     (axis,), each = shape.inner, held_at_once(shape)
     warps = shape.chunk // (32 * each)
     blocks = ((shape.parallel[0].block, 1), (axis.block, shape.chunk))
-    weights = any(free_vars(n.src[0]) == frozenset((axis.var,)) for m in shape.flat().members
-                  for n in loads(*m.exprs))  # fmt: skip
+    weights = any(free_vars(n.src[0]) == frozenset((axis.var,)) for n in shape.flat().loads)
     room = (5 if weights and axis.start is not None else 10) * each  # elements of a thread
     if (shape.part or axis.likely) <= room * 32 * warps and shape.planes_each == 1:
         yield Config(blocks, warps, registers=64)
@@ -189,25 +188,25 @@ def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
 
 def _moved(program: Program, shape: Shape) -> int:
     """Bytes that are loaded and stored of each element of a row of its own."""
-    inner = {v for a in shape.inner for v in a.loops}
+    inner = shape.row_loops
     read = {b for m in shape.members for b in m.reads}
-    stored = {s.buffer for m in shape.members for s in m.stores if inner & free_vars(s.index)}
+    stored = {s.buffer for s in shape.stores if inner & free_vars(s.index)}
     moved = given_along(shape) - _alike(shape) | stored - read
     return sum(program.buffers[b].dtype.itemsize for b in moved)
 
 
 def _alike(shape: Shape) -> set[str]:
     """What is the same for all rows."""
-    inner = {v for a in shape.inner for v in a.loops}
-    return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) <= inner}
+    inner = shape.row_loops
+    return {n.arg for n in shape.loads if free_vars(n.src[0]) <= inner}
 
 
 def _read(shape: Shape) -> set[Expr]:
     """Rows of which a program keeps all, for which it has to have registers (H200: mixtures of ten
     52 us, 103 us; norms and differences of two of 512 bfloat16 35 us, 46 us)."""
-    inner = {v for a in shape.inner for v in a.loops}
-    made = {b for m in shape.members for b in m.writes}
-    return {n for m in shape.members for n in loads(*m.exprs) if n.arg not in made
+    inner = shape.row_loops
+    made = shape.written
+    return {n for n in shape.loads if n.arg not in made
             and inner & free_vars(n.src[0]) and free_vars(n.src[0]) - inner}  # fmt: skip
 
 
@@ -216,10 +215,9 @@ def folds_one(shape: Shape) -> bool:
     short, and no more than three start in two nanoseconds (H200: squares of 269175 rows of 217
     bfloat16 30 us by eight rows of a warp, 43 us by four; of 102912 of 461 25 us by four, 34 us
     by two; sums of 193778 of 360 60 us by two, of which memory takes 32 us)."""
-    inner = {v for a in shape.inner for v in a.loops}
-    read = {(n.arg, n.src[0]) for m in shape.members for n in loads(*m.exprs)
-            if inner & free_vars(n.src[0])}  # fmt: skip
-    stored = any(inner & free_vars(s.index) for m in shape.members for s in m.stores)
+    inner = shape.row_loops
+    read = {(n.arg, n.src[0]) for n in shape.loads if inner & free_vars(n.src[0])}
+    stored = any(inner & free_vars(s.index) for s in shape.stores)
     return len(read) == 1 and not stored
 
 
@@ -256,8 +254,7 @@ def _lie_beside(shape: Shape) -> bool:
     x, (axis, *more) = flat.parallel[0], flat.inner
     if more or shape.total or any(free_vars(v.src[0]) for v in shape.serial):
         return False
-    found = [n.src[0] for m in flat.members for n in loads(*m.exprs)
-             if {axis.var, x.var} <= free_vars(n.src[0])]  # fmt: skip
+    found = [n.src[0] for n in flat.loads if {axis.var, x.var} <= free_vars(n.src[0])]
     steps = {ix.value_of(ix.coefficient(i, x.var) or ix.ZERO) for i in found}
     return steps == {axis.size}
 
@@ -362,7 +359,7 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     if is_one_walk(shape):
         yield from _one_walk(shape, target)
         return
-    exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
+    exponentials = any(n.op == "exp" for n in shape.nodes)
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
     longest = max(a.likely for a in shape.inner)
     if shape.reread and longest <= rules.RESIDENT_ROW.limit // 2:
@@ -427,11 +424,9 @@ def _stores_masks(shape: Shape) -> bool:
     """Whether bytes are stored of rows of floats: a thread has four elements then, as it loads at
     once, or they are brought to others through shared memory in each round (H200: quantile losses
     of 1048576 rows of nine, with three masks, 39 us, 48 us by 4096)."""
-    inner = {v for a in shape.inner for v in a.loops}
-    stored = {s.value.dtype.itemsize for m in shape.members for s in m.stores
-              if inner & free_vars(s.index)}  # fmt: skip
-    read = {n.dtype.itemsize for m in shape.members for n in loads(*m.exprs)
-            if inner & free_vars(n.src[0])}  # fmt: skip
+    inner = shape.row_loops
+    stored = {s.value.dtype.itemsize for s in shape.stores if inner & free_vars(s.index)}
+    read = {n.dtype.itemsize for n in shape.loads if inner & free_vars(n.src[0])}
     return 1 in stored and 4 in read
 
 
@@ -439,19 +434,17 @@ def _moves_much(shape: Shape) -> bool:
     """Whether chunks in one piece are walked once, with so much of each element that half a block
     is as much under way (H200: squares of 256 chunks of floats with bfloat16 added, which are
     stored, 170 us in blocks of 4096, 175 us of 8192, 204 us of 2048 by eight warps)."""
-    inner = {v for a in shape.inner for v in a.loops}
+    inner = shape.row_loops
     if shape.reread or shape.pipelined or len(inner) != 1:
         return False
-    stored = {s.buffer: s.value.dtype.itemsize for m in shape.members for s in m.stores
-              if inner & free_vars(s.index)}  # fmt: skip
-    read = {n.arg: n.dtype.itemsize for m in shape.members for n in loads(*m.exprs)
-            if inner & free_vars(n.src[0])}  # fmt: skip
+    stored = {s.buffer: s.value.dtype.itemsize for s in shape.stores if inner & free_vars(s.index)}
+    read = {n.arg: n.dtype.itemsize for n in shape.loads if inner & free_vars(n.src[0])}
     return bool(stored) and len(read) > 1 and sum(stored.values()) + sum(read.values()) >= 10
 
 
 def _largest(shape: Shape) -> int:
     """Of how many rows the largest value is looked for, as of several that exponentials are of."""
-    nodes = {n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
+    nodes = {n for n in shape.nodes if n.op == "reduce"}
     return sum(n.arg.kind == "max" for n in nodes)
 
 

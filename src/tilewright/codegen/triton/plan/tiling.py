@@ -27,7 +27,7 @@ from tilewright.codegen.triton.rewrite.unroll_channels import unroll_channels
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import TABLE
-from tilewright.ir.program import Nest, Program
+from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import accesses, all_loops
 from tilewright.schedule.nests.access import disjoint
@@ -168,6 +168,29 @@ class Shape:
     def inner(self) -> list[Axis]:
         return list(dict.fromkeys(axis for _, axis in self.segments if axis is not None))
 
+    @cached_property
+    def row_loops(self) -> frozenset[Expr]:
+        """The loops of rows or columns, along which it reduces or scans."""
+        return frozenset(v for axis in self.inner for v in axis.loops)
+
+    @cached_property
+    def nodes(self) -> tuple[Expr, ...]:
+        """All that is computed, of one member after the other."""
+        return tuple(n for m in self.members for n in walk(*m.exprs))
+
+    @cached_property
+    def loads(self) -> tuple[Expr, ...]:
+        return tuple(n for m in self.members for n in loads(*m.exprs))
+
+    @cached_property
+    def stores(self) -> tuple[Store, ...]:
+        return tuple(s for m in self.members for s in m.stores)
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The buffers that are."""
+        return frozenset(s.buffer for s in self.stores)
+
     @property
     def parts(self) -> int:
         """Of a row that is held, or of a plane of it."""
@@ -258,9 +281,9 @@ def cannot_share(shape: Shape) -> str:
     if not shape.row_programs:
         return ""
     flat = shape.flat()
-    made = {(s.buffer, s.index) for m in flat.members for s in m.stores}
+    made = {(s.buffer, s.index) for s in flat.stores}
     stored = {buffer for buffer, _ in made}
-    for n in (n for m in flat.members for n in loads(*m.exprs)):
+    for n in flat.loads:
         if n.arg in stored and (n.arg, n.src[0]) not in made:
             return f"{n.arg} is read of another program's part of the row"
     for (a, i), (b, j) in combinations(made, 2):
@@ -409,7 +432,7 @@ def is_one_walk(shape: Shape) -> bool:
     walks = [s for s, axis in shape.segments if axis is not None]
     if shape.persistent or shape.row_programs or shape.across or shape.ragged or len(walks) != 1:
         return False
-    members, own = walks[0].members, {v for axis in shape.inner for v in axis.loops}
+    members, own = walks[0].members, shape.row_loops
     nodes = list(walk(*(e for m in members for e in m.exprs)))
     read = {n for n in nodes if n.op == "load" and own & free_vars(n)}
     kinds = {n.arg.kind for n in nodes if n.op == "reduce"}
@@ -655,5 +678,5 @@ def is_narrow(shape: Shape) -> bool:
     if shape.family != "poi" or shape.gathered or len(shape.parallel) != 2:
         return False
     y, x = shape.parallel
-    wide = any(n.dtype.itemsize > 2 for m in shape.members for n in loads(*m.exprs))
+    wide = any(n.dtype.itemsize > 2 for n in shape.loads)
     return 128 < y.likely < 256 and (y.likely % 8 == 0 or x.likely % 4 == 0) and not wide

@@ -61,7 +61,7 @@ def _vectors(shape: Shape, local: frozenset[str]) -> list[Vector]:
     """What is stored of a point beside each other, and not read: all that there is up to the next
     point."""
     flat = shape.flat()
-    read = {n.arg for m in flat.members for n in loads(*m.exprs)}
+    read = {n.arg for n in flat.loads}
     near: dict[tuple[str, Expr], list[Store]] = {}
     for m in flat.members:
         for s in m.stores:

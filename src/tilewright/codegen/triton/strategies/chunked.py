@@ -61,7 +61,7 @@ class Chunked:
         self._joined = (
             joined(kernel.shape, kernel.local, False) if kernel.shape.row_programs else {}
         )
-        self._made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
+        self._made = kernel.shape.written
         self._rows = (columns_read(kernel.shape) if kernel.shape.across
                       else rows_read(kernel.local, kernel.shape))  # fmt: skip
         self._kept: list[dict[Expr, str]] = [{} for _ in range(self.count)]
@@ -349,8 +349,8 @@ def rows_read(local: frozenset[str], flat: Shape) -> list[Expr]:
     """The rows that a program reads, or makes of narrower ones, as of a gradient and a mask; none
     if some are no floats, or lie otherwise."""
     (axis,), x = flat.inner, flat.parallel[0]
-    made = {b for m in flat.members for b in m.writes}
-    stored = [s.index for m in flat.members for s in m.stores if axis.var in free_vars(s.index)]
+    made = flat.written
+    stored = [s.index for s in flat.stores if axis.var in free_vars(s.index)]
     if not all(_runs_along(i, axis) for i in stored):
         return []
     found: dict[Expr, None] = {}
@@ -380,12 +380,12 @@ def rows_read(local: frozenset[str], flat: Shape) -> list[Expr]:
 
 def columns_read(flat: Shape) -> list[Expr]:
     """The same of columns, which a program of these holds all of."""
-    made = {b for m in flat.members for b in m.writes}
+    made = flat.written
     nodes = loads(*(e for m in flat.members for e in m.exprs))
     return [n for n in nodes if n.arg not in made and is_own(flat, n)]
 
 
-def _is_made_of_rows(flat: Shape, node: Expr, made: set[str]) -> bool:
+def _is_made_of_rows(flat: Shape, node: Expr, made: frozenset[str]) -> bool:
     """Whether sixteen bits are made of rows some of which are narrower."""
     if node.op == "load" or node.dtype not in HALVES:
         return False

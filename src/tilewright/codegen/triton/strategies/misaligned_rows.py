@@ -59,7 +59,7 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
         return True
     flat, leans = held.flat(), any(a.start is not None for a in walked.inner)
     axes = {a.var for a in flat.axes}
-    nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    nodes = [n for n in flat.loads if n.arg not in group.local]
     rows = {n.arg: n.dtype.itemsize for n in nodes if axes <= free_vars(n.src[0])}
     if leans and rows_alike(flat):
         return True
@@ -138,8 +138,7 @@ def has_computed_places(shape: Shape) -> bool:
     2890 bfloat16, channels of 289, 126 us by single elements, 257 us so)."""
     flat = shape.flat()
     rows = {a.var for a in flat.inner}
-    return any(ix.coefficient(n.src[0], v) is None
-               for m in flat.members for n in loads(*m.exprs) for v in rows)  # fmt: skip
+    return any(ix.coefficient(n.src[0], v) is None for n in flat.loads for v in rows)
 
 
 def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
@@ -153,8 +152,8 @@ def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
     flat = shape.flat()
     if any(scatters(m) for m in flat.members):
         return None
-    moved = [n.src[0] for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
-    moved += [s.index for m in flat.members for s in m.stores if s.buffer not in group.local]
+    moved = [n.src[0] for n in flat.loads if n.arg not in group.local]
+    moved += [s.index for s in flat.stores if s.buffer not in group.local]
     along = any(ix.mod(ix.sub(i, axis.var), ACCESS) is ix.ZERO
                 and axis.var not in free_vars(ix.sub(i, axis.var)) for i in moved)  # fmt: skip
     return (ix.ZERO, ACCESS) if along else None
@@ -193,16 +192,16 @@ def moved_singly(shape: Shape) -> set[str]:
 def rows_alike(shape: Shape) -> set[str]:
     """Rows that are the same for all programs, as a layer's weights."""
     rows = frozenset(a.var for a in shape.inner)
-    return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) == rows}
+    return {n.arg for n in shape.loads if free_vars(n.src[0]) == rows}
 
 
 def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int]:
     """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
     moved: dict[tuple[Expr, int], int] = {}
-    nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    nodes = [n for n in flat.loads if n.arg not in group.local]
     if not flat.inner:  # rows that are gathered are slid to where others begin
         nodes = [n for n in nodes if not is_gathered(n.src[0])]
-    stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
+    stores = [s for s in flat.stores if s.buffer not in group.local]
     accesses = [*((n.arg, n.src[0]) for n in nodes), *((s.buffer, s.index) for s in stores)]
     for buffer, index in dict.fromkeys(accesses):
         if ix.coefficient(index, axis.var) is not ix.ONE:
@@ -225,7 +224,7 @@ def begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
 def _reads_what_others_store(flat: Shape, axis: Axis) -> bool:
     """Whether what a thread stores at once others still have to read: all but what is read where it
     was stored before, which a thread has stored itself, and of the ends of rows knows."""
-    stored = {s.buffer for m in flat.members for s in m.stores if axis.var in free_vars(s.index)}
+    stored = {s.buffer for s in flat.stores if axis.var in free_vars(s.index)}
     made: set[tuple[str, tuple[Expr, ...]]] = set()
     for m in flat.members:
         for n in loads(*m.exprs):

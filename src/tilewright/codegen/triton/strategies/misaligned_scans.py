@@ -25,7 +25,7 @@ from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.strategies.misaligned_columns import length_of, walk_ahead
 from tilewright.codegen.triton.strategies.small_matrices import is_matrix
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Store
 from tilewright.target import PIECE
 
@@ -38,8 +38,8 @@ def misaligned_scans(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are scanned so, where all that is moved are such matrices."""
     program, shape, flat = facts.program, facts.shape, facts.flat
     (x,), (r,) = flat.parallel, flat.inner
-    nodes = list(dict.fromkeys(n for m in flat.members for n in loads(*m.exprs)))
-    stores = [s for m in flat.members for s in m.stores]
+    nodes = list(dict.fromkeys(flat.loads))
+    stores = flat.stores
     if len(nodes) != 1 or len(stores) != 1 or nodes[0].src != (stores[0].index,):
         return "not one matrix is read and one like it written"
     index, rows, length = stores[0].index, r.size or 0, length_of(stores[0].index, x)
@@ -66,7 +66,7 @@ class MisalignedScans:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
-        (self.node,) = {n for m in kernel.shape.members for n in loads(*m.exprs)}
+        (self.node,) = set(kernel.shape.loads)
 
     @property
     def grid(self) -> list[tuple[Expr, str]]:

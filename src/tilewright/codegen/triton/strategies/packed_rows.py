@@ -24,7 +24,7 @@ from tilewright.codegen.triton.analysis.quantise import is_far_from_zero
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.lower import RANDOM, is_index
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
@@ -55,9 +55,9 @@ def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool
     ):
         return False
     place = ix.add(ix.mul(x.var, r.extent), r.var)
-    read = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    read = [n for n in flat.loads if n.arg not in group.local]
     rows = [n for n in read if r.var in free_vars(n.src[0])]
-    stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
+    stores = [s for s in flat.stores if s.buffer not in group.local]
     written = [s.index for s in stores if r.var in free_vars(s.index)]
     return (
         all(n.src == (place,) and n.dtype.itemsize <= rules.PACKED_BYTES.limit for n in rows)

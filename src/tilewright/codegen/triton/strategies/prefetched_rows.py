@@ -13,7 +13,7 @@ from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads
+from tilewright.ir.expr import Expr
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
@@ -66,8 +66,8 @@ def _is_odd_walk(facts: KernelFacts) -> bool:
 def _rows(flat: Shape) -> list[Expr]:
     """What is loaded along rows."""
     (axis,) = flat.inner
-    made = frozenset[str]().union(*(m.writes for m in flat.members))
-    nodes = dict.fromkeys(n for m in flat.members for n in loads(*m.exprs))
+    made = flat.written
+    nodes = dict.fromkeys(flat.loads)
     return [n for n in nodes if n.arg not in made and not n.src[1:]
             and ix.coefficient(n.src[0], axis.var) is ix.ONE]  # fmt: skip
 

@@ -25,7 +25,7 @@ from tilewright.codegen.triton.strategies.misaligned_rows import (
 from tilewright.codegen.triton.strategies.scan import BlockScan, is_one_scan
 from tilewright.codegen.triton.tile.lower import Load
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.expr import Expr, free_vars
 
 
 def preloaded_scan(facts: KernelFacts) -> Shape | str:
@@ -46,7 +46,7 @@ def preloaded_scan(facts: KernelFacts) -> Shape | str:
         return "not all that is moved has two bytes, or four"
     ((segment, axis),), flat = shape.segments, facts.flat
     assert axis is not None
-    read = {n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)}
+    read = {n for n in flat.loads if axis.var in free_vars(n)}
     if not axis.size:
         return "the length of rows is known only at the call"
     if has_computed_places(shape):

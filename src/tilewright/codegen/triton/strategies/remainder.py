@@ -18,7 +18,7 @@ from tilewright.codegen.triton.plan.row_configs import folds_one
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.peeled import Peeled
 from tilewright.ir import index as ix
-from tilewright.ir.expr import free_vars, loads
+from tilewright.ir.expr import free_vars
 
 
 def remainder(facts: KernelFacts) -> Shape | str:
@@ -37,7 +37,7 @@ def remainder(facts: KernelFacts) -> Shape | str:
         or not 0 < rules.REMAINDER.limit * (size - first) <= first
     ):
         return "rows are not a little longer than a power of two"
-    rows = [n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)]
+    rows = [n for n in flat.loads if axis.var in free_vars(n)]
     even = all(ix.coefficient(n.src[0], axis.var) is ix.ONE and len(n.src) == 1 and ix.mod(
         ix.mul(ix.without(n.src[0], [axis.var]), n.dtype.itemsize), 16) is ix.ZERO
         for n in rows)  # fmt: skip

@@ -21,7 +21,7 @@ from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, pow
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.strategies.chunked import is_expensive_to_repeat, is_own
 from tilewright.codegen.triton.tile.interleaved import is_even
-from tilewright.ir.expr import free_vars, loads, walk
+from tilewright.ir.expr import free_vars
 from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
 
@@ -76,7 +76,7 @@ def _rows_of_halves(shape: Shape) -> int:
 
 
 def _folds_one_sum(shape: Shape) -> bool:
-    kinds = {n: n.arg.kind for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
+    kinds = {n: n.arg.kind for n in shape.nodes if n.op == "reduce"}
     return list(kinds.values()) == ["sum"]
 
 
@@ -127,12 +127,11 @@ def _divides(shape: Shape) -> bool:
 def _is_one_tile(group: Group, flat: Shape, kinds: Set[torch.dtype]) -> bool:
     """Whether one tile of such a type is read, and all tiles are moved sixteen bytes at once."""
     x, (axis,) = flat.parallel[0], flat.inner
-    made = {b for m in flat.members for b in m.writes}
-    read = {n for m in flat.members for n in loads(*m.exprs)
-            if is_own(flat, n) and n.arg not in group.local}  # fmt: skip
+    made = flat.written
+    read = {n for n in flat.loads if is_own(flat, n) and n.arg not in group.local}
     if any(n.dtype not in kinds or n.src[1:] for n in read):
         return False
-    places = [s.index for m in flat.members for s in m.stores if s.buffer not in group.local]
+    places = [s.index for s in flat.stores if s.buffer not in group.local]
     places = [i for i in places if {x.var, axis.var} <= free_vars(i)]
     together = 16 // min(kind.itemsize for kind in kinds)
     even = all(is_even(i, x, together) for i in [*places, *(n.src[0] for n in read)])

@@ -38,7 +38,7 @@ def shifted_copy(facts: KernelFacts) -> KernelPlan | str:
     if (axis.size or 0) * min(SLID) < fewest:
         return f"fewer than {fewest} bytes are moved, or only the call knows how many"
     pieces = _Pieces(axis, [e for m in flat.members for e in m.exprs])
-    stores = [s for m in flat.members for s in m.stores]
+    stores = flat.stores
     if not pieces.may_move({*group.local, *(s.buffer for s in stores)}) or not all(
         pieces.slope(s.index) == 1 and pieces.is_even(s.index) for s in stores):  # fmt: skip
         return "it does not put long pieces of tensors at places that are shifted by constants"

@@ -27,7 +27,7 @@ from tilewright.codegen.triton.strategies.misaligned_rows import (
 )
 from tilewright.codegen.triton.tile.paired import PAIR
 from tilewright.codegen.triton.tile.reduce import reduced_type
-from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
 
@@ -66,7 +66,7 @@ def _of_even(shape: Shape, size: int) -> int:
     1280 float16 105 us, 113 us), or that are made of several rows which are gathered (layer norm
     of three of 768 55 us, 62 us; of one 77 us, 48 us), by a warp each. Also pairs of rows
     (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
-    nodes = [n for m in shape.members for n in walk(*m.exprs)]
+    nodes = shape.nodes
     empty = 4 * size <= 3 * power(size)
     rows = _rows(shape)
     masked = any(n.dtype == torch.bool for n in rows)
@@ -100,8 +100,7 @@ def _of_few(group: Group, form: Shape, size: int) -> int:
     wide = all(n.dtype.itemsize == 4 for n in _rows(form))
     empty = size > rules.SHORTEST_ROW_TILE.limit * 2 and 4 * size <= 3 * power(size)
     own = set(form.inner[0].loops)
-    stored = any(own & free_vars(s.index) for m in form.members for s in m.stores
-                 if s.buffer not in group.local)  # fmt: skip
+    stored = any(own & free_vars(s.index) for s in form.stores if s.buffer not in group.local)
     return (
         rules.SHORTEST_ROW_TILE.limit if wide and empty and (form.misaligned or not stored) else 0
     )
@@ -126,7 +125,7 @@ def _of_odd(shape: Shape, size: int) -> int:
     4095 70 us by four, 74 us by two). Wide weights leave no room."""
     flat = shape.flat()
     alike = rows_alike(flat)
-    if any(n.arg in alike and n.dtype.itemsize > 2 for m in flat.members for n in loads(*m.exprs)):
+    if any(n.arg in alike and n.dtype.itemsize > 2 for n in flat.loads):
         return 0
     several = len(_rows(shape)) > 1
     full = 8 * size > 7 * power(size)
@@ -144,14 +143,14 @@ def _of_odd(shape: Shape, size: int) -> int:
 def _rows(shape: Shape) -> set[Expr]:
     """What is loaded along rows, and is not the same for all of them."""
     own = set(shape.inner[0].loops)
-    made = frozenset[str]().union(*(m.writes for m in shape.members))
-    nodes = {n for m in shape.members for n in loads(*m.exprs) if n.arg not in made}
+    made = shape.written
+    nodes = {n for n in shape.loads if n.arg not in made}
     return {n for n in nodes if own & free_vars(n.src[0]) and free_vars(n.src[0]) - own}
 
 
 def _stores(shape: Shape) -> bool:
     own = set(shape.inner[0].loops)
-    return any(own & free_vars(s.index) for m in shape.members for s in m.stores)
+    return any(own & free_vars(s.index) for s in shape.stores)
 
 
 def _unsuited(facts: KernelFacts) -> str:
@@ -171,7 +170,7 @@ def _unsuited(facts: KernelFacts) -> str:
         return "a special function makes for long code"
     if has_computed_places(shape):
         return "each element has a place of its own to compute in some operand"
-    nodes = [n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"]
+    nodes = [n for n in shape.nodes if n.op == "reduce"]
     if any(reduced_type(n.src[0].dtype) != torch.float32 for n in nodes):
         return "a reduction is not computed in float32"
     return cannot_hand_over(facts.group, replace(shape, persistent=False))

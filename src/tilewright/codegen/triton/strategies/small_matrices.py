@@ -20,7 +20,7 @@ from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.misaligned_columns import length_of
 from tilewright.codegen.triton.tile.interleaved import is_even
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Store
 from tilewright.target import PIECE
 
@@ -81,9 +81,9 @@ def is_matrix(index: Expr, x: Axis, r: Axis, length: int) -> bool:
 def _moved(local: frozenset[str], flat: Shape, x: Axis, r: Axis) -> tuple[list[Expr], list[Store]]:
     """What is loaded and stored at all points of a tile."""
     both = {x.var, r.var}
-    nodes = dict.fromkeys(n for m in flat.members for n in loads(*m.exprs))
+    nodes = dict.fromkeys(flat.loads)
     found = [n for n in nodes if both <= free_vars(n) and n.arg not in local]
-    stores = [s for m in flat.members for s in m.stores if s.buffer not in local]
+    stores = [s for s in flat.stores if s.buffer not in local]
     return found, [s for s in stores if both <= free_vars(s.index)]
 
 

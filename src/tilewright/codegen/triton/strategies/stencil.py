@@ -103,7 +103,7 @@ def _accesses(program: Program, shape: Shape, last: Expr) -> float:
 def _along(shape: Shape, last: Expr) -> list[Expr]:
     """What is read along a loop, over the one that stands for all."""
     places = {v: e for a in shape.parallel for v, e in a.places().items()}
-    nodes = (n for m in shape.members for n in loads(*m.exprs))
+    nodes = shape.loads
     return list(dict.fromkeys(substitute(n, places) for n in nodes if last in free_vars(n.src[0])))
 
 

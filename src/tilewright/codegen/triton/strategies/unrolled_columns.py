@@ -16,7 +16,7 @@ from tilewright.codegen.triton.plan.column_configs import at_once
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.ir import index as ix
-from tilewright.ir.expr import free_vars, loads
+from tilewright.ir.expr import free_vars
 from tilewright.ir.program import Program
 
 
@@ -51,8 +51,7 @@ def _are_enlarged(shape: Shape) -> bool:
     """Whether places in rows are computed, as those of an image between which others are made."""
     flat = shape.flat()
     x = flat.parallel[0].var
-    return any(ix.coefficient(n.src[0], x) is None and x in free_vars(n.src[0])
-               for m in flat.members for n in loads(*m.exprs))  # fmt: skip
+    return any(ix.coefficient(n.src[0], x) is None and x in free_vars(n.src[0]) for n in flat.loads)
 
 
 def of_unrolled(program: Program, shape: Shape) -> Iterable[Config]:

@@ -65,7 +65,7 @@ def leave(kernel: Kernel) -> None:
         return
     w, until = kernel.w, kernel.shape.row_programs * (kernel.exchange.meetings + 1)
     kernel.exchange.left = True
-    made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
+    made = kernel.shape.written
     if made & kernel.rewritten:
         w.line("tl.debug_barrier()")
         w.line(f"last = tri.part({COUNTERS} + spot, {until})")

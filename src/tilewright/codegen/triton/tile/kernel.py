@@ -93,8 +93,8 @@ class Kernel:
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         exprs = [e for m in shape.members for e in m.exprs]
-        results = [s.value for m in shape.members for s in m.stores if s.buffer not in self.local]
-        made = {s.buffer: s.value for m in shape.members for s in m.stores}
+        results = [s.value for s in shape.stores if s.buffer not in self.local]
+        made = {s.buffer: s.value for s in shape.stores}
         coarse = shared_functions.divisions(exprs, results, made) | precision.coarse(
             exprs, results, made)  # fmt: skip
         card = target.capability
@@ -107,7 +107,7 @@ class Kernel:
             coarse=coarse,
             joint=shared_functions.functions(exprs, results, made, coarse),
             shares=shared_functions.shares(exprs, made),
-            valued=index_width.valued(exprs, [s for m in shape.members for s in m.stores]),
+            valued=index_width.valued(exprs, shape.stores),
         )
         self.joins = not skips_a_rounding(exprs, made) and precision.joins(
             exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
@@ -172,7 +172,7 @@ class Kernel:
 
     @cached_property
     def _draws(self) -> bool:
-        return any(e.op in RANDOM for m in self.shape.members for e in walk(*m.exprs))
+        return any(e.op in RANDOM for e in self.shape.nodes)
 
     def _is_narrowest(self, axis: Axis) -> bool:
         """Whether some configuration has blocks too short for a counter of random numbers."""
@@ -184,8 +184,7 @@ class Kernel:
         if axis.start is not None or self.packed is not None or self.shape.staged:
             return 0
         largest = max(c.kwargs[axis.block] for c in self.configs)
-        cut = (n for m in self.shape.members for n in walk(*m.exprs)
-               if n.op == "ifloordiv" and n.src[0] is axis.var)  # fmt: skip
+        cut = (n for n in self.shape.nodes if n.op == "ifloordiv" and n.src[0] is axis.var)
         return largest if any((ix.value_of(n.src[1]) or 1) % largest == 0 for n in cut) else 0
 
     # ---- naming
@@ -713,8 +712,7 @@ class Kernel:
         return found
 
     def maker(self, node: Expr) -> Store:
-        return next(s for m in self.shape.members for s in m.stores
-                    if s.buffer == node.arg and s.index is node.src[0])  # fmt: skip
+        return next(s for s in self.shape.stores if s.buffer == node.arg and s.index is node.src[0])
 
     def stores(self, members: Sequence[Nest]) -> None:
         for m in members:
@@ -778,6 +776,6 @@ class Kernel:
 
     def _loads_of(self, store: Store) -> list[Expr]:
         """Whole ones: from them come those of a local buffer that have a mask."""
-        return [load(n.arg, n.dtype, n.src[0]) for m in self.shape.members for n in loads(*m.exprs)
+        return [load(n.arg, n.dtype, n.src[0]) for n in self.shape.loads
                 if n.arg == store.buffer and n.src[0] is store.index
                 and (len(n.src) == 1 or n.arg in self.local)]  # fmt: skip

@@ -35,7 +35,7 @@ def _beside_looked_up(shape: Shape, found: Sequence[Expr], several: bool) -> lis
     floats, each pair in the parts of a step that is gathered, 47.6 us, 48.4 us). Where only
     stores go to such places, if there are `several`."""
     plain = [e for e in found if not any(n.op == "index" for n in walk(e))]
-    seldom = any(s.mask is not None for m in shape.members for s in m.stores)
+    seldom = any(s.mask is not None for s in shape.stores)
     if (len(plain) == len(found) and not several) or len(plain) > rules.EARLY_LOADS.limit or seldom:
         return []
     return sorted(plain, key=lambda e: shape.parallel[-1].var in free_vars(e))
@@ -43,7 +43,7 @@ def _beside_looked_up(shape: Shape, found: Sequence[Expr], several: bool) -> lis
 
 def first(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
     """Those loads that neither a reduction nor a store has to come before."""
-    made = frozenset[str]().union(*(m.writes for m in shape.members))
+    made = shape.written
     return [e for e in found
             if not any(n.op in ("reduce", "scan") or n.arg in made for n in walk(e))]  # fmt: skip
 
@@ -59,7 +59,7 @@ def _own_rows(shape: Shape) -> list[Expr]:
     moved = any(a.start is not None or a.vector for a in shape.inner)
     if not shape.persistent or shape.chunk or shape.packed or shape.misaligned or moved:
         return []
-    own = {v for axis in shape.inner for v in axis.loops}
+    own = shape.row_loops
     many = any(axis.likely > 1 for axis in shape.parallel)
 
     def along(members: Iterable[Nest]) -> list[Expr]:
