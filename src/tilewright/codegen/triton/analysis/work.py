@@ -11,7 +11,7 @@ def has_long_code(shape: Shape) -> bool:
     """Whether a function is among the operations that has a branch for large numbers: small blocks
     wait less for each other, and have registers enough (H200: sines and cosines of 65536x256 floats
     36.9 us by 1024, 41.9 us by 4096)."""
-    return any(n.op in ("sin", "cos", "tan") for n in shape.nodes)
+    return bool(shape.ops & {"sin", "cos", "tan"})
 
 
 def reduces_often(shape: Shape) -> bool:
@@ -51,11 +51,6 @@ def along(shape: Shape) -> list[Expr]:
         if moves:
             found[n] = None
     return list(found)
-
-
-def reduces(shape: Shape, *kinds: str) -> bool:
-    """Whether something of these kinds is reduced."""
-    return any(n.op == "reduce" and n.arg.kind in kinds for n in shape.nodes)
 
 
 def is_heavy(shape: Shape) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import given_along, read_along, sizes
-from tilewright.codegen.triton.analysis.work import reduces
+from tilewright.codegen.triton.analysis.operations import PLACES
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, below, clamp, power, round_of
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.interleaved import is_even
@@ -48,7 +48,7 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
 
 def gathers(shape: Shape) -> bool:
     """Whether where something is read is read."""
-    return any(n.op == "index" for n in shape.nodes)
+    return "index" in shape.ops
 
 
 def pieces_of(dtype: torch.dtype) -> int:
@@ -65,7 +65,7 @@ def of_slid_columns(shape: Shape) -> Iterable[Config]:
         warps = max(lanes * count // (32 * 64), 2)
         yield Config(((x.block, lanes), (r.block, count)), warps)
         return
-    if any(segment.scans for segment, _ in shape.segments):
+    if shape.scans:
         lanes = power(shape.staged)
         for elements in (4096, 2048):
             count = max(8, elements // lanes)
@@ -200,7 +200,7 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     while bx > rules.TILE_COLUMNS.limit and 4 * x.likely < 3 * bx * target.sms:
         bx //= 2
     # a running softmax wants rows of one thread, arithmetic of much else wants threads
-    exponentials = any(n.op == "exp" for n in shape.nodes)
+    exponentials = "exp" in shape.ops
     loaded = read_along(shape)
     count = max(len(loaded), 1)  # what is computed of its place alone loads nothing
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
@@ -208,10 +208,10 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
     if share == 16 and all(a.likely > 256 for a in shape.inner):
         choices[:2] = choices[1::-1]
-    if vector == 8 and any(segment.scans for segment, _ in shape.segments):
+    if vector == 8 and shape.scans:
         choices.insert(0, (32, 128, 32, 3))  # 8192x8192 bfloat16 131 us, 240 us by 64 columns
     together = round(x.likely / (bx * max(target.sms, 1)))  # programs on an SM
-    places = reduces(shape, "argmin", "argmax")
+    places = bool(shape.reductions & PLACES)
     stored = len(shape.segments) == 1 and any(not m.reduce for m in shape.members)
     if together > 1 and (stored or not exponentials) and choices[0][0] == bx:
         most, each = (128, 32) if places else (256, share)
@@ -219,12 +219,12 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
         br = clamp(least, below(most // (below(together) * count)), most)
         if all(a.likely > 2 * br for a in shape.inner):
             choices.insert(0, (bx, br, each, 4 if br < 64 else 3))
-    if reduces(shape, "welford"):
+    if "welford" in shape.reductions:
         choices = [(bx, 128, 16 * vector, 1), (bx, 64, 4 * vector, 4), (bx, 128, 8 * vector, 3),
                    (bx, 128, 8 * vector, 1)]  # fmt: skip
         if x.likely < 8 * bx * target.sms:
             choices[:2] = choices[1::-1]
-    short = 512 if reduces(shape, "welford") else 256
+    short = 512 if "welford" in shape.reductions else 256
     if together >= 8 and all(a.likely <= short for a in shape.inner) and not (
         places or exponentials or stored):  # fmt: skip
         choices.insert(0, (bx, 64, below(8 * vector // count), 1))

@@ -8,21 +8,22 @@ from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import (
     floats_of,
     given_along,
+    own_rows,
     read_along,
     reduces_pairs_of_rows,
     sizes,
     vector_of,
 )
+from tilewright.codegen.triton.analysis.operations import PLACES
 from tilewright.codegen.triton.analysis.work import (
     functions_of_each,
     nests_functions,
-    reduces,
     reduces_often,
 )
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power, round_of
 from tilewright.codegen.triton.plan.tiling import Axis, Shape, accumulates, is_one_walk
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars
+from tilewright.ir.expr import free_vars
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
@@ -63,7 +64,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         share = 128 // min(floats_of(program, shape), default=4)
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest // (32 * share), MOST_WARPS))
-    scans = any(segment.scans for segment, _ in shape.segments)
+    scans = shape.scans
     leans = any(a.vector for a in shape.inner) and not scans
     if scans and any(a.vector for a in shape.inner):  # cumulative sums: 67 us, 87 us by single ones
         share = 64 // min(floats_of(program, shape), default=4)
@@ -94,13 +95,13 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     even = x.likely >= 8 * target.sms and not (leans or scans or shape.misaligned)
     if even and 512 <= longest <= 1024 and functions_of_each(shape) > 1:
         yield Config(((x.block, 2), *rows), 2)
-    narrow = all(n.dtype.itemsize == 2 for n in _read(shape)) and not reduces_often(shape)
-    if even and narrow and reduces(shape, "argmin", "argmax") and 128 <= longest <= 1024:
+    narrow = all(n.dtype.itemsize == 2 for n in own_rows(shape)) and not reduces_often(shape)
+    if even and narrow and shape.reductions & PLACES and 128 <= longest <= 1024:
         # places are reduced too: by few threads (65536 rows of 1000 bfloat16 38 us, 50 us by two
         # rows of four warps, 41 us of two, 43 us by one row of a warp; 268800 of 80 float16 42 us,
         # 45 us by four)
         yield Config(((x.block, (4096 if longest >= 512 else 2048) // longest), *rows), 2)
-    elif even and narrow and longest == 512 and len(_read(shape)) > 1:
+    elif even and narrow and longest == 512 and len(own_rows(shape)) > 1:
         # no row by two warps (gradients of two normed rows of 512 bfloat16 and what they differ by
         # 50 us, 67 us by four rows of four warps, 61 us of two, 61 us by one row of a warp)
         yield Config(((x.block, 2), *rows), 1)
@@ -108,7 +109,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         # where rows are used again fewer of them, for what a thread keeps (distances of
         # 65536 rows of 512 bfloat16 that are normed 41 us by two rows of a warp, 54 us by four)
         most = 64 if longest <= rules.ROW_OF_WARP.limit else 32
-        share = min(32 if shape.reread else 64, max(16, most // power(len(_read(shape)))))
+        share = min(32 if shape.reread else 64, max(16, most // power(len(own_rows(shape)))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         if longest == rules.RESIDENT_ONE_PASS.limit and functions_of_each(shape):
             # two rows on an SM either way, by more threads (supervised contrast of 8192 rows
@@ -201,15 +202,6 @@ def _alike(shape: Shape) -> set[str]:
     return {n.arg for n in shape.loads if free_vars(n.src[0]) <= inner}
 
 
-def _read(shape: Shape) -> set[Expr]:
-    """Rows of which a program keeps all, for which it has to have registers (H200: mixtures of ten
-    52 us, 103 us; norms and differences of two of 512 bfloat16 35 us, 46 us)."""
-    inner = shape.row_loops
-    made = shape.written
-    return {n for n in shape.loads if n.arg not in made
-            and inner & free_vars(n.src[0]) and free_vars(n.src[0]) - inner}  # fmt: skip
-
-
 def folds_one(shape: Shape) -> bool:
     """Whether one row is loaded for each that is reduced, and none is stored: programs are
     short, and no more than three start in two nanoseconds (H200: squares of 269175 rows of 217
@@ -288,7 +280,7 @@ def _is_partly_empty(program: Program, shape: Shape, longest: int) -> bool:
         return False
     size = max(a.size or longest for a in shape.inner)
     wide = any(program.buffers[b].dtype.itemsize > 2 for b in given_along(shape))
-    most = {512: 448, 1024: 768, 2048: 1280 if reduces(shape, "welford") else 0}
+    most = {512: 448, 1024: 768, 2048: 1280 if "welford" in shape.reductions else 0}
     return size < most.get(longest, 0) and not wide
 
 
@@ -307,7 +299,7 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
     if any(program.buffers[b].dtype.itemsize > 2 for b in given_along(shape)):
         return False
     size = max(a.size or longest for a in shape.inner)
-    if not reduces(shape, "welford"):
+    if "welford" not in shape.reductions:
         return 8 * size <= 7 * longest
     return size < longest or longest == rules.RESIDENT_ONE_PASS.limit
 
@@ -359,18 +351,18 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     if is_one_walk(shape):
         yield from _one_walk(shape, target)
         return
-    exponentials = any(n.op == "exp" for n in shape.nodes)
+    exponentials = "exp" in shape.ops
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
     longest = max(a.likely for a in shape.inner)
     if shape.reread and longest <= rules.RESIDENT_ROW.limit // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
-        if longest > rules.RESIDENT_ONE_PASS.limit and not reduces(shape, "welford"):
+        if longest > rules.RESIDENT_ONE_PASS.limit and "welford" not in shape.reductions:
             choices.insert(0, (1, 2048, 8))
         elif longest > rules.RESIDENT_ONE_PASS.limit and all(a.start is None for a in shape.inner):
             choices.insert(0, (1, 4096, 16))
     elif shape.reread:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
-        if reduces(shape, "welford"):
+        if "welford" in shape.reductions:
             choices.insert(0, (1, 4096, 16))
         elif x.likely < 8 * target.sms and shape.pipelined:
             choices.insert(0, (1, 4096, 8))
@@ -379,7 +371,7 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         elif x.likely < 8 * target.sms or (_largest(shape) > 1 and not shape.pipelined):
             choices.insert(0, (1, 8192, 16))
     elif not exponentials and not shape.prefetched:
-        choices.insert(0, (1, 4096, 8) if reduces(shape, "welford") else (1, 8192, 16))
+        choices.insert(0, (1, 4096, 8) if "welford" in shape.reductions else (1, 8192, 16))
     elif exponentials and x.likely < 8 * target.sms:
         choices.insert(0, (1, 4096, 8))
     elif exponentials and x.likely < 16 * target.sms and not shape.prefetched:
@@ -388,7 +380,7 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         # all run at once (2982 rows of 30522 51 us, 54 us by four warps; 2200 of 65024 74 us, 84
         # us); more by four warps, one half after the other (4096 of 32000 65 us, 66 us so)
         choices.insert(0, (1, 1024, 2))
-    if reduces(shape, "argmin", "argmax"):
+    if shape.reductions & PLACES:
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:
         choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]

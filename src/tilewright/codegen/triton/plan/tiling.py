@@ -179,6 +179,19 @@ class Shape:
         return tuple(n for m in self.members for n in walk(*m.exprs))
 
     @cached_property
+    def ops(self) -> frozenset[str]:
+        return frozenset(n.op for n in self.nodes)
+
+    @cached_property
+    def reductions(self) -> frozenset[str]:
+        """The kinds of all reductions."""
+        return frozenset(n.arg.kind for n in self.nodes if n.op == "reduce")
+
+    @cached_property
+    def scans(self) -> bool:
+        return any(segment.scans for segment, _ in self.segments)
+
+    @cached_property
     def loads(self) -> tuple[Expr, ...]:
         return tuple(n for m in self.members for n in loads(*m.exprs))
 
@@ -270,7 +283,7 @@ def other_residency(group: Group, shape: Shape) -> Shape | str:
     shortest, longest = rules.EITHER_RESIDENCY.limit, rules.RESIDENT_ROW.limit // 2
     if size is None or not shortest <= size <= longest:
         return f"rows do not have between {shortest} and {longest} elements"
-    if any(s.scans for s, _ in shape.segments):
+    if shape.scans:
         return "rows are scanned"
     other = replace(shape, persistent=not shape.persistent)
     return cannot_hand_over(group, other) or other

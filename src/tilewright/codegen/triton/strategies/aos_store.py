@@ -20,9 +20,7 @@ from tilewright.codegen.triton.tile.interleaved import Interleaved, Place, step
 from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads
-from tilewright.ir.program import Program, Store
-from tilewright.schedule.fusion.group import Group
-from tilewright.target import Target
+from tilewright.ir.program import Store
 
 # one point for each thread (H200: rotations of 2097152 vectors to nine floats 33 us, 42 us by two)
 WARPS = (4, 8, 2)
@@ -130,7 +128,4 @@ def _joined(values: Sequence[str]) -> str:
 
 
 class _Vectors(Kernel):
-    def __init__(self, program: Program, group: Group, shape: Shape, target: Target, wide: bool,
-                 among: tuple[Config, ...]) -> None:  # fmt: skip
-        super().__init__(program, group, shape, target, wide, among)
-        self.interleaved = _Components(self)
+    accesses = _Components

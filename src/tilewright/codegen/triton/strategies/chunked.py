@@ -21,7 +21,6 @@ import torch
 
 from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.work import reduces
 from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.row_configs import held_at_once, held_warps
 from tilewright.codegen.triton.plan.tiling import Axis, Shape, cannot_hand_over
@@ -342,7 +341,7 @@ def _is_held_as_floats(shape: Shape, size: int, count: int) -> bool:
     """Whether rows fit as one block of floats, and are no slower so: all but those that leave
     much of it empty and are reduced for their mean and deviations."""
     empty = 4 * size <= 3 * power(size)
-    return shape.persistent and not (empty and count == 1 and reduces(shape, "welford"))
+    return shape.persistent and not (empty and count == 1 and "welford" in shape.reductions)
 
 
 def rows_read(local: frozenset[str], flat: Shape) -> list[Expr]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import reads_rows
-from tilewright.codegen.triton.analysis.operations import is_gathered, scatters, sorts, uses
-from tilewright.codegen.triton.analysis.work import is_heavy, reduces
+from tilewright.codegen.triton.analysis.operations import is_gathered, scatters, sorts
+from tilewright.codegen.triton.analysis.work import is_heavy
 from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.packed_rows import is_packed
@@ -65,7 +65,7 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
         return True
     if len(rows) != 1 or max(rows.values()) > rules.MISALIGNED_BYTES.limit:
         return False
-    return reduces(held, "welford") or (leans and 4 * size <= 3 * power(size))
+    return "welford" in held.reductions or (leans and 4 * size <= 3 * power(size))
 
 
 def _last(shape: Shape) -> Axis | None:
@@ -99,9 +99,9 @@ def _may_lean(shape: Shape) -> bool:
     if shape.rank != 2 or shape.across or shape.serial or shape.ragged or sorts(shape.members):
         return False
     apart = shape.row_programs and not shape.chunk
-    if apart and (shape.reread or not shape.ticketed or reduces(shape, "welford")):
+    if apart and (shape.reread or not shape.ticketed or "welford" in shape.reductions):
         return False
-    return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
+    return shape.ops.isdisjoint(RANDOM) and not any(scatters(m) for m in shape.members)
 
 
 def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[Expr, int] | None:
@@ -129,7 +129,7 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
 
 
 def _scans(shape: Shape) -> bool:
-    return any(segment.scans for segment, _ in shape.segments)
+    return shape.scans
 
 
 def has_computed_places(shape: Shape) -> bool:

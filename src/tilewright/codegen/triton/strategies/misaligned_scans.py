@@ -12,7 +12,7 @@ are not moved so: their ends would be stored one by one (of 317x351x391 91 us, 9
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,16 +22,14 @@ from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.column_configs import at_once
 from tilewright.codegen.triton.plan.tiling import Shape
-from tilewright.codegen.triton.strategies.misaligned_columns import length_of, walk_ahead
-from tilewright.codegen.triton.strategies.small_matrices import is_matrix
-from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars
+from tilewright.codegen.triton.strategies.misaligned_columns import Staged, length_of, walk_ahead
+from tilewright.codegen.triton.strategies.small_matrices import by_rows, is_matrix
+from tilewright.ir.expr import free_vars
 from tilewright.ir.program import Store
 from tilewright.target import PIECE
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Reduction
 
 
 def misaligned_scans(facts: KernelFacts) -> Shape | str:
@@ -53,32 +51,15 @@ def misaligned_scans(facts: KernelFacts) -> Shape | str:
         return "rows of a matrix do not lie one after the other, or are aligned"
     if x.likely < rules.SCANNED_MATRICES_PER_SM.limit * length * facts.target.sms:
         return f"fewer than {rules.SCANNED_MATRICES_PER_SM.limit} matrices for each SM"
-    # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
-    axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
-    segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
-    return replace(shape, staged=length, persistent=False, pipelined=False, segments=segments,
-                   parallel=(axes[shape.parallel[0]],))  # fmt: skip
+    return replace(by_rows(shape, length), persistent=False)
 
 
-class MisalignedScans:
+class MisalignedScans(Staged):
     """The text of one kernel's matrices."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
-        (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
+        super().__init__(kernel)
         (self.node,) = set(kernel.shape.loads)
-
-    @property
-    def grid(self) -> list[tuple[Expr, str]]:
-        return [(ix.floordiv(self.x.extent, ix.as_index(self.length)), "1")]
-
-    def columns(self) -> None:
-        w, n = self.w, self.length
-        w.line(f"xlane = {self.kernel.lanes(self.x)}")
-        w.line(f"xbase = pid * {n} + xlane")
-        w.line(f"xmask = xlane < {n}")
-        w.masked |= {self.x, self.r}
-        w.know(self.x.var, "xbase")
 
     def begin(self) -> None:
         w = self.w
@@ -101,9 +82,6 @@ class MisalignedScans:
         a, n = self.r.name, self.length
         rows = f"tl.minimum({a}numel - {first}, {self.r.block})"
         return f"(fstart + {first} * {n} + flat)", f"fpiece < {rows} * {n}"
-
-    def end(self, folds: Sequence[Reduction]) -> None:
-        """Nothing is reduced."""
 
     def stores(self, store: Store, value: str) -> bool:
         """Whether a store is of such rows: then it is done."""

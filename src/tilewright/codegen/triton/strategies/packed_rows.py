@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright import rules
-from tilewright.codegen.triton.analysis.operations import scatters, uses
+from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.analysis.quantise import is_far_from_zero
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.lower import RANDOM, is_index
@@ -45,7 +45,7 @@ def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool
         or shape.rank != 2
     ):
         return False
-    if uses(shape.members, *RANDOM) or any(s.scans for s, _ in shape.segments):
+    if not shape.ops.isdisjoint(RANDOM) or shape.scans:
         return False
     (x,), (r,) = flat.parallel, flat.inner
     if r.size is None or not PIECE <= r.size <= rules.PACKED_ROW.limit:

@@ -36,7 +36,7 @@ def prefetched_rows(facts: KernelFacts) -> Shape | str:
         return "the compiler pipelines its loads"
     if shape.row_programs and (shape.reread or not shape.ticketed):
         return "programs of a row wait for each other"
-    if not ("exp" in facts.ops or "welford" in facts.reductions):
+    if not ("exp" in facts.shape.ops or "welford" in facts.shape.reductions):
         return "it only adds up: loads are waited for anyway"
     shortest = (
         rules.PREFETCHED_AGAIN.limit
@@ -60,7 +60,7 @@ def _is_odd_walk(facts: KernelFacts) -> bool:
               for m in s.members if not m.reduce for b in m.writes - group.local}  # fmt: skip
     return (shape.inner[0].start is not None and read == [2] and stored <= {1, 2}
             and facts.rows >= rules.PREFETCHED_PER_SM.limit * facts.target.sms
-            and "welford" not in facts.reductions)  # fmt: skip
+            and "welford" not in facts.shape.reductions)  # fmt: skip
 
 
 def _rows(flat: Shape) -> list[Expr]:

@@ -35,7 +35,7 @@ def preloaded_scan(facts: KernelFacts) -> Shape | str:
     38 us, 37 us; of 4394 of 8192 39 us, 37 us. Of 3629 of 4959 floats 44 us, 80 us; of 5998 of 3001
     38 us, 41 us; of 11992 of 1501 37 us either way)."""
     program, group, shape = facts.program, facts.group, facts.shape
-    if not facts.has_scans:
+    if not facts.shape.scans:
         return "nothing is scanned"
     if not is_one_scan(shape):
         return "there is more or less than one scan along rows"

@@ -16,7 +16,6 @@ import torch
 from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import uses
-from tilewright.codegen.triton.analysis.work import reduces
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.strategies.chunked import is_expensive_to_repeat, is_own
@@ -68,7 +67,7 @@ def _rows_of_halves(shape: Shape) -> int:
     held as floats."""
     size = shape.inner[0].size or 1
     walks = sum(axis is not None for _, axis in shape.segments)
-    exponentials = uses(shape.members, "exp")
+    exponentials = "exp" in shape.ops
     if walks == 2 and not exponentials and size in IN_PIECES and _folds_one_sum(shape):
         return rules.COLUMN_PIECE.limit
     least = 512 if exponentials else 256 if walks == 2 else 64
@@ -85,7 +84,7 @@ def _rows_of_floats(group: Group, shape: Shape) -> int:
     size = shape.inner[0].size or 0
     if shape.persistent or not 0 < size <= rules.FLOAT_COLUMN.limit:
         return 0
-    if uses(shape.members, "exp") or not _is_one_tile(group, shape.flat(), FLOATS):
+    if "exp" in shape.ops or not _is_one_tile(group, shape.flat(), FLOATS):
         return 0
     return 256 if 2 * size > rules.FLOAT_COLUMN.limit else 128
 
@@ -98,9 +97,9 @@ def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
     x, (axis,), size = shape.parallel[0], shape.inner, shape.chunk
     if size < (axis.size or 0):
         return _of_pieces(shape)
-    many = x.likely >= 4 * 64 * target.sms and not reduces(shape, "welford")
+    many = x.likely >= 4 * 64 * target.sms and "welford" not in shape.reductions
     block = 64 if size <= 512 and many else 32
-    share = 64 if size <= 1024 and uses(shape.members, "exp") else 128
+    share = 64 if size <= 1024 and "exp" in shape.ops else 128
     warps = clamp(1, size * block // (32 * share), MOST_WARPS)
     blocks = ((x.block, block), (axis.block, size))
     return tuple(Config(blocks, warps, registers=most) for most in (share, None))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.operations import sorts, uses
+from tilewright.codegen.triton.analysis.operations import sorts
 from tilewright.codegen.triton.plan.column_configs import at_once, carried, rows_of_thread
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.misaligned_rows import begins_anywhere, most_moved
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def block_scan(facts: KernelFacts) -> Shape | str:
     """The shape with rows or columns that are walked so, where they are scanned and not held."""
     program, group, shape, target = facts.program, facts.group, facts.shape, facts.target
-    if not facts.has_scans:
+    if not facts.shape.scans:
         return "nothing is scanned"
     if not is_one_scan(shape):
         return "there is more than one scan along rows or columns"
@@ -61,7 +61,7 @@ def block_scan(facts: KernelFacts) -> Shape | str:
 
 def is_one_scan(shape: Shape) -> bool:
     """Whether there is nothing but rows or columns that are scanned, other than put in order."""
-    if len(shape.segments) != 1 or shape.ragged or shape.serial or uses(shape.members, *RANDOM):
+    if len(shape.segments) != 1 or shape.ragged or shape.serial or not shape.ops.isdisjoint(RANDOM):
         return False
     ((segment, axis),) = shape.segments
     return axis is not None and segment.scans and not sorts(shape.members)

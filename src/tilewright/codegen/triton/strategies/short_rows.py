@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from tilewright import rules
-from tilewright.codegen.triton.analysis.accesses import reduces_pairs_of_rows
+from tilewright.codegen.triton.analysis.accesses import own_rows, reduces_pairs_of_rows, stores_rows
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import is_gathered
 from tilewright.codegen.triton.analysis.work import along, is_heavy
@@ -27,7 +27,7 @@ from tilewright.codegen.triton.strategies.misaligned_rows import (
 )
 from tilewright.codegen.triton.tile.paired import PAIR
 from tilewright.codegen.triton.tile.reduce import reduced_type
-from tilewright.ir.expr import Expr, free_vars
+from tilewright.ir.expr import free_vars
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
 
@@ -68,7 +68,7 @@ def _of_even(shape: Shape, size: int) -> int:
     (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
     nodes = shape.nodes
     empty = 4 * size <= 3 * power(size)
-    rows = _rows(shape)
+    rows = own_rows(shape)
     masked = any(n.dtype == torch.bool for n in rows)
     width = max((n.dtype.itemsize for n in rows), default=4)
     short = len(rows) == 1 and size <= (
@@ -76,7 +76,7 @@ def _of_even(shape: Shape, size: int) -> int:
         if rows_alike(shape.flat())
         else rules.SHORT_SPARSE_ROW.limit
     )
-    folded = not _stores(shape) and any(n.op == "exp" for n in along(shape))
+    folded = not stores_rows(shape) and any(n.op == "exp" for n in along(shape))
     quantized = any(
         n.op == "cast" and n.dtype.itemsize == 1 for n in nodes if n.dtype != torch.bool
     )
@@ -97,7 +97,7 @@ def _of_few(group: Group, form: Shape, size: int) -> int:
     1048576 rows of 17 60 us, 101 us; of 17 with what is stored for gradients 106 us, 118 us;
     mixtures of ten 40 us, 53 us). Even ones that are stored are faster in a block (gradients of
     these 98 us, 107 us)."""
-    wide = all(n.dtype.itemsize == 4 for n in _rows(form))
+    wide = all(n.dtype.itemsize == 4 for n in own_rows(form))
     empty = size > rules.SHORTEST_ROW_TILE.limit * 2 and 4 * size <= 3 * power(size)
     own = set(form.inner[0].loops)
     stored = any(own & free_vars(s.index) for s in form.stores if s.buffer not in group.local)
@@ -113,7 +113,7 @@ def _of_pairs(shape: Shape, size: int) -> int:
     us)."""
     if rows_alike(shape.flat()):
         return 0
-    few = size <= rules.SHORT_PAIRS.limit and not _stores(shape)
+    few = size <= rules.SHORT_PAIRS.limit and not stores_rows(shape)
     fewest = rules.SHORT_PAIR_TILE.limit // 2 if few else rules.SHORT_PAIR_TILE.limit
     return max(fewest, power(size / rules.SHORT_PAIR_TILES.limit))
 
@@ -127,30 +127,17 @@ def _of_odd(shape: Shape, size: int) -> int:
     alike = rows_alike(flat)
     if any(n.arg in alike and n.dtype.itemsize > 2 for n in flat.loads):
         return 0
-    several = len(_rows(shape)) > 1
+    several = len(own_rows(shape)) > 1
     full = 8 * size > 7 * power(size)
     if (
         full
         and not (alike or several)
-        and (_stores(shape) or size <= 4 * rules.SHORT_ROW_WARP.limit)
+        and (stores_rows(shape) or size <= 4 * rules.SHORT_ROW_WARP.limit)
     ):
         return 0  # a block is as good (cross entropy of 1001 43 us, 46 us in tiles)
     if several:
         return max(rules.SHORT_ROW_WARP.limit, below(4 * size // 11))
     return max(rules.SHORT_ROW_WARP.limit, power(size / rules.SHORT_ROW_TILES.limit))
-
-
-def _rows(shape: Shape) -> set[Expr]:
-    """What is loaded along rows, and is not the same for all of them."""
-    own = set(shape.inner[0].loops)
-    made = shape.written
-    nodes = {n for n in shape.loads if n.arg not in made}
-    return {n for n in nodes if own & free_vars(n.src[0]) and free_vars(n.src[0]) - own}
-
-
-def _stores(shape: Shape) -> bool:
-    own = set(shape.inner[0].loops)
-    return any(own & free_vars(s.index) for s in shape.stores)
 
 
 def _unsuited(facts: KernelFacts) -> str:

@@ -28,7 +28,7 @@ def split_reduction(facts: KernelFacts) -> Shape | str:
     (x,), (r,) = shape.parallel, shape.inner
     if not x.size or not r.size:
         return "sizes are known only at the call"
-    if "welford" in facts.reductions or "exp" not in facts.ops:
+    if "welford" in facts.shape.reductions or "exp" not in facts.shape.ops:
         return "it only adds up: one program for each row is as fast"
     if all(axis is r for _, axis in shape.segments):
         return "it leaves its reductions as they are: it is a part already"

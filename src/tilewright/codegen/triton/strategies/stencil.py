@@ -25,9 +25,8 @@ from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Buffer, Nest, Program, Store
-from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.transform import plainly, substitute_nest, unused
-from tilewright.target import ACCESS, Target
+from tilewright.target import ACCESS
 
 # of the loads of two rows, for both as one (H200: 0.67 of them 59 us, 61 us; 0.83 58 us, 56 us)
 SAVED = 0.75
@@ -246,7 +245,4 @@ class _Pieces(Interleaved):
 
 
 class _Windows(Kernel):
-    def __init__(self, program: Program, group: Group, shape: Shape, target: Target, wide: bool,
-                 among: tuple[Config, ...]) -> None:  # fmt: skip
-        super().__init__(program, group, shape, target, wide, among)
-        self.interleaved = _Pieces(self)
+    accesses = _Pieces

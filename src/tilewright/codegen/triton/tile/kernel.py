@@ -61,6 +61,8 @@ IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
 
 
 class Kernel:
+    accesses = Interleaved  # how neighbours in memory are loaded and stored
+
     def __init__(self, program: Program, group: Group, shape: Shape, target: Target,
                  wide: bool, among: tuple[Config, ...] = ()) -> None:  # fmt: skip
         """`among` are the configurations it may run in, if there are others than its own."""
@@ -84,12 +86,12 @@ class Kernel:
         self.peeled = self.walk or lean_of(self)
         self.packed = Packed.of(self)
         self.chunked = Chunked(self, shape.inner[0]) if shape.chunk else None
-        scans = any(segment.scans for segment, _ in shape.segments)
+        scans = shape.scans
         looped = MisalignedScans if scans else MisalignedColumns
         staged = SmallMatrices if shape.persistent else looped
         self.staged = staged(self) if shape.staged else None
         self.prefetch = Prefetch(self, shape.inner[0]) if shape.prefetched else None
-        self.interleaved = Interleaved(self)
+        self.interleaved = self.accesses(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         exprs = [e for m in shape.members for e in m.exprs]
