@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bench.pretend import cuda
@@ -32,6 +30,7 @@ from bench.gpu_programs import GpuProgram, integers, randn
 from bench.kernels import copy_bandwidth
 from tilewright import config, rules
 from tilewright.rules import Rule, Timing
+from tilewright.testing import limited
 
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 INPUTS = (*FLOATS, "i8", "places")
@@ -76,17 +75,6 @@ def program(timing: Timing) -> GpuProgram:
     arguments = ", ".join(f"t{k}" for k in range(len(taken.found)))
     fn: Callable[..., Any] = eval(f"lambda {arguments}: {body}", dict(NAMESPACE))
     return GpuProgram(timing.program, fn, lambda: tuple(_input(*one) for one in taken.found))
-
-
-@contextmanager
-def limited(name: str, limit: int) -> Generator[None]:
-    """While another limit holds."""
-    rule = getattr(rules, name)
-    setattr(rules, name, replace(rule, limit=limit))
-    try:
-        yield
-    finally:
-        setattr(rules, name, rule)
 
 
 # ---- without a card, and with one

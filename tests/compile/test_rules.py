@@ -10,6 +10,7 @@ import pytest
 from tests.pretend import pretended, run
 from tilewright import rules
 from tilewright.rules import Rule
+from tilewright.testing import limited
 
 SOURCES = Path(rules.__file__).parent
 MOST_THRESHOLDS = 60  # outside the rules: budgets of the compiler's own effort, and layouts
@@ -39,10 +40,7 @@ def test_a_program_has_another_kernel_without_its_rule(name: str, place: int) ->
     assert run(_decides, name, place)
 
 
-@pretended
 def test_a_rule_holds_again_after_another_limit_did() -> None:
-    from bench.rules import limited
-
     before = rules.CHUNKED_ROW
     with limited("CHUNKED_ROW", 5):
         assert Rule("most", 5, before.when, before.prefer, before.evidence) == rules.CHUNKED_ROW

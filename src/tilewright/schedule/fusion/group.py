@@ -22,18 +22,14 @@ from tilewright.ir.expr import Expr
 from tilewright.ir.program import Nest, Node, Opaque, Program
 from tilewright.schedule.fusion.cost import Footprint, Prices, Touch, footprint
 from tilewright.schedule.fusion.legality import Fit, Misfit, align, is_alone
-from tilewright.schedule.fusion.row_column import (
-    cooperating_programs,
-    fit_in_order,
-    starved,
-    wasteful,
-)
+from tilewright.schedule.fusion.row_column import fit_in_order
 from tilewright.schedule.fusion.suitability import combo_kind, rows_of, unsuited
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.dependences import dependences
 from tilewright.schedule.nests.hints import hint_product
 from tilewright.schedule.nests.segments import segments_of
 from tilewright.schedule.order.topological import Gap, Order
+from tilewright.schedule.split.policy import cooperating_programs, starved, wasteful
 from tilewright.target import Target
 
 NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either side

@@ -7,9 +7,9 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import Fit
-from tilewright.schedule.fusion.row_column import cooperating_programs
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.hints import hint_product, work
+from tilewright.schedule.split.policy import cooperating_programs
 from tilewright.target import Target
 
 

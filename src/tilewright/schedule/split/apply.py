@@ -34,18 +34,7 @@ from tilewright.ir.ops import SURE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import Fit, align, conflict, first_conflict, is_alone
-from tilewright.schedule.fusion.row_column import (
-    chunks,
-    cooperating_programs,
-    dependents,
-    folds_over,
-    idles,
-    is_coarse,
-    shortest_chunk,
-    starved,
-    stays_apart,
-    ticketed_programs,
-)
+from tilewright.schedule.fusion.row_column import folds_over
 from tilewright.schedule.launch.horizontal import share_launches
 from tilewright.schedule.launch.small_reductions import join_small_reductions
 from tilewright.schedule.nests.access import all_loops
@@ -60,6 +49,17 @@ from tilewright.schedule.split.online_softmax import (
     relative_to,
     scaled,
     sums,
+)
+from tilewright.schedule.split.policy import (
+    chunks,
+    cooperating_programs,
+    dependents,
+    idles,
+    is_coarse,
+    shortest_chunk,
+    starved,
+    stays_apart,
+    ticketed_programs,
 )
 from tilewright.target import Target
 

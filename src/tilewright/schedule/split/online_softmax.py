@@ -21,10 +21,10 @@ from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import Fit, is_alone
-from tilewright.schedule.fusion.row_column import starved
 from tilewright.schedule.nests.hints import hint_bytes
 from tilewright.schedule.nests.transform import rename
 from tilewright.schedule.rewrite.rematerialise import inlined
+from tilewright.schedule.split.policy import starved
 from tilewright.target import Target
 
 

@@ -29,11 +29,7 @@ from tilewright.codegen.triton.plan.row_configs import (
     of_shared_rows,
     of_walked_rows,
 )
-from tilewright.codegen.triton.plan.tiling import (
-    Axis,
-    Shape,
-    is_narrow,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, is_narrow
 from tilewright.codegen.triton.strategies.unrolled_columns import of_unrolled
 from tilewright.codegen.triton.tile.interleaved import interleaved, is_even, step
 from tilewright.ir import index as ix

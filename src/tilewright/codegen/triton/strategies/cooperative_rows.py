@@ -17,12 +17,7 @@ from dataclasses import replace
 from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.row_configs import held_at_once
-from tilewright.codegen.triton.plan.tiling import (
-    Axis,
-    Shape,
-    cannot_hand_over,
-    cannot_share,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, cannot_hand_over, cannot_share
 from tilewright.codegen.triton.strategies.chunked import is_expensive_to_repeat, rows_read
 from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 from tilewright.ir import index as ix
