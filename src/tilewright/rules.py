@@ -192,6 +192,7 @@ CYCLIC_NARROW_ROWS = least(
     16, "rows of a chunk where accesses are narrow otherwise", "split rows cyclically"
 )
 CYCLIC_CHUNKS = most(1024, "chunks", "split rows cyclically: few programs reduce what they leave")
+CYCLIC_WORK = least(1 << 14, "iterations of a chunk", "split rows cyclically")
 TILED_ROW = most(
     64,
     "elements of an aligned row that is reduced both ways",
@@ -216,6 +217,9 @@ BLOCK_CYCLIC = least(
     1 << 22, "elements of which a cache does not keep all", "split blocks cyclically"
 )
 FINER_ROUNDS = most(4, "rounds for each chunk that is wanted", "make each round a chunk")
+SPLIT_WORK = least(
+    1 << 17, "iterations of reductions that read memory badly", "cut the loops it runs along"
+)
 PARTIAL_RESULTS = least(1024, "partial results of a column", "reduce them in chunks too")
 RECOMPUTED_SOFTMAX = most(
     48, "additions that a value takes", "compute it again instead of storing it"
@@ -228,6 +232,10 @@ REVERSED_BYTES = least(
     "bytes of a buffer that are touched",
     "run the next kernel back: it finds them in cache",
 )
+MANY_REDUCTIONS = least(8, "kernels that reduce along memory", "share launches")
+REDUCTIONS_TOGETHER = size(64, "kernels that reduce along memory", "share a launch by so many")
+REDUCTION_BYTES = most(256 << 20, "bytes that each of these moves", "share launches")
+REDUCTION_TEMPORARY = most(1 << 16, "bytes of a temporary that these have", "share launches")
 SMALL_REDUCTION = most(
     1 << 20,
     "elements of a reduction",
@@ -267,6 +275,8 @@ RESIDENT_ROW = most(
     32768, "elements of a row, of all its values alive at once", "keep rows in registers"
 )
 RESIDENT_ONE_PASS = most(8192, "elements of a row that is read once", "keep rows in registers")
+ONE_BLOCK_ROW = most(1 << 13, "elements of a row", "keep it in registers as one block")
+REREAD_ROW = most(1 << 15, "twice the elements of a row that is read again", "take it for short")
 TILE_COLUMNS = size(16, "columns of the narrowest tile", "waste no more of a line")
 RESIDENT_COLUMN = size(64, "rows of columns that are reduced in one pass", "keep them in registers")
 EITHER_RESIDENCY = least(1024, "elements of a row", "measure it looped as well as persistent")
@@ -281,12 +291,14 @@ PEELED_ROW = least(2048, "elements of a misaligned row", "peel it: its ends do n
 TILE_SIDE_LOOPS = most(
     1024, "elements of a side of a tile", "let it take the loops that memory goes on along"
 )
-MANY_ELEMENTS = least(1 << 22, "elements of all rows", "let a program have several")
 PIPELINED_LOOP = least(
     96 << 10,
     "elements of a row that is read once",
     "have the compiler pipeline its loads",
     Timing("sum(f16(542, 262144), 1)", 69, 65, NOV_16),
+)
+PIPELINED_AGAIN = least(
+    1 << 17, "elements of a row that is read again", "have the compiler pipeline its loads"
 )
 REPEATED_COST = least(4, "cost of what is computed of a column alone", "compute it once for a tile")
 
@@ -422,6 +434,7 @@ SHORT_ROW = most(
     "hold it in narrow tiles, several rows by a warp",
     Timing("cross_entropy(bf16(131072, 1000), places(131072, 1000))", 100, 62, NOV_16),
 )
+SHORT_ROWS_ELEMENTS = least(1 << 22, "elements of all rows", "hold them in narrow tiles")
 SHORT_SPARSE_ROW = most(
     256, "elements of a row whose block would be a quarter empty", "hold it in narrow tiles"
 )
@@ -529,6 +542,9 @@ PAIRED_ROW = least(128, "elements of a row of odd length", "move two elements at
 # Softmax of 85 106 us, 116 us packed (H200).
 PAIRED_TILED_ROW = least(64, "elements of such a row in narrow tiles", "move two elements at once")
 PAIRED_WEIGHTED_ROW = least(192, "elements of such a row with weights", "move two elements at once")
+PAIRED_WEIGHTED_ELEMENTS = least(
+    1 << 22, "elements of all such rows with weights", "move two elements at once"
+)
 LONGEST_PAIRED_ROW = most(4096, "elements of such a row", "move two elements at once")
 MISALIGNED_BYTES = most(
     2,
@@ -541,6 +557,7 @@ PACKED_ROW = most(
     "move several as one piece",
     Timing("log_softmax(bf16(3000000, 33), 1)", 329, 117, NOV_16),
 )
+PACKED_ELEMENTS = least(1 << 22, "elements of all such rows", "move several as one piece")
 PACKED_BYTES = most(2, "bytes of an element of such rows", "move several as one piece")
 SCANNED_MATRIX_ROWS = least(
     64,
@@ -621,6 +638,9 @@ SHIFTED_PIECE = least(
     Timing(
         "cat((bf16(359, 25, 1747), bf16(359, 25, 1747), bf16(359, 25, 1747)), 2)", 83, 52, NOV_16
     ),
+)
+SHIFTED_BYTES = least(
+    1 << 24, "bytes of a tensor", "shift sixteen bytes at once: smaller ones are in cache"
 )
 STENCIL_POINTS = least(
     1 << 15,

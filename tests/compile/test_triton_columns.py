@@ -27,8 +27,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, "LARGE_WORK", 1 << 12)
-    limit(monkeypatch, "CHUNK_WORK", 1 << 10)
+    for name, value in (("LARGE_WORK", 1 << 12), ("SPLIT_WORK", 1 << 12), ("CYCLIC_WORK", 1 << 10)):
+        limit(monkeypatch, name, value)
 
 
 def _whole(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -203,7 +203,8 @@ def test_what_is_rounded_before_it_is_summed_needs_no_more_bits() -> None:
 
 
 def test_what_many_chunks_leave_is_folded_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"PARTIAL_RESULTS": 64, "LARGE_WORK": 64, "CYCLIC_ROWS": 4, "CHUNK_WORK": 16}
+    small = {"PARTIAL_RESULTS": 64, "LARGE_WORK": 64, "CYCLIC_ROWS": 4,
+             "CYCLIC_WORK": 16, "CHUNK_WORK": 16}  # fmt: skip
     for name, value in small.items():
         limit(monkeypatch, name, value)
     text = _check(lambda x: (x.float().sum(0), x.argmax(0)), _whole(601, 21))

@@ -34,7 +34,7 @@ def _nll(mean: Tensor, log: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("columns", [10, 17])
 def test_few_floats_in_tiles(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a block of a power of two, or more, would be empty."""
-    limit(monkeypatch, "MANY_ELEMENTS", 0)
+    limit(monkeypatch, "SHORT_ROWS_ELEMENTS", 0)
     (kernel,) = check(_nll, *(torch.randn(67, columns) for _ in range(3)), rtol=1e-5, atol=1e-5)
     assert kernel.config.kwargs["RBLOCK"] == 4
     (kernel,) = for_card(_nll, *(torch.empty(1 << 16, 15) for _ in range(3)))

@@ -232,7 +232,7 @@ PACKED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_rows_one_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, "MANY_ELEMENTS", 0)
+    limit(monkeypatch, "PACKED_ELEMENTS", 0)
     fn, args = PACKED[name]
     (kernel,) = check(fn, *args, rtol=2**-7, atol=1e-5)
     assert "tri_rows.turned" in kernel.text
@@ -262,7 +262,7 @@ IN_PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", IN_PAIRS)
 def test_rows_in_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, "MANY_ELEMENTS", 0)
+    limit(monkeypatch, "PAIRED_WEIGHTED_ELEMENTS", 0)
     fn, args = IN_PAIRS[name]
     (kernel,) = check(fn, *args, rtol=2**-7, atol=1e-5)
     assert "rodd" in kernel.text

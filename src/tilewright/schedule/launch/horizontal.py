@@ -29,12 +29,12 @@ def share_launches(program: Program, groups: Sequence[Group]) -> list[Group]:
     kinds = [_kind(program, group) for group in groups]
     if (
         sum(len(g.kernels) for g, kind in zip(groups, kinds, strict=True) if kind)
-        < rules.MANY_ALIKE.limit
+        < rules.MANY_REDUCTIONS.limit
     ):
         return list(groups)
     needs = _needs(program, groups)
     many = {k for at in _launches(groups, kinds, needs) for k in at
-            if sum(len(groups[g].kernels) for g in at) >= rules.MANY_ALIKE.limit}  # fmt: skip
+            if sum(len(groups[g].kernels) for g in at) >= rules.MANY_REDUCTIONS.limit}  # fmt: skip
     kept = [kind if k in many else None for k, kind in enumerate(kinds)]
     return [_as_one([groups[k] for k in at]) for at in _launches(groups, kept, needs)]
 
@@ -74,7 +74,7 @@ def _launches(groups: Sequence[Group], kinds: Sequence[Kind | None], needs: Sequ
 
 def _fits(groups: Sequence[Group]) -> bool:
     touched = {b for g in groups for b in g.reads | g.writes}
-    return (sum(len(g.kernels) for g in groups) <= rules.ALIKE_TOGETHER.limit
+    return (sum(len(g.kernels) for g in groups) <= rules.REDUCTIONS_TOGETHER.limit
             and len(touched) <= config.combo_kernel_max_num_args)  # fmt: skip
 
 
@@ -108,5 +108,5 @@ def _moves_little(program: Program, group: Group) -> bool:
     visible = program.visible
     touched = [program.buffers[b] for b in group.reads | group.writes]
     large = (b for b in touched if b.kind == "temporary" and b.name not in visible)
-    return (sum(hint_bytes(b) for b in touched) <= rules.ALIKE_BYTES.limit
-            and all(hint_bytes(b) <= rules.ALIKE_TEMPORARY.limit for b in large))  # fmt: skip
+    return (sum(hint_bytes(b) for b in touched) <= rules.REDUCTION_BYTES.limit
+            and all(hint_bytes(b) <= rules.REDUCTION_TEMPORARY.limit for b in large))  # fmt: skip

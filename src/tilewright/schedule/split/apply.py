@@ -214,7 +214,7 @@ def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:
     fit = Fit(group.members, group.outer)
     if not target.is_gpu or not loops or any(is_alone(m) for m in group.members):
         return None
-    if max(work(m) for m in group.members) < rules.LARGE_WORK.limit or dependents(group.members):
+    if max(work(m) for m in group.members) < rules.SPLIT_WORK.limit or dependents(group.members):
         return None
     members, loops = _merged(group.members, loops)
     if cyclic_chunks(replace(fit, members=members, serial=loops), target, private, starved=False):

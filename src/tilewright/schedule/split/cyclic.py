@@ -92,7 +92,7 @@ def cyclic_chunks(fit: Fit, target: Target, private: Set[str], starved: bool) ->
         min(
             rules.CYCLIC_CHUNKS.limit,
             count // rules.CYCLIC_ROWS.limit,
-            count * columns // rules.CHUNK_WORK.limit,
+            count * columns // rules.CYCLIC_WORK.limit,
         ),
     )
     if lines > most:

@@ -87,9 +87,9 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         _is_scanned_in_part(shape, longest) if scans else _is_sparse(program, shape, longest)
     ):
         yield Config(((x.block, 1), *rows), longest // (32 * 32))
-    if longest > rules.RESIDENT_ONE_PASS.limit:
+    if longest > rules.ONE_BLOCK_ROW.limit:
         yield Config(((x.block, 1), *rows), 16)
-    elif scans and longest == rules.RESIDENT_ONE_PASS.limit and min(sizes(program, shape)) == 2:
+    elif scans and longest == rules.ONE_BLOCK_ROW.limit and min(sizes(program, shape)) == 2:
         # as floats of bfloat16 103 us, 123 us with 16; of floats 132 us, 130 us
         yield Config(((x.block, 1), *rows), 8)
     even = x.likely >= 8 * target.sms and not (leans or scans or shape.misaligned)
@@ -111,7 +111,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         most = 64 if longest <= rules.ROW_OF_WARP.limit else 32
         share = min(32 if shape.reread else 64, max(16, most // power(len(own_rows(shape)))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
-        if longest == rules.RESIDENT_ONE_PASS.limit and functions_of_each(shape):
+        if longest == rules.ONE_BLOCK_ROW.limit and functions_of_each(shape):
             # two rows on an SM either way, by more threads (supervised contrast of 8192 rows
             # 147 us by sixteen warps, 155 us by eight, 168 us with all registers)
             yield Config(((x.block, 1), *rows), 16, registers=64)
@@ -293,7 +293,7 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
     if (
         shape.misaligned
         or any(a.vector for a in shape.inner)
-        or not 2048 <= longest <= rules.RESIDENT_ONE_PASS.limit
+        or not 2048 <= longest <= rules.ONE_BLOCK_ROW.limit
     ):
         return False
     if any(program.buffers[b].dtype.itemsize > 2 for b in given_along(shape)):
@@ -301,7 +301,7 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
     size = max(a.size or longest for a in shape.inner)
     if "welford" not in shape.reductions:
         return 8 * size <= 7 * longest
-    return size < longest or longest == rules.RESIDENT_ONE_PASS.limit
+    return size < longest or longest == rules.ONE_BLOCK_ROW.limit
 
 
 def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
@@ -312,7 +312,7 @@ def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
     if (
         shape.misaligned
         or any(a.vector for a in shape.inner)
-        or not 2048 <= longest <= rules.RESIDENT_ONE_PASS.limit
+        or not 2048 <= longest <= rules.ONE_BLOCK_ROW.limit
     ):
         return False
     return 8 * max(a.size or longest for a in shape.inner) <= 7 * longest
@@ -354,11 +354,11 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     exponentials = "exp" in shape.ops
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
     longest = max(a.likely for a in shape.inner)
-    if shape.reread and longest <= rules.RESIDENT_ROW.limit // 2:
+    if shape.reread and longest <= rules.REREAD_ROW.limit // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
-        if longest > rules.RESIDENT_ONE_PASS.limit and "welford" not in shape.reductions:
+        if longest > rules.ONE_BLOCK_ROW.limit and "welford" not in shape.reductions:
             choices.insert(0, (1, 2048, 8))
-        elif longest > rules.RESIDENT_ONE_PASS.limit and all(a.start is None for a in shape.inner):
+        elif longest > rules.ONE_BLOCK_ROW.limit and all(a.start is None for a in shape.inner):
             choices.insert(0, (1, 4096, 16))
     elif shape.reread:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]

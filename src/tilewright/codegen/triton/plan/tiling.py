@@ -436,7 +436,7 @@ def _is_beyond_cache(shape: Shape) -> bool:
     if shape.persistent or shape.row_programs or len(shape.inner) != 1:
         return False
     walks = sum(axis is not None for _, axis in shape.segments)
-    return walks > 1 and (shape.inner[0].size or 0) >= rules.CACHED_ROW.limit
+    return walks > 1 and (shape.inner[0].size or 0) >= rules.PIPELINED_AGAIN.limit
 
 
 def is_one_walk(shape: Shape) -> bool:

@@ -306,8 +306,8 @@ def chunked_rows(facts: KernelFacts) -> Shape | str:
     if not shape.reread:
         return "rows are read once"
     size = facts.length
-    if size <= rules.RESIDENT_ONE_PASS.limit:
-        return f"rows have at most {rules.RESIDENT_ONE_PASS.limit} elements: one block holds them"
+    if size <= rules.ONE_BLOCK_ROW.limit:
+        return f"rows have at most {rules.ONE_BLOCK_ROW.limit} elements: one block holds them"
     if facts.rows < rules.CHUNKED_PER_SM.limit * facts.target.sms:
         return f"fewer than {rules.CHUNKED_PER_SM.limit} rows for each SM"
     if is_expensive_to_repeat(shape):

@@ -53,7 +53,7 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
     much of a block empty (softmax of 10001 63 us, 82 us) or are reduced for their mean and
     deviations (layer norm of 16384 67 us, 74 us)."""
     size = held.inner[0].size or 0
-    if not held.persistent or size <= rules.RESIDENT_ONE_PASS.limit:
+    if not held.persistent or size <= rules.ONE_BLOCK_ROW.limit:
         return False
     if not held.reread:
         return True
@@ -118,7 +118,7 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
     )
     if rows_alike(flat):
         shortest = rules.PAIRED_WEIGHTED_ROW.limit
-        if hint_product(a.extent for a in shape.axes) < rules.MANY_ELEMENTS.limit:
+        if hint_product(a.extent for a in shape.axes) < rules.PAIRED_WEIGHTED_ELEMENTS.limit:
             return None
     if size % PAIR == 0 or not shortest <= size <= rules.LONGEST_PAIRED_ROW.limit:
         return None

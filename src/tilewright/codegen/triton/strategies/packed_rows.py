@@ -50,7 +50,7 @@ def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool
     (x,), (r,) = flat.parallel, flat.inner
     if r.size is None or not PIECE <= r.size <= rules.PACKED_ROW.limit:
         return False
-    if hint_product((x.extent, r.extent)) < rules.MANY_ELEMENTS.limit or any(
+    if hint_product((x.extent, r.extent)) < rules.PACKED_ELEMENTS.limit or any(
         scatters(m) for m in flat.members
     ):
         return False

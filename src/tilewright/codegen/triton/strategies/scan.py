@@ -46,8 +46,8 @@ def block_scan(facts: KernelFacts) -> Shape | str:
         return whole if moved else _columns(program, shape, target)
     if shape.reverse_scan:
         return "rows are scanned from their last element to the first"
-    if 2 * axis.likely <= rules.RESIDENT_ROW.limit and (
-        axis.start is None or axis.likely <= rules.RESIDENT_ONE_PASS.limit
+    if 2 * axis.likely <= rules.REREAD_ROW.limit and (
+        axis.start is None or axis.likely <= rules.ONE_BLOCK_ROW.limit
     ):
         return "rows fit in registers"
     start, piece = most_moved(program, group, shape.flat(), axis)

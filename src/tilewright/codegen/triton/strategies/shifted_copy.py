@@ -34,7 +34,7 @@ def shifted_copy(facts: KernelFacts) -> KernelPlan | str:
     if shape.rank != 1 or shape.scattered:
         return "loops do not run over memory as one"
     (axis,) = shape.parallel
-    fewest = rules.TRANSPOSED_BYTES.limit
+    fewest = rules.SHIFTED_BYTES.limit
     if (axis.size or 0) * min(SLID) < fewest:
         return f"fewer than {fewest} bytes are moved, or only the call knows how many"
     pieces = _Pieces(axis, [e for m in flat.members for e in m.exprs])

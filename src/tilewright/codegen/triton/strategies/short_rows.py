@@ -151,8 +151,8 @@ def _unsuited(facts: KernelFacts) -> str:
     shortest, longest = rules.SHORTEST_ROW_TILE.limit, rules.SHORT_ROW.limit
     if not shortest < facts.length <= longest:
         return f"rows do not have between {shortest} and {longest} elements"
-    if hint_product(a.extent for a in shape.axes) < rules.MANY_ELEMENTS.limit:
-        return f"all rows have fewer than {rules.MANY_ELEMENTS.limit} elements"
+    if hint_product(a.extent for a in shape.axes) < rules.SHORT_ROWS_ELEMENTS.limit:
+        return f"all rows have fewer than {rules.SHORT_ROWS_ELEMENTS.limit} elements"
     if is_heavy(shape):
         return "a special function makes for long code"
     if has_computed_places(shape):
