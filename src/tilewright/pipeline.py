@@ -355,7 +355,9 @@ def kernel_plans(plan: Schedule) -> dict[int, Summary]:
         if device is None or device.type == "cpu":
             continue
         try:
-            found[k] = triton.planned(plan.program, group, Target.of(device)).summary
+            target = Target.of(device)
+            written = triton.planned(plan.program, group, target)
+            found[k] = written.predicted(target, plan.bytes[k].moved)
         except Exception as why:  # as `_generate` has it
             log.warning("torch's own operations run %s: %s", group.nodes[0].name, why)
     return found

@@ -135,6 +135,7 @@ def _planned(plan: Summary) -> list[str]:
         f"{plan.strategy}: {', '.join(plan.tiling)}",
         f"residency {plan.residency}; {plan.cooperation}; access {plan.access}",
         plan.config,
+        *([] if plan.predicted is None else [f"predicted {plan.predicted}"]),
         *(f"not {', '.join(strategies)}: {reason}" for reason, strategies in alike.items()),
     ]
 

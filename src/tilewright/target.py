@@ -24,6 +24,14 @@ from tilewright.errors import InvalidOptionError, TilewrightError
 Isa = Literal["avx512", "avx2", "scalar", ""]
 KIB, MIB = 1024, 1024 * 1024
 
+# The same on every card: bytes of a thread's widest access, of what memory is fetched by at least,
+# and of a line of its caches; elements of two bytes of one access.
+ACCESS, SECTOR, LINE = 16, 32, 128
+PIECE = ACCESS // 2
+REGISTERS = 1 << 16  # of an SM
+# Microseconds of a launch that nothing hides, and, about, until memory answers where it is busy.
+LAUNCH, LATENCY = 2.0, 0.8
+
 _VECTOR_BYTES: dict[Isa, int] = {"avx512": 64, "avx2": 32, "scalar": 0, "": 0}
 _ISA_OF_SIMDLEN: dict[int, Isa] = {512: "avx512", 256: "avx2", 1: "scalar"}
 # What /proc/cpuinfo must list before code for an instruction set may run. F16C and FMA came with

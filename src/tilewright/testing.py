@@ -8,13 +8,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from tilewright import caches, config, metrics
+from tilewright import caches, config, metrics, rules
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,3 +109,14 @@ def _environment(name: str, folder: Path) -> Generator[None, None, None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextlib.contextmanager
+def limited(name: str, limit: int) -> Generator[None]:
+    """While one of `tilewright.rules` has another limit."""
+    rule = getattr(rules, name)
+    setattr(rules, name, replace(rule, limit=limit))
+    try:
+        yield
+    finally:
+        setattr(rules, name, rule)

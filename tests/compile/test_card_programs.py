@@ -11,7 +11,7 @@ from tests.compile.as_cuda import as_cuda
 from tests.cpu.test_fuzz import SEED
 from tests.fuzz.check import difference
 from tests.fuzz.generate import Input, Line, Program, generate
-from tilewright.codegen.triton.plan import tiling
+from tests.limits import limit
 
 
 def _program(inputs: tuple[Input, ...], *lines: tuple[str, tuple[int, ...]]) -> Program:
@@ -97,8 +97,8 @@ def test_found_before(program: Program) -> None:
 
 def test_a_row_that_is_overwritten_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a loop over a row that is too long to be held."""
-    monkeypatch.setattr(tiling, "MOST_KEPT", 64)
-    monkeypatch.setattr(tiling, "LONGEST_PASS", 32)
+    limit(monkeypatch, "RESIDENT_ROW", 64)
+    limit(monkeypatch, "RESIDENT_ONE_PASS", 32)
     text = "F.softmax(torch.index_fill({0}, 1, torch.zeros(1, dtype=torch.long), 2.0) * {0}, -1)"
     program = _program((Input((33, 1, 100), torch.float32),), (text, (0,)))
     with as_cuda():
@@ -133,8 +133,8 @@ def test_what_a_row_is_computed_from_again_is_not_overwritten(
 ) -> None:
     """A result took the place of what a later loop over the row was to read, and there was no
     kernel for both."""
-    monkeypatch.setattr(tiling, "MOST_KEPT", 64)
-    monkeypatch.setattr(tiling, "LONGEST_PASS", 32)
+    limit(monkeypatch, "RESIDENT_ROW", 64)
+    limit(monkeypatch, "RESIDENT_ONE_PASS", 32)
     program = _program((Input((130, 64), torch.float32),), *lines)
     with as_cuda():
         assert difference(replace(program, outputs=(3, 4), exact=(True,) + 4 * (False,))) == ""

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
 from tests.compile.test_triton_in_turn import for_card
-from tilewright.schedule.launch import direction
+from tests.limits import limit
 from tilewright.testing import run_and_get_code
 
 BACK = "(tl.num_programs(0) - 1 - tl.program_id(0))"
@@ -25,7 +25,7 @@ def clipped(x: Tensor) -> Tensor:
 
 
 def test_a_backward_pass_begins_where_the_forward_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direction, "LARGE", 1 << 10)
+    limit(monkeypatch, "REVERSED_BYTES", 1 << 10)
     x = normal(33, 101).requires_grad_()
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def test_a_backward_pass_begins_where_the_forward_ended(monkeypatch: pytest.Monk
 def test_a_kernel_reads_back_what_the_one_before_read(monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(301, 777)
     assert not any(BACK in k.text for k in for_card(clipped, x))
-    monkeypatch.setattr(direction, "LARGE", 1 << 10)
+    limit(monkeypatch, "REVERSED_BYTES", 1 << 10)
     assert [BACK in k.text for k in for_card(clipped, x)] == [False, False, True]
 
 
@@ -52,7 +52,7 @@ def test_a_kernel_that_writes_where_it_reads_runs_back_too(
         update = m / (v.sqrt() + 1e-6) + 0.01 * p
         return p - update / update.norm()
 
-    monkeypatch.setattr(direction, "LARGE", 1 << 10)
+    limit(monkeypatch, "REVERSED_BYTES", 1 << 10)
     args = (normal(129, 512), normal(129, 512), normal(129, 512).abs())
     with as_cuda():
         found, (code,) = run_and_get_code(torch.compile(step, backend="tilewright"), *args)
@@ -71,7 +71,7 @@ def standardised(x: Tensor) -> Tensor:
 def test_columns_are_walked_back_where_others_walked_them_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direction, "LARGE", 1 << 18)
+    limit(monkeypatch, "REVERSED_BYTES", 1 << 18)
     x = normal(20011, 64)
     folds = [k.text for k in for_card(skewed, x) if "for roffset" in k.text]
     assert [BACK in text for text in folds] == ["rend - roffset" in text for text in folds]
@@ -82,7 +82,7 @@ def test_columns_are_walked_back_where_others_walked_them_before(
 
 
 def test_rows_left_over_are_no_kernel_to_run_back_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direction, "LARGE", 1 << 18)
+    limit(monkeypatch, "REVERSED_BYTES", 1 << 18)
     assert [BACK in k.text for k in for_card(standardised, normal(20011, 50))] == [
         False,
         False,

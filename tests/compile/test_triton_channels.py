@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton.rewrite import unroll_channels
+from tests.limits import limit
 
 
 def sampled(image: Tensor, at: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def moved(image: Tensor, flow: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_channels_of_what_is_sampled(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unroll_channels, "FEWEST", 1)
+    limit(monkeypatch, "CHANNEL_POINTS", 1)
     image, at = torch.randn(2, count, 9, 20), torch.randn(2, 7, 11, 2)
     at[0, 0, 0, 0] = float("nan")
     (kernel,) = check(sampled, image, at, rtol=1e-4, atol=1e-4)
@@ -55,7 +55,7 @@ def test_channels_beside_each_other_stay_an_axis() -> None:
 
 
 def test_rows_that_are_looked_up_stay_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unroll_channels, "FEWEST", 1)
+    limit(monkeypatch, "CHANNEL_POINTS", 1)
 
     def taken(x: Tensor, at: Tensor) -> Tensor:
         return x[:, at]
@@ -65,7 +65,7 @@ def test_rows_that_are_looked_up_stay_rows(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_elements_that_are_taken_of_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unroll_channels, "FEWEST", 1)
+    limit(monkeypatch, "CHANNEL_POINTS", 1)
 
     def taken(x: Tensor, at: Tensor) -> Tensor:
         return x[..., at] * 2

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,20 +18,17 @@ from tests.compile.as_cuda import as_cuda, as_fake_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter, check
 from tests.compile.test_triton_in_turn import for_card
+from tests.limits import limit
 from tilewright.codegen.triton.plan.config import Config
-from tilewright.codegen.triton.strategies import unrolled_columns
-from tilewright.schedule.fusion import row_column
-from tilewright.schedule.split import apply, cyclic
-from tilewright.testing import run_and_get_code
+from tilewright.testing import limited, run_and_get_code
 
 BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (row_column, apply):
-        monkeypatch.setattr(module, "LARGE", 1 << 12)
-    monkeypatch.setattr(cyclic, "CHUNK_WORK", 1 << 10)
+    for name, value in (("LARGE_WORK", 1 << 12), ("SPLIT_WORK", 1 << 12), ("CYCLIC_WORK", 1 << 10)):
+        limit(monkeypatch, name, value)
 
 
 def _whole(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -207,10 +203,10 @@ def test_what_is_rounded_before_it_is_summed_needs_no_more_bits() -> None:
 
 
 def test_what_many_chunks_leave_is_folded_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {(apply, "MANY"): 64, (row_column, "LARGE"): 64, (cyclic, "SHORTEST"): 4,
-             (cyclic, "CHUNK_WORK"): 16, (row_column, "CHUNK_WORK"): 16}  # fmt: skip
-    for (module, name), value in small.items():
-        monkeypatch.setattr(module, name, value)
+    small = {"PARTIAL_RESULTS": 64, "LARGE_WORK": 64, "CYCLIC_ROWS": 4,
+             "CYCLIC_WORK": 16, "CHUNK_WORK": 16}  # fmt: skip
+    for name, value in small.items():
+        limit(monkeypatch, name, value)
     text = _check(lambda x: (x.float().sum(0), x.argmax(0)), _whole(601, 21))
     assert text.count("tl.program_id") > 2
 
@@ -219,7 +215,7 @@ def test_what_many_chunks_leave_is_folded_in_chunks_too(monkeypatch: pytest.Monk
 def test_a_place_is_looked_for_row_after_row(dtype: torch.dtype) -> None:
     x = torch.randint(-3, 3, (3, 9, 48)).to(dtype)
     x[0, 1:3, 7], x[1, :, 9] = torch.nan, -torch.inf
-    with mock.patch.object(unrolled_columns, "FEWEST", 0):
+    with limited("UNROLLED_PER_SM", 0):
         (kernel,) = check(lambda x: (x.argmax(1), x.argmin(1), x.amax(1) + 1), x)
     assert "tl.static_range(0, 9)" in kernel.text
     (kernel,) = kernels_of(lambda x: x.argmax(1), torch.empty(64, 21, 256, 256, dtype=dtype))
@@ -231,7 +227,7 @@ def test_places_in_enlarged_rows_are_looked_for_along_them() -> None:
     def classes(x: Tensor) -> Tensor:
         return F.interpolate(x, scale_factor=4, mode="bilinear").argmax(1)
 
-    with mock.patch.object(unrolled_columns, "FEWEST", 0):
+    with limited("UNROLLED_PER_SM", 0):
         (kernel,) = check(classes, torch.randn(2, 9, 6, 8))
     assert "tl.static_range(0, 9)" in kernel.text and "% (32)" in kernel.text
 
@@ -309,9 +305,9 @@ SLIDING: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
 def test_odd_rows_are_folded_from_where_their_pieces_begin(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cyclic, "COLUMNS", 0)
-    monkeypatch.setattr(cyclic, "SHORTEST", 0)
-    monkeypatch.setattr(row_column, "LARGE", 1 << 20)  # programs enough
+    limit(monkeypatch, "SHIFTED_COLUMNS_PER_SM", 0)
+    limit(monkeypatch, "CYCLIC_ROWS", 0)
+    limit(monkeypatch, "LARGE_WORK", 1 << 20)  # programs enough
     fn, size = SLIDING[name]
     assert "xslide" in _check(fn, _whole(*size))
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
+from tests.limits import limit
 from tilewright import config, metrics
 from tilewright.runtime.triton_build import TritonConfig, TritonSource
-from tilewright.schedule.fusion import group
 from tilewright.testing import run_and_get_code
 from tilewright.tune import kernels
 
@@ -183,9 +183,9 @@ def test_ck_8_descent_starts_with_the_largest() -> None:
 def test_steps_of_many_parameters_share_launches(
     parameters: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "MANY_ALIKE", 4)
-    monkeypatch.setattr(group, "ALIKE_TOGETHER", 6)
-    monkeypatch.setattr(group, "SMALL_ALIKE", 0)
+    limit(monkeypatch, "MANY_ALIKE", 4)
+    limit(monkeypatch, "ALIKE_TOGETHER", 6)
+    limit(monkeypatch, "FEW_ALIKE_BYTES", 0)
 
     def step(*x: Tensor) -> list[Tensor]:
         pairs = zip(x[:parameters], x[parameters:], strict=True)
@@ -208,7 +208,7 @@ def test_few_short_kernels_share_a_launch() -> None:
 
 
 def test_kernels_that_move_more_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "SMALL_ALIKE", 4096)
+    limit(monkeypatch, "FEW_ALIKE_BYTES", 4096)
     given = [torch.randn(n) for n in (400, 500, 600)]
     assert launched(lambda *x: [t.sin() for t in x], *given, asked=False)[0] == 2
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton.strategies import chunked, prefetched_rows
+from tests.limits import limit
 
 BF16 = torch.bfloat16
 
@@ -45,9 +45,10 @@ CASES: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
 def test_next_block_is_under_way(fn: Callable[..., Any], args: tuple[Tensor, ...],
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """The first one before anything else is waited for."""
-    for name, value in (("SHORTEST", 1 << 12), ("LONG", 0), ("MANY", 0)):
-        monkeypatch.setattr(prefetched_rows, name, value)
-    monkeypatch.setattr(chunked, "FEWEST", 9)
+    limit(monkeypatch, "PREFETCHED_ROW", 1 << 12)
+    limit(monkeypatch, "PREFETCHED_AGAIN", 0)
+    limit(monkeypatch, "PREFETCHED_PER_SM", 0)
+    limit(monkeypatch, "CHUNKED_PER_SM", 9)
     kernel, *_ = check(fn, *args, rtol=2e-2, atol=2e-2)
     assert kernel.text.count("next0 = tl.load(") == (4 if fn is _logs else 2)
     assert "p1" not in kernel.text.split(":\n", 1)[1].split("next0")[0]

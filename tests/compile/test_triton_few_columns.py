@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.compile.interp import check
 from tests.compile.test_triton_in_turn import for_card
-from tilewright.codegen.triton.strategies import short_rows
+from tests.limits import limit
 
 
 def _gradients(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def _nll(mean: Tensor, log: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("columns", [10, 17])
 def test_few_floats_in_tiles(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a block of a power of two, or more, would be empty."""
-    monkeypatch.setattr(short_rows, "MANY", 0)
+    limit(monkeypatch, "SHORT_ROWS_ELEMENTS", 0)
     (kernel,) = check(_nll, *(torch.randn(67, columns) for _ in range(3)), rtol=1e-5, atol=1e-5)
     assert kernel.config.kwargs["RBLOCK"] == 4
     (kernel,) = for_card(_nll, *(torch.empty(1 << 16, 15) for _ in range(3)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton.strategies import chunked
+from tests.limits import limit
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -59,7 +59,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
 @pytest.mark.parametrize(("fn", "args"), CASES)
 def test_rows_are_loaded_once(fn: Callable[..., Any], args: tuple[Tensor, ...],
                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(chunked, "FEWEST", 0)
+    limit(monkeypatch, "CHUNKED_PER_SM", 0)
     (kernel,) = check(fn, *args, rtol=2e-2, atol=2e-2)
     assert ("tri_rows.anew(" in kernel.text) == (args[0].dtype != F32)
     pieces = -(-args[0][0].numel() // (2 if fn is _groups else 1) // kernel.config.kwargs["RBLOCK"])

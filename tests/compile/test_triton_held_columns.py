@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton.strategies import resident_columns
+from tests.limits import limit
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -53,7 +53,7 @@ def test_columns_are_made_anew_of_what_was_loaded(
     fn: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(resident_columns, "FEWEST", 0)
+    limit(monkeypatch, "RESIDENT_COLUMNS_PER_SM", 0)
     x, weight = _normal(*shape, dtype=dtype), _normal(shape[1], dtype=dtype)
     (kernel,) = check(fn, x, weight, rtol=3e-2, atol=3e-2)
     assert "tri_rows.anew(" in kernel.text
@@ -83,7 +83,7 @@ def _of_lengths(x: Tensor, lengths: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rows", [256, 200])
 def test_pieces_of_columns_have_one_address(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_columns, "FEWEST", 0)
+    limit(monkeypatch, "RESIDENT_COLUMNS_PER_SM", 0)
     x = _normal(2, rows, 96)
     x[0, :, :3] = 0
     (kernel,) = check(_unit, x, rtol=3e-2, atol=3e-2)
@@ -97,7 +97,7 @@ def test_pieces_of_columns_have_one_address(rows: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rows", [1100, 3000])
 def test_long_columns_of_floats_are_read_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_columns, "FEWEST", 0)
+    limit(monkeypatch, "RESIDENT_COLUMNS_PER_SM", 0)
     x, lengths = _normal(2, rows, 16, dtype=torch.float32), torch.tensor([rows - 99, rows])
     (kernel,) = check(_of_lengths, x, lengths, rtol=1e-4, atol=1e-4)
     loaded = sum("tl.load(p1" in line for line in kernel.text.splitlines())

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
 from tests.compile.test_triton_in_turn import for_card
-from tilewright.schedule.fusion import row_column
+from tests.limits import limit
 
 
 def two_means(x: Tensor, y: Tensor) -> Tensor:
@@ -92,10 +92,14 @@ def test_what_columns_are_folded_of_is_computed_again() -> None:
     assert first.text.count("tl.store") == 2
 
 
+def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, size in (("LARGE_WORK", 1 << 10), ("WORK_ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):
+        limit(monkeypatch, what, size)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_taken_apart_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for what, size in (("LARGE", 1 << 10), ("ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):
-        monkeypatch.setattr(row_column, what, size)
+    _small_ones_too(monkeypatch)
     fn, *sizes = CASES[name]
     args = [torch.randn([min(n, 1 << 11 // len(size)) for n in size],
                         generator=torch.Generator().manual_seed(5)) for size in sizes]  # fmt: skip
@@ -113,8 +117,7 @@ def test_a_program_has_one_pictures_scales(pictures: int, rows: int) -> None:
 
 
 def test_scales_of_odd_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what, size in (("LARGE", 1 << 10), ("ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):
-        monkeypatch.setattr(row_column, what, size)
+    _small_ones_too(monkeypatch)
     args = torch.randn(5, 71, 33), torch.randn(5, 1, 33)
     with as_cuda():
         found = torch.compile(of_channels, backend="tilewright")(*args)
@@ -132,8 +135,7 @@ def test_few_pictures_have_programs_for_their_pieces() -> None:
 
 
 def test_pieces_of_few_pictures_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what, size in (("LARGE", 1 << 10), ("ALONE", 1 << 8), ("CHUNK_WORK", 1 << 10)):
-        monkeypatch.setattr(row_column, what, size)
+    _small_ones_too(monkeypatch)
     args = torch.randn(3, 340, 33), torch.randn(3, 1, 33)
     with as_cuda():
         found = torch.compile(both_sums, backend="tilewright")(*args)

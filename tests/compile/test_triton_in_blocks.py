@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.compile.as_cuda import as_cuda
+from tests.limits import limit
 from tilewright.schedule.split import apply
 from tilewright.testing import run_and_get_code
 
@@ -20,7 +21,7 @@ IN_TURN = "// (1024)"  # which round it is, of 32 programs
 
 @pytest.fixture(autouse=True)
 def much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "MUCH", 1)
+    limit(monkeypatch, "BLOCK_CYCLIC", 1)
     monkeypatch.setattr(apply, "BLOCKS", (1024,))
 
 

@@ -19,10 +19,9 @@ from tests.compile.cubin import build
 from tilewright import config
 from tilewright.codegen.triton.launch import TritonKernel
 from tilewright.codegen.triton.plan import tiling
-from tilewright.codegen.triton.strategies import split_reduction
 from tilewright.schedule.fusion import row_column
 from tilewright.target import Target
-from tilewright.testing import run_and_get_code
+from tilewright.testing import limited, run_and_get_code
 
 SMALL = "sm_86"  # a card of 72 processors with a cache of 6 MiB
 ROWS = 73
@@ -54,7 +53,7 @@ WALKED: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 def test_programs_of_a_row_walk_it_together(name: str) -> None:
     """If they are called twice, it is with the same counters: the first call leaves them zero."""
     fn, x = WALKED[name]
-    with mock.patch.object(row_column, "LONGEST_CACHED", 1 << 12), as_cuda(SMALL):
+    with limited("CACHED_ROW", 1 << 12), as_cuda(SMALL):
         compiled = torch.compile(fn, backend="tilewright")
         found, code = run_and_get_code(compiled, x)
         again = compiled(x) if name == "odd rows" else found
@@ -194,7 +193,7 @@ def test_the_last_program_of_a_row_goes_on_alone(name: str) -> None:
     """None waits for another, so that they take no turns; counters are zero after a call."""
     fn, x = FOLDED[name]
     long = mock.patch.multiple(tiling, MOST_KEPT=2048, LONGEST_PASS=512)
-    with long, mock.patch.object(split_reduction, "SHORTEST", 512), as_cuda():
+    with long, limited("SPLIT_PART", 512), as_cuda():
         compiled = torch.compile(fn, backend="tilewright")
         found, code = run_and_get_code(compiled, x)
         again = compiled(x)

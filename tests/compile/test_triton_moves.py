@@ -18,8 +18,8 @@ from tests.compile.as_cuda import as_cuda
 from tests.compile.card import CARD, results
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tests.limits import limit
 from tests.pretend import pretended
-from tilewright.codegen.triton.strategies import transpose
 from tilewright.graph.simplify import simplify
 from tilewright.ir.expr import loads, walk
 from tilewright.ir.program import Nest
@@ -246,7 +246,7 @@ def test_blocks_of_rotations_of_pairs(head: int, block: int) -> None:
 def test_values_of_odd_rows_that_are_turned(
     dtype: torch.dtype, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transpose, "FEWEST", 0)
+    limit(monkeypatch, "TRANSPOSED_BYTES", 0)
     check(turned_around, torch.randn(size).to(dtype))
 
 
@@ -254,7 +254,7 @@ def test_values_of_odd_rows_that_are_turned(
 def test_values_of_matrices_that_are_turned(
     size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transpose, "FEWEST", 0)
+    limit(monkeypatch, "TRANSPOSED_BYTES", 0)
     (kernel,) = check(lambda x: x.transpose(-1, -2).contiguous(), torch.randn(size).bfloat16())
     assert "tri_moves" in kernel.text
 

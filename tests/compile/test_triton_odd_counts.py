@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter, check
-from tilewright.codegen.triton.strategies import misaligned_rows
+from tests.limits import limit
 from tilewright.testing import run_and_get_code
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -60,7 +60,7 @@ COUNTS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for large tensors is done for small ones too."""
-    monkeypatch.setattr(misaligned_rows, "SHORTEST_WHOLE", 1000)
+    limit(monkeypatch, "PEELED_TENSOR", 1000)
 
 
 @pytest.mark.parametrize("name", COUNTS)

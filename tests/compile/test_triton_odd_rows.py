@@ -16,8 +16,8 @@ from tests.compile.as_cuda import as_cuda, as_fake_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.compile.test_triton_in_turn import for_card
+from tests.limits import limit
 from tilewright import config
-from tilewright.codegen.triton.strategies import misaligned_rows, packed_rows
 from tilewright.runtime.triton_build import SPILLED
 from tilewright.testing import run_and_get_code
 
@@ -232,7 +232,7 @@ PACKED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_rows_one_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_rows, "MANY", 0)
+    limit(monkeypatch, "PACKED_ELEMENTS", 0)
     fn, args = PACKED[name]
     (kernel,) = check(fn, *args, rtol=2**-7, atol=1e-5)
     assert "tri_rows.turned" in kernel.text
@@ -262,7 +262,7 @@ IN_PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", IN_PAIRS)
 def test_rows_in_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misaligned_rows, "MANY", 0)
+    limit(monkeypatch, "PAIRED_WEIGHTED_ELEMENTS", 0)
     fn, args = IN_PAIRS[name]
     (kernel,) = check(fn, *args, rtol=2**-7, atol=1e-5)
     assert "rodd" in kernel.text

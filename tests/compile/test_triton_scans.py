@@ -15,10 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
-from tilewright.codegen.triton.strategies import misaligned_scans, preloaded_scan, scan
+from tilewright.codegen.triton.strategies import preloaded_scan
 from tilewright.ir.expr import walk as nodes_of
 from tilewright.ir.program import Nest
 from tilewright.lower.graph import lower
+from tilewright.testing import limited
 
 BF16 = torch.bfloat16
 LONG = 17001  # elements of a row that no program holds
@@ -50,7 +51,7 @@ WALKED: dict[str, Case] = {
 @pytest.mark.parametrize("name", WALKED)
 def test_long_rows_are_walked_with_the_next_block_under_way(name: str, together: bool) -> None:
     fn, size, dtype = WALKED[name]
-    with mock.patch.object(scan, "TOGETHER", 2 * together):
+    with limited("SCAN_PROGRAMS", 2 * together):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
     assert kernel.text.count("for roffset in") == 1 + together
     assert kernel.ticketed == together
@@ -158,7 +159,7 @@ COLUMNS: dict[str, Case] = {
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_thread_walks_a_column(name: str) -> None:
     fn, size, dtype = COLUMNS[name]
-    with mock.patch.object(scan, "UNDER_WAY", 0):
+    with limited("SCAN_BYTES_PER_SM", 0):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=1e-4, atol=1e-4)
     assert kernel.config.num_warps in (1, 4)
     odd = size[-1] % 2
@@ -183,7 +184,7 @@ STACKED: dict[str, Case] = {
 @pytest.mark.parametrize("name", STACKED)
 def test_odd_rows_are_moved_as_one_and_scanned_in_between(name: str) -> None:
     fn, size, dtype = STACKED[name]
-    with mock.patch.object(misaligned_scans, "TOGETHER", 0):
+    with limited("SCANNED_MATRICES_PER_SM", 0):
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=2e-2, atol=1e-1)
     assert "tri_rows.in_a_row(" in kernel.text
 

@@ -15,14 +15,14 @@ from tests.compile.cubin import build as build_cubin
 from tests.compile.interp import TARGET, runner
 from tests.compile.test_triton_in_turn import for_card
 from tests.fuzz.build import Build
+from tests.limits import limit
 from tilewright.codegen.triton.generate import generate
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.program import Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import Fit
-from tilewright.schedule.fusion.row_column import chunks
-from tilewright.schedule.split import cyclic
+from tilewright.schedule.split.policy import chunks
 from tilewright.target import Target
 from tilewright.testing import run_and_get_code
 
@@ -130,8 +130,8 @@ def centred(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_tile_of_short_rows_is_of_neighbouring_chunks(
     fn: Callable[[Tensor, Tensor], Any], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cyclic, "TILES", 1)
-    monkeypatch.setattr(cyclic, "SHORTEST", 3)
+    limit(monkeypatch, "TILED_PROGRAMS", 1)
+    limit(monkeypatch, "CYCLIC_ROWS", 3)
     gen = torch.Generator().manual_seed(0)
     x, row = torch.randn(3 * 1056, columns, generator=gen), torch.randn(columns, generator=gen)
     x[::7, 3] = float("nan") if fn is filled else 0.0

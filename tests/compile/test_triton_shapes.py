@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import Interpreter, check
 from tests.traffic import rotary, rotary_in_turns, rotary_whole
-from tilewright.codegen.triton.strategies import short_rows
-from tilewright.testing import run_and_get_code
+from tilewright.testing import limited, run_and_get_code
 
 Make = Callable[[], tuple[Any, ...]]
 
@@ -97,7 +95,7 @@ def test_pairs_of_the_rows_of_a_matrix_are_next_to_each_other() -> None:
 @pytest.mark.parametrize("length", [128, 40])
 def test_pairs_of_rows_are_folded_in_tiles_and_looked_up_once(length: int) -> None:
     i, j = torch.triu_indices(7, 7, 1)
-    with mock.patch.object(short_rows, "MANY", 1):
+    with limited("SHORT_ROWS_ELEMENTS", 1):
         (kernel,) = check(products_of_pairs, _normal(50, 7, length), i, j, rtol=1e-4, atol=1e-4)
     assert kernel.text.count("tri.report(") == 2 and "rindex = 32 + rbase" in kernel.text
 

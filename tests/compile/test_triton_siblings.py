@@ -14,8 +14,7 @@ from torch.testing import assert_close
 from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.test_triton_held import normal, residual, softmax
-from tilewright.codegen.triton.plan import tiling
-from tilewright.codegen.triton.strategies import cooperative_rows
+from tests.limits import limit
 from tilewright.testing import run_and_get_code
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -52,12 +51,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows are long."""
-    for name in ("SHORTEST", "SHORTEST_IN_PLANES", "MOST"):
-        monkeypatch.setattr(cooperative_rows, name, 900)
-    monkeypatch.setattr(cooperative_rows, "FEW", 1700)
-    monkeypatch.setattr(cooperative_rows, "WARPS", 2)
-    monkeypatch.setattr(tiling, "MOST_KEPT", 1024)
-    monkeypatch.setattr(tiling, "LONGEST_PASS", 256)
+    for name in ("COOPERATIVE_ROW", "COOPERATIVE_PLANES", "COOPERATIVE_PART"):
+        limit(monkeypatch, name, 900)
+    limit(monkeypatch, "COOPERATIVE_SMALL_PART", 1700)
+    limit(monkeypatch, "COOPERATIVE_WARPS", 2)
+    limit(monkeypatch, "RESIDENT_ROW", 1024)
+    limit(monkeypatch, "RESIDENT_ONE_PASS", 256)
 
 
 @pytest.mark.usefixtures("short")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.compile.interp import check
 from tests.compile.test_triton_in_turn import for_card
-from tilewright.codegen.triton.strategies import short_rows
+from tests.limits import limit
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_rows, "MANY", 0)
+    limit(monkeypatch, "SHORT_ROWS_ELEMENTS", 0)
     fn, args = CASES[name]
     (kernel,) = check(fn, *args, rtol=2e-2, atol=2e-2)
     assert kernel.config.kwargs["RBLOCK"] * 2 < args[0].shape[-1]

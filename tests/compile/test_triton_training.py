@@ -17,9 +17,8 @@ from tests.compile.as_cuda import as_cuda
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.compile.test_triton_in_turn import for_card
-from tilewright.codegen.triton.strategies import cooperative_rows
+from tests.limits import limit
 from tilewright.lower import rows as rows_of
-from tilewright.schedule.fusion import row_column
 from tilewright.testing import run_and_get_code
 
 
@@ -161,9 +160,9 @@ def test_rows_that_a_key_does_not_have_are_branched_around() -> None:
 def test_rows_that_no_cache_keeps_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one program each, where several do not hold them and nothing is loaded that the kernel has
     stored before."""
-    monkeypatch.setattr(row_column, "MOST_IN_TURN", 1)
-    monkeypatch.setattr(row_column, "MOST_OF_FEW", 1)
-    monkeypatch.setattr(cooperative_rows, "SHORTEST", 1 << 40)
+    limit(monkeypatch, "TICKETED_PROGRAMS", 1)
+    limit(monkeypatch, "TICKETED_FEW_ROWS", 1)
+    limit(monkeypatch, "COOPERATIVE_ROW", 1 << 40)
 
     def f(x: Tensor) -> Tensor:
         return (x - x.mean(1, keepdim=True)) * x.std(1, keepdim=True)

@@ -13,8 +13,9 @@ from torch import Tensor
 from tests.compile.card import results
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
+from tests.limits import limit
 from tests.pretend import pretended
-from tilewright.codegen.triton.strategies import stencil
+from tilewright.testing import limited
 
 Fn = Callable[..., Any]
 
@@ -51,7 +52,7 @@ CASES: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stencil, "FEWEST", 0)
+    limit(monkeypatch, "STENCIL_POINTS", 0)
 
 
 @pytest.mark.usefixtures("small")
@@ -64,21 +65,21 @@ def test_values(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_are_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what `test_values` is about."""
-    monkeypatch.setattr(stencil, "FEWEST", 0)
+    limit(monkeypatch, "STENCIL_POINTS", 0)
     fn, args = CASES[name]
     assert any("tri_rows.apart" in k.text for k in kernels_of(fn, *args))
 
 
 @pretended
 def test_values_of_images() -> None:
-    stencil.FEWEST = 0
     x = _bfloat16(2, 3, 8, 16)
     x[1, :, 4, 0] = float("nan")
     x[0, 0, 1, 1] = float("inf")
-    for fn in (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
-               lambda x: F.max_pool2d(x, 3, 2, 1)):  # fmt: skip
-        (actual,) = results(fn, x)
-        torch.testing.assert_close(actual, fn(x), equal_nan=True)
+    with limited("STENCIL_POINTS", 0):
+        for fn in (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+                   lambda x: F.max_pool2d(x, 3, 2, 1)):  # fmt: skip
+            (actual,) = results(fn, x)
+            torch.testing.assert_close(actual, fn(x), equal_nan=True)
 
 
 @pytest.mark.parametrize(("fn", "args", "accesses"), [

@@ -18,7 +18,7 @@ from tests.fuzz.build import Build
 from tests.pretend import run
 from tests.programs import calls_of, compiled
 from tests.traffic import Case, count
-from tilewright import config, metrics
+from tilewright import config, metrics, rules
 from tilewright.graph.simplify import simplify
 from tilewright.ir import build
 from tilewright.ir import index as ix
@@ -26,7 +26,7 @@ from tilewright.ir.expr import Expr, load, var
 from tilewright.ir.program import Nest, Program, Store
 from tilewright.lower.context import Lowering
 from tilewright.lower.graph import lower
-from tilewright.schedule.fusion.group import MOST_SHARED, Search
+from tilewright.schedule.fusion.group import Search
 from tilewright.schedule.fusion.legality import (
     Fit,
     Misfit,
@@ -350,8 +350,12 @@ def launches_beside_small_ones(size: int) -> int:
     return count(case, "cuda").kernels
 
 
-@pytest.mark.parametrize(("elements", "launches"), [(70, 1), (MOST_SHARED // 8, 1),
-                                                    (MOST_SHARED // 8 + 1, 2)])  # fmt: skip
+MOST_SHARED = rules.SHARED_LAUNCH_BYTES.limit
+
+
+@pytest.mark.parametrize(
+    ("elements", "launches"), [(70, 1), (MOST_SHARED // 8, 1), (MOST_SHARED // 8 + 1, 2)]
+)
 def test_ck_03_a_large_kernel_is_launched_alone(elements: int, launches: int) -> None:
     """What takes long to run gains nothing by a launch less; each reads and writes four bytes."""
     assert run(launches_beside_small_ones, elements) == launches

@@ -18,6 +18,7 @@ LAYERS: list[set[str]] = [
         "options",
         "caches",
         "config",
+        "rules",
         "target",
         "metrics",
         "monitor",

@@ -15,9 +15,10 @@ from torch import Tensor
 from tests.compile.as_cuda import as_cuda
 from tests.cpu.against_eager import check
 from tests.fuzz.stages import capture, first_wrong
+from tests.limits import limit
 from tests.programs import compiled
 from tilewright import metrics
-from tilewright.schedule.fusion import group, row_column
+from tilewright.schedule.fusion import group
 from tilewright.schedule.plan import Schedule
 from tilewright.schedule.split import apply
 from tilewright.target import Target
@@ -27,8 +28,8 @@ from tilewright.testing import run_and_get_code
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are cut too, so that there is little to compute here."""
-    monkeypatch.setattr(row_column, "CHUNK_WORK", 64)
-    monkeypatch.setattr(row_column, "LARGE", 256)
+    limit(monkeypatch, "CHUNK_WORK", 64)
+    limit(monkeypatch, "LARGE_WORK", 256)
 
 
 @pytest.fixture

@@ -114,8 +114,7 @@ class _Writer(Writer):
 
     def inner(self) -> None:
         """From here on, what is computed is computed again in every round of the loop."""
-        self._scopes.append({})
-        self._wide.append({})
+        self._known.enter()
 
 
 class Hooks:
@@ -193,8 +192,8 @@ class Hooks:
         w.names = self._next
         w.bytes = {d: kind for d, (kind, since) in BYTES.items()
                    if self.problem.target.capability >= since}  # fmt: skip
-        w.fp8 = FP8_LARGEST if self.problem.target.capability >= (8, 9) else ()
-        w.valued = self.valued
+        fp8 = FP8_LARGEST if self.problem.target.capability >= (8, 9) else ()
+        w.computes(fp8=fp8, valued=self.valued)
         w.masked = {a for a in axes if a.name in ("m", "n") and not self.is_even(a.var)}
         w.know(self.problem.batch, "batch")
         return w
@@ -443,7 +442,7 @@ class _Operand:
         w.inner()
         self.first = f"k0{per}"
         w.know(k, f"({self.first} + {lane})")
-        w.rounds[self.k] = self.first, self.hooks.shape.block_k // self.of_k
+        w.blocks.rounds[self.k] = self.first, self.hooks.shape.block_k // self.of_k
         w.line(f"{self.k.name}base = {lane}")
         if not self.even:
             w.line(f"{self.k.name}mask = {lane} < (K - k0){per}" if per else
@@ -538,7 +537,7 @@ class _Epilogue:
         w.know(p.n, "n")
         results = [s.value for s in p.epilogue if s.buffer in p.writes]
         made = {s.buffer: s.value for s in p.epilogue}
-        w.coarse = coarse([e for s in p.epilogue for e in s.exprs], results, made)
+        w.computes(coarse=coarse([e for s in p.epilogue for e in s.exprs], results, made))
 
     def lines(self, total: str) -> list[str]:
         p, w = self.hooks.problem, self.w

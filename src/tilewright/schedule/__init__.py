@@ -6,8 +6,9 @@
   `cost.py` the bytes that saves; `suitability.py` what a card asks beyond that; `group.py` the
   fusion group and the search for the grouping that moves the fewest bytes; `row_column.py` rows and
   columns in one kernel; `take_apart.py` groups that one kernel cannot express, in pieces
-- `split/`   long reductions in chunks: `cyclic.py` how many, `apply.py` the nests that come of it,
-  `online_softmax.py` a largest value and a sum relative to it in one pass
+- `split/`   long reductions in parts: `policy.py` whether, and into how many, `cyclic.py` how rows
+  are dealt out to them, `apply.py` the nests that come of it, `online_softmax.py` a largest value
+  and a sum relative to it in one pass
 - `rewrite/` changes of the program that save bytes: `improve.py` cuts, accumulating products,
   placed results; `rematerialise.py` values computed again; sums, scans and scatters
 - `launch/`  groups that share a launch, and the direction a kernel runs in

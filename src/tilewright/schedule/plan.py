@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tilewright import config, metrics
@@ -58,10 +59,9 @@ def arranged(program: Program, limits: Limits | None = None) -> Grouping:
         search = searched(program, again)
     groups = search.groups()
     program, groups = cut_groups(program, groups)
-    _mark_local(program, groups)
+    groups = _with_local(program, groups)
     if limits is not None:
-        groups = taken_apart(program, groups, limits)
-        _mark_local(program, groups)
+        groups = _with_local(program, taken_apart(program, groups, limits))
     return Grouping(program, groups)
 
 
@@ -73,7 +73,8 @@ def planned(grouping: Grouping, after: bool = False, limits: Limits | None = Non
     ready = deferred(program, grouping.groups, limits)
     plans = [(groups, plan(program, groups, limits)) for groups in orders(program, ready)]
     groups, steps = min(plans, key=lambda p: peak(program, p[1]))
-    alternate(program, [step.group for step in steps], after)
+    directed = alternate(program, [step.group for step in steps], after)
+    steps = [replace(step, group=group) for step, group in zip(steps, directed, strict=True)]
     bytes_ = _count(program, groups)
     if config.memory_planning or config.triton.cudagraphs:  # recordings have pools in common
         pooled(program, steps)
@@ -100,21 +101,27 @@ def _live(program: Program) -> list[Node]:
     return live[::-1]
 
 
-def _mark_local(program: Program, groups: list[Group]) -> None:
+def _with_local(program: Program, groups: Sequence[Group]) -> list[Group]:
     """Buffers written and read by one group alone never reach memory."""
     visible = program.visible
     users: dict[str, set[int]] = {}
     for k, group in enumerate(groups):
         for b in group.reads | group.writes:
             users.setdefault(b, set()).add(k)
-    for k, group in enumerate(groups):
-        for part in group.kernels:
-            part.local = frozenset(
-                b for b in part.writes
-                if users[b] == {k} and b not in visible
-                and program.buffers[b].kind == "temporary" and len(part.members) > 1
-            )  # fmt: skip
-        group.local = frozenset().union(*(part.local for part in group.kernels))
+
+    def marked(part: Group, k: int) -> Group:
+        return replace(part, local=frozenset(
+            b for b in part.writes
+            if users[b] == {k} and b not in visible
+            and program.buffers[b].kind == "temporary" and len(part.members) > 1))  # fmt: skip
+
+    def whole(group: Group, k: int) -> Group:
+        parts = tuple(marked(part, k) for part in group.parts)
+        if not parts:
+            return marked(group, k)
+        return replace(group, parts=parts, local=frozenset().union(*(p.local for p in parts)))
+
+    return [whole(group, k) for k, group in enumerate(groups)]
 
 
 def _count(program: Program, groups: list[Group]) -> list[Traffic]:

@@ -45,9 +45,10 @@ def combined(program: Program, parts: Sequence[tuple[Group, Shape]], own: Sequen
     made.sort(key=lambda k: -k.work)
     first = made[0]
     early, programs = all(k.early for k in made), first.first
-    valued = frozenset(e for k in made for e in k.w.valued)
+    valued = frozenset(e for k in made for e in k.w.numerics.valued)
     for k in made:
-        k.pointers, k.numbers, k.w.valued = first.pointers, first.numbers, valued
+        k.arguments = first.arguments
+        k.w.computes(valued=valued)
         k.early, k.first = False, "pid"
         k.body()
     first.checked = any(k.checked for k in made)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilewright.codegen.triton.plan.config import Config
+from tilewright.codegen.triton.plan.cost import Estimate
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 
@@ -36,6 +37,7 @@ class Summary:
     access: str
     config: str
     declined: tuple[tuple[str, str], ...]  # strategies that were asked before, and why not
+    predicted: Estimate | None = None  # how long it takes, where the bytes it moves are known
 
 
 @dataclass(frozen=True)

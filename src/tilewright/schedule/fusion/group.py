@@ -11,46 +11,30 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from tilewright import config
+from tilewright import config, rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Nest, Node, Opaque, Program
 from tilewright.schedule.fusion.cost import Footprint, Prices, Touch, footprint
 from tilewright.schedule.fusion.legality import Fit, Misfit, align, is_alone
-from tilewright.schedule.fusion.row_column import (
-    cooperating_programs,
-    fit_in_order,
-    starved,
-    wasteful,
-)
+from tilewright.schedule.fusion.row_column import fit_in_order
 from tilewright.schedule.fusion.suitability import combo_kind, rows_of, unsuited
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.dependences import dependences
 from tilewright.schedule.nests.hints import hint_product
 from tilewright.schedule.nests.segments import segments_of
 from tilewright.schedule.order.topological import Gap, Order
+from tilewright.schedule.split.policy import cooperating_programs, starved, wasteful
 from tilewright.target import Target
 
 NEIGHBOURS = 6  # users of a buffer that each user is weighed with, on either side
 MOST_TRIES = 3  # of one pair of groups
 MOST_OPEN = 4  # launches that a group is tried with
-MOST_SHARED = 32 << 20  # bytes a kernel that shares its launch moves: a few microseconds
-PIECES_APART = 4  # small kernels of a card that fill one buffer; more of them share launches
-PIECES_TOGETHER = 32  # by so many
-SMALL_PIECE = 4 << 20  # bytes it moves: a fourth of the time of a launch (H200: 4.4 us, 2026-11-15)
-MANY_ALIKE = 8  # kernels of a card from arguments to results; so many share launches
-ALIKE_TOGETHER = 64  # by so many
-MOST_ALIKE = 256 << 20  # bytes that each moves
-KEPT = 1 << 16  # bytes of what is not an argument or a result that these may have
-SMALL_ALIKE = 8 << 20  # bytes a kernel moves that shares a launch with few: it takes 2 us (H200)
-KEPT_OF_FEW = 1 << 20  # bytes of a buffer as above, of few kernels
-IN_TURNS = 512  # bytes a kernel writes before another one's follow
-LEAST_SHARE = 32  # kernels with nothing but a small operand in common stay apart
 
 
 @dataclass(frozen=True)
@@ -66,7 +50,7 @@ class When:
         return any(low <= size and (high is None or size <= high) for low, high in self.ranges)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Group:
     """Nests that become one kernel, or one opaque call.
 
@@ -90,7 +74,8 @@ class Group:
     back: bool = False
     when: When | None = None
     local: frozenset[str] = frozenset()
-    refused: dict[str, str] = field(default_factory=dict[str, str])  # nest name -> why not fused
+    refused: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    """By the name of another's first nest, why the two are not one."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -253,7 +238,7 @@ class Search:
             return ""
         saved = self.prices.saving(self.touch[a], self.touch[b])
         least = min(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
-        return "they have too little in common" if saved * LEAST_SHARE < least else ""
+        return "they have too little in common" if saved * rules.SHARED_PART.limit < least else ""
 
     def _makes_a_part(self, a: int, b: int, fit: Fit) -> str:
         """What one program of a card needs of many kernels is made by these side by side, and what
@@ -277,15 +262,15 @@ class Search:
             return False
         scalar = not any(all_loops(m) for m in self.shape[maker].members)
         return ((scalar or len(rows_of(fit)) > 1)
-                and self.prices.total[buffer] - one.users - other.users >= MANY_ALIKE
+                and self.prices.total[buffer] - one.users - other.users >= rules.MANY_ALIKE.limit
                 )  # fmt: skip
 
     def _is_one_of_many(self, buffer: str, one: Touch, other: Touch | None) -> bool:
         """Whether one of two groups writes a small part of what the other reads of a buffer."""
         if other is None:
             return False
-        pairs = ((one, other), (other, one))
-        return any(w.writes and MANY_ALIKE * sum(w.writes.values()) < sum(r.reads.values())
+        pairs, many = ((one, other), (other, one)), rules.MANY_ALIKE.limit
+        return any(w.writes and many * sum(w.writes.values()) < sum(r.reads.values())
                    for w, r in pairs)  # fmt: skip
 
     def _gives_up_rows(self, a: int, b: int, fit: Fit) -> str:
@@ -295,7 +280,11 @@ class Search:
         kept, 164 us, 134 us apart)."""
         saved = self.prices.saving(self.touch[a], self.touch[b])
         most = max(self.prices.bytes(self.touch[a]), self.prices.bytes(self.touch[b]))
-        if not self._target(a).is_gpu or most < MOST_SHARED or saved * LEAST_SHARE >= most:
+        if (
+            not self._target(a).is_gpu
+            or most < rules.SHARED_LAUNCH_BYTES.limit
+            or saved * rules.SHARED_PART.limit >= most
+        ):
             return ""
         folds = any(m.reduce for m in fit.members)
         if folds and hint_product(v.src[0] for v in fit.outer) >= 8 * self._target(a).sms:
@@ -360,7 +349,10 @@ class Search:
             return None
         places = [s.index for m in fit.members for s in m.stores if s.buffer == buffer]
         apart = [ix.value_of(ix.sub(one, other)) for one, other in itertools.pairwise(places)]
-        near = all(n is not None and abs(n) * self.prices.item[buffer] <= IN_TURNS for n in apart)
+        near = all(
+            n is not None and abs(n) * self.prices.item[buffer] <= rules.INTERLEAVED_BYTES.limit
+            for n in apart
+        )
         return None if not near or unsuited(fit, self._target(a)) else fit
 
     def _writers(self) -> dict[str, list[int]]:
@@ -388,12 +380,14 @@ class Search:
             if not ks:
                 continue
             if config.combo_kernels or not self._target(ks[0]).is_gpu:
-                self._share_launches([k for k in ks if self._may_share(k, MOST_SHARED)], 1 << 30)
-            elif len(ks) > PIECES_APART:
-                small = [k for k in ks if self._may_share(k, SMALL_PIECE)]
-                self._share_launches(small, PIECES_TOGETHER)
+                self._share_launches(
+                    [k for k in ks if self._may_share(k, rules.SHARED_LAUNCH_BYTES.limit)], 1 << 30
+                )
+            elif len(ks) > rules.PIECES_APART.limit:
+                small = [k for k in ks if self._may_share(k, rules.SMALL_PIECE.limit)]
+                self._share_launches(small, rules.PIECES_TOGETHER.limit)
         kinds: dict[tuple[torch.device, bool, int, bool], list[int]] = {}
-        most = MOST_SHARED if config.combo_kernels else MOST_ALIKE
+        most = rules.SHARED_LAUNCH_BYTES.limit if config.combo_kernels else rules.ALIKE_BYTES.limit
         for k in (k for k in ranked if self._may_share(k, most)):
             kind = combo_kind(self.shape[k])
             # kernels of one program hold a row: beside them others would have as many registers
@@ -404,18 +398,19 @@ class Search:
             if config.combo_kernels:
                 self._share_launches(ks, config.combo_kernel_max_num_nodes)
             elif device.type == "cuda" and walks == 1:
-                many = [k for k in ks if self._keeps_little(k, KEPT)]
-                if len(many) >= MANY_ALIKE:
-                    self._share_launches(many, ALIKE_TOGETHER)
+                many = [k for k in ks if self._keeps_little(k, rules.ALIKE_TEMPORARY.limit)]
+                if len(many) >= rules.MANY_ALIKE.limit:
+                    self._share_launches(many, rules.ALIKE_TOGETHER.limit)
                 elif not folds:
                     few = [k for k in ks if self._is_short(k)]
-                    self._share_launches(few, MANY_ALIKE)
+                    self._share_launches(few, rules.MANY_ALIKE.limit)
 
     def _is_short(self, k: int) -> bool:
         """Whether a kernel may share a launch with few others. What a call needs of it, or gives
         it, may become part of that."""
         touch = self.touch[k]
-        return (self._keeps_little(k, KEPT_OF_FEW) and self.prices.bytes(touch) <= SMALL_ALIKE
+        return (self._keeps_little(k, rules.FEW_ALIKE_TEMPORARY.limit)
+                and self.prices.bytes(touch) <= rules.FEW_ALIKE_BYTES.limit
                 and touch.keys().isdisjoint(self.of_calls))  # fmt: skip
 
     def _keeps_little(self, k: int, most: int) -> bool:
@@ -488,10 +483,11 @@ class Search:
             else:
                 home.update(dict.fromkeys(self.parts[k], together[0]))
         made = {k: g for k, g in made.items() if self.launch.get(k, [k])[0] == k}
+        refused: dict[int, dict[str, str]] = {}
         for (a, b), reason in self.refused.items():
-            one, other = made[home[a]], made[home[b]]
-            if one is not other:
-                one.refused[other.nodes[0].name] = reason
+            if home[a] != home[b]:
+                refused.setdefault(home[a], {})[made[home[b]].nodes[0].name] = reason
+        made |= {k: replace(made[k], refused=reasons) for k, reasons in refused.items()}
         return [made[k] for k in sorted(made, key=self.order.rank.__getitem__)]
 
 

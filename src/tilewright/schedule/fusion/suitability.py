@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from tilewright import config
+from tilewright import config, rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import Fit
-from tilewright.schedule.fusion.row_column import LONGEST_KEPT, cooperating_programs
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.hints import hint_product, work
+from tilewright.schedule.split.policy import cooperating_programs
 from tilewright.target import Target
-
-LONGEST_ROW = 4096  # elements; what pointwise members may have to themselves inside a group
-FEWEST_LANES = 16  # shared iterations, with fewer of which long members would run on one thread
-SHORT = 64  # iterations a GPU thread may run one after the other beside its row
-MOST_ROWS = 4  # of which one program of a card does one after the other
 
 
 def unsuited(group: Fit, target: Target) -> str:
     """Why the target should not run these nests as one kernel, or an empty string."""
     lanes = hint_product(v.src[0] for v in group.outer)
-    long = lanes < FEWEST_LANES and any(_is_long(m) for m in group.members)
+    long = lanes < rules.SHARED_ITERATIONS.limit and any(_is_long(m) for m in group.members)
     if long and cooperating_programs(group, target) < 2:
         return "too few shared iterations to run in parallel"
-    if not any(m.reduce for m in group.members) and _longest_inside(group) > LONGEST_ROW:
+    if (
+        not any(m.reduce for m in group.members)
+        and _longest_inside(group) > rules.ROW_OF_MEMBER.limit
+    ):
         return "the loops left to the members are too long to keep their values near"
     if not target.is_gpu:
         return ""
@@ -34,7 +32,7 @@ def unsuited(group: Fit, target: Target) -> str:
 def _has_many_rows(group: Fit) -> str:
     """One program does with one row after the other what others would do beside it (H200: norms of
     21 rows of 768 to 3072 bfloat16, and these scaled by the norm of all 45, 30 us)."""
-    if group.outer or len(rows_of(group)) <= MOST_ROWS:
+    if group.outer or len(rows_of(group)) <= rules.ROWS_OF_PROGRAM.limit:
         return ""
     return "one program would have too many rows"
 
@@ -50,10 +48,10 @@ def combo_kind(group: Fit) -> tuple[bool, int] | None:
     folds = any(m.reduce for m in group.members)
     if folds and config.combo_kernels_pointwise_only:
         return None
+    least = rules.SHARED_ITERATIONS.limit
     walks = {v for m in group.members for indices in m.indices.values() for i in indices
              for v in all_loops(m) if ix.coefficient(i, v) is ix.ONE
-             and FEWEST_LANES * _walked(i, m) >= hint_product(v.src[0] for v in all_loops(m))
-             }  # fmt: skip
+             and least * _walked(i, m) >= hint_product(v.src[0] for v in all_loops(m))}  # fmt: skip
     return folds, max(len(walks), 1)
 
 
@@ -80,10 +78,10 @@ def _more_than_rows(group: Fit) -> str:
     """A Triton kernel holds one row per point of the grid: loops inside it are one row, reduced
     or not, and what is both looped and reduced inside is short."""
     for m in group.members:
-        if m.reduce and _inside(m, group) > SHORT:
+        if m.reduce and _inside(m, group) > rules.SERIAL_ITERATIONS.limit:
             return f"{m.name} reduces inside loops of its own"
     rows = {_row(m, group) for m in group.members} - {1}
-    if len(rows) > 1 and min(rows) > SHORT:
+    if len(rows) > 1 and min(rows) > rules.SERIAL_ITERATIONS.limit:
         return "the members' rows differ"
     return ""
 
@@ -94,7 +92,7 @@ def _turns_long_rows(group: Fit) -> str:
     if not any(m.reduce for m in group.members):
         return ""
     for m in group.members:
-        if m.reduce or _inside(m, group) <= LONGEST_KEPT:
+        if m.reduce or _inside(m, group) <= rules.ROW_ON_CHIP.limit:
             continue
         read = {v for n in loads(*m.exprs) if (v := _contiguous(n.src[0], m)) is not None}
         for s in m.stores:

@@ -64,8 +64,8 @@ def _pieces(group: Group, cannot: Callable[[Group], str], reason: str) -> list[G
         runs = (run for n in range(most, 1, -1) for run in _runs(group, members[:n]))
         pieces.append(next((run for run in runs if not cannot(run)), _run(group, members[:1])))
         members = members[len(pieces[-1].members) :]
-    pieces[0].refused = {**group.refused, group.members[-1].name: reason}
-    return pieces
+    refused = {**group.refused, group.members[-1].name: reason}
+    return [replace(pieces[0], refused=refused), *pieces[1:]]
 
 
 def _runs(group: Group, members: Sequence[Nest]) -> Iterator[Group]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from tilewright import config
+from tilewright import config, rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import free_vars
 from tilewright.ir.program import Nest, Program
-from tilewright.schedule.fusion.group import ALIKE_TOGETHER, KEPT, MANY_ALIKE, MOST_ALIKE, Group
+from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import is_alone
 from tilewright.schedule.nests.dependences import dependences
 from tilewright.schedule.nests.hints import hint_bytes
@@ -27,11 +27,14 @@ def share_launches(program: Program, groups: Sequence[Group]) -> list[Group]:
     """The groups in an order that respects their dependences, those that are many of a kind as
     parts of one: each runs as early as what it needs allows it to."""
     kinds = [_kind(program, group) for group in groups]
-    if sum(len(g.kernels) for g, kind in zip(groups, kinds, strict=True) if kind) < MANY_ALIKE:
+    if (
+        sum(len(g.kernels) for g, kind in zip(groups, kinds, strict=True) if kind)
+        < rules.MANY_REDUCTIONS.limit
+    ):
         return list(groups)
     needs = _needs(program, groups)
     many = {k for at in _launches(groups, kinds, needs) for k in at
-            if sum(len(groups[g].kernels) for g in at) >= MANY_ALIKE}  # fmt: skip
+            if sum(len(groups[g].kernels) for g in at) >= rules.MANY_REDUCTIONS.limit}  # fmt: skip
     kept = [kind if k in many else None for k, kind in enumerate(kinds)]
     return [_as_one([groups[k] for k in at]) for at in _launches(groups, kept, needs)]
 
@@ -71,7 +74,7 @@ def _launches(groups: Sequence[Group], kinds: Sequence[Kind | None], needs: Sequ
 
 def _fits(groups: Sequence[Group]) -> bool:
     touched = {b for g in groups for b in g.reads | g.writes}
-    return (sum(len(g.kernels) for g in groups) <= ALIKE_TOGETHER
+    return (sum(len(g.kernels) for g in groups) <= rules.REDUCTIONS_TOGETHER.limit
             and len(touched) <= config.combo_kernel_max_num_args)  # fmt: skip
 
 
@@ -105,5 +108,5 @@ def _moves_little(program: Program, group: Group) -> bool:
     visible = program.visible
     touched = [program.buffers[b] for b in group.reads | group.writes]
     large = (b for b in touched if b.kind == "temporary" and b.name not in visible)
-    return (sum(hint_bytes(b) for b in touched) <= MOST_ALIKE
-            and all(hint_bytes(b) <= KEPT for b in large))  # fmt: skip
+    return (sum(hint_bytes(b) for b in touched) <= rules.REDUCTION_BYTES.limit
+            and all(hint_bytes(b) <= rules.REDUCTION_TEMPORARY.limit for b in large))  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Program
@@ -16,9 +17,6 @@ from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import is_alone
 from tilewright.schedule.nests.hints import work
 from tilewright.schedule.nests.transform import rename
-
-SMALL = 1 << 20  # elements that a card folds in the time it takes to start a kernel
-MOST = 4  # nests of such a kernel
 
 
 def join_small_reductions(program: Program, groups: Sequence[Group]) -> list[Group]:
@@ -34,19 +32,25 @@ def join_small_reductions(program: Program, groups: Sequence[Group]) -> list[Gro
 
 def _is_small(program: Program, group: Group) -> bool:
     """Whether it does nothing but fold some rows on a card, each in one loop."""
-    if not group.members or group.serial or group.row_programs or len(group.members) > MOST:
+    if (
+        not group.members
+        or group.serial
+        or group.row_programs
+        or len(group.members) > rules.SMALL_REDUCTIONS.limit
+    ):
         return False
     device = program.buffers[min(group.writes)].device
     return device.type != "cpu" and all(
-        m.loops == group.outer and len(m.reduce) == 1 and not is_alone(m) and work(m) <= SMALL
-        and not m.reads & group.writes for m in group.members)  # fmt: skip
+        m.loops == group.outer and len(m.reduce) == 1 and not is_alone(m)
+        and work(m) <= rules.SMALL_REDUCTION.limit and not m.reads & group.writes
+        for m in group.members)  # fmt: skip
 
 
 def _joined(first: Group, second: Group) -> Group | None:
     touched = first.reads | first.writes
     if second.writes & touched or second.reads & first.writes:
         return None
-    if len(first.members) + len(second.members) > MOST or not first.members:
+    if len(first.members) + len(second.members) > rules.SMALL_REDUCTIONS.limit or not first.members:
         return None
     mine, others = (_sizes(g) for g in (first, second))
     if mine is None or mine != others:

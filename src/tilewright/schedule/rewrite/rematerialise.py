@@ -15,17 +15,7 @@ from itertools import product
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import (
-    INDEX,
-    Expr,
-    const,
-    free_vars,
-    loads,
-    rewrite,
-    substitute,
-    var,
-    walk,
-)
+from tilewright.ir.expr import INDEX, Expr, const, free_vars, loads, rewrite, substitute, var, walk
 from tilewright.ir.ops import STEPS, TABLE
 from tilewright.ir.program import Buffer, Nest, Node, Program
 from tilewright.schedule.fusion.group import Search

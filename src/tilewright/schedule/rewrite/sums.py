@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import torch
 
+from tilewright import rules
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
 from tilewright.ir.program import Buffer, Nest, Node, Program, Store
 from tilewright.schedule.fusion.legality import is_alone
-from tilewright.schedule.fusion.row_column import LONGEST_KEPT
 from tilewright.schedule.nests.hints import hint_product
 from tilewright.target import Target
 
@@ -48,7 +48,7 @@ def _apart(program: Program, nest: Nest, folds: Mapping[str, Nest]) -> list[Nest
     value, taken = _difference(fold.src[0], nest)
     if fold.arg.kind != "sum" or value.dtype != torch.float32 or not Target.of(device).is_gpu:
         return [nest]
-    if hint_product(v.src[0] for v in nest.reduce) <= LONGEST_KEPT:
+    if hint_product(v.src[0] for v in nest.reduce) <= rules.ROW_ON_CHIP.limit:
         return [nest]  # a row that is kept is not walked again
     if not any(_is_of_row(n, value, nest, folds) for n in loads(*taken)):
         return [nest]

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 
+from tilewright import rules
 from tilewright.ir import build
 from tilewright.ir import index as ix
 from tilewright.ir.expr import (
@@ -33,20 +34,7 @@ from tilewright.ir.ops import SURE
 from tilewright.ir.program import Buffer, Nest, Program, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import Fit, align, conflict, first_conflict, is_alone
-from tilewright.schedule.fusion.row_column import (
-    LARGE,
-    SHORTEST_CHUNK,
-    chunks,
-    cooperating_programs,
-    dependents,
-    folds_over,
-    idles,
-    is_coarse,
-    shortest_chunk,
-    starved,
-    stays_apart,
-    ticketed_programs,
-)
+from tilewright.schedule.fusion.row_column import folds_over
 from tilewright.schedule.launch.horizontal import share_launches
 from tilewright.schedule.launch.small_reductions import join_small_reductions
 from tilewright.schedule.nests.access import all_loops
@@ -62,12 +50,20 @@ from tilewright.schedule.split.online_softmax import (
     scaled,
     sums,
 )
+from tilewright.schedule.split.policy import (
+    chunks,
+    cooperating_programs,
+    dependents,
+    idles,
+    is_coarse,
+    shortest_chunk,
+    starved,
+    stays_apart,
+    ticketed_programs,
+)
 from tilewright.target import Target
 
 BLOCKS = (8192, 4096)  # elements that are split cyclically to chunks in turn
-MUCH = 1 << 22  # elements of which a cache does not keep all
-MOST_FINER = 4  # times as many rounds as chunks are wanted, for each to be one
-MANY = 1024  # partial results of a column that few programs would take long to reduce
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ def _cut_into(order: _Order, program: Program, group: Group, target: Target, pri
         order.add(done.group)
     for fold in done.after:
         rows = hint_product(v.src[0] for v in fold.members[0].reduce)
-        many = rows >= MANY and not dependents(fold.members)
+        many = rows >= rules.PARTIAL_RESULTS.limit and not dependents(fold.members)
         if many and (loops := starved(Fit(fold.members, fold.outer), target)):
             known = replace(program, buffers={**program.buffers, **made})
             made |= _cut_into(order, known, replace(fold, serial=loops), target, private)
@@ -218,7 +214,7 @@ def _reordered(group: Group, target: Target, private: set[str]) -> Group | None:
     fit = Fit(group.members, group.outer)
     if not target.is_gpu or not loops or any(is_alone(m) for m in group.members):
         return None
-    if max(work(m) for m in group.members) < LARGE or dependents(group.members):
+    if max(work(m) for m in group.members) < rules.SPLIT_WORK.limit or dependents(group.members):
         return None
     members, loops = _merged(group.members, loops)
     if cyclic_chunks(replace(fit, members=members, serial=loops), target, private, starved=False):
@@ -355,7 +351,7 @@ def cut(program: Program, group: Group, target: Target, private: set[str]) -> Cu
     if target.is_gpu and not in_turn:
         members, finer = _finer(members, serial, count)
         loop, *rest = _longest_first(members, finer, count)
-        if loop not in serial and hint(loop.src[0]) <= MOST_FINER * count:
+        if loop not in serial and hint(loop.src[0]) <= rules.FINER_ROUNDS.limit * count:
             count = hint(loop.src[0])  # a round each: two might be of two pictures
     if in_turn or (count > 1 and hint(loop.src[0]) > 1):
         inner = hint_product(v.src[0] for v in rest)
@@ -467,7 +463,7 @@ def _finer(members: tuple[Nest, ...], serial: tuple[Expr, ...], count: int
     times = next((k for k in range(wanted, sizes[1]) if sizes[1] % k == 0), sizes[1])
     length = sizes[1] // times
     each = [hint_product(v.src[0] for v in m.reduce) for m in members if first in m.reduce]
-    if min(each, default=0) // (sizes[0] * times) < SHORTEST_CHUNK:
+    if min(each, default=0) // (sizes[0] * times) < rules.CHUNK_ROWS.limit:
         return members, serial  # more would be left than is read
     rounds = var(f"{first.arg}{second.arg}", ix.as_index(sizes[0] * times))
     piece = var(f"{second.arg}q", ix.as_index(length))
@@ -565,7 +561,7 @@ def _block(fit: Fit, count: int, target: Target) -> int:
     along = all(ix.coefficient(i, loop) is ix.ONE for i in places if loop in free_vars(i))
     if (
         not target.is_gpu
-        or size < MUCH
+        or size < rules.BLOCK_CYCLIC.limit
         or fit.outer
         or short
         or not along

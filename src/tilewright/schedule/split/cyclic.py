@@ -11,33 +11,18 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
+from tilewright import rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, walk
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import Fit
-from tilewright.schedule.fusion.row_column import CHUNK_WORK
 from tilewright.schedule.nests.hints import hint, hint_product
-from tilewright.target import Target
+from tilewright.target import ACCESS, LINE, Target
 
-ACCESS = 16  # bytes of the widest access
-LINE = 128  # bytes of memory that a tile takes of a row
-SHORTEST = 64  # rows of a chunk: what it leaves is then a small part of what it reads
-LONG = 480  # elements of a piece, for any number of pieces to be reduced each by itself
-MANY_ROWS = 320  # of a chunk that stores what it folds (H200: gelu backwards, 22666x6487 bfloat16:
-# 272 us in 16 chunks, 266 us in 32, 250 us in 64, 263 us in 96)
-LEAST = 16  # where narrow accesses are the alternative; twice as many of moments, which are two
-# values (H200, 2324x128x479 bfloat16 over 1: squares 93 us in chunks of 16 rows, 182 us in none;
-# deviations 110 us in chunks of 16, 94 us in none)
-MOST = 1024  # chunks: few programs reduce what they leave
 FEW, MANY = 1.9, 4  # programs for each SM
 EVEN = 0.94  # of the time that all of them have some, if all programs take as long
-ROW_OF_TILE = 64  # elements of a row by which most of a warp's accesses would be empty
-TILE_ROWS = 8  # such rows that a program has at once
-TILES = 8  # programs on an SM that have as many
 
 
-WIDE = 256  # columns beside each other, for few lanes to be empty
-COLUMNS = 2048  # on an SM: the programs that have them keep memory busy
 TWO = frozenset(("welford", "argmin", "argmax"))  # folds of two values
 
 
@@ -48,8 +33,11 @@ def may_slide(kinds: Set[str], columns: int, length: int, rows: int, size: int, 
     average over 0 of 109x481x793 bfloat16 26.7 us, 33 us by single elements; sum over 1 of
     2324x128x479 84 us, 93 us in chunks; of 700x333x615 91 us, 97 us; but of 33x3000001 over 0 95
     us, 61 us, and of deviations 166 us, 94 us)."""
-    many = columns >= COLUMNS * target.sms and rows >= SHORTEST
-    return size == 2 and length >= WIDE and many and not kinds & TWO
+    many = (
+        columns >= rules.SHIFTED_COLUMNS_PER_SM.limit * target.sms
+        and rows >= rules.CYCLIC_ROWS.limit
+    )
+    return size == 2 and length >= rules.SHIFTED_COLUMNS.limit and many and not kinds & TWO
 
 
 @dataclass(frozen=True)
@@ -99,12 +87,23 @@ def cyclic_chunks(fit: Fit, target: Target, private: Set[str], starved: bool) ->
         (one,) = set(rows)
         if may_slide(kinds, columns, one.width // one.element, count, one.element, target):
             return 0
-    unit, most = lines, min(MOST, count // SHORTEST, count * columns // CHUNK_WORK)
+    unit, most = (
+        lines,
+        min(
+            rules.CYCLIC_CHUNKS.limit,
+            count // rules.CYCLIC_ROWS.limit,
+            count * columns // rules.CYCLIC_WORK.limit,
+        ),
+    )
     if lines > most:
-        least = 2 * LEAST if moments else LEAST
+        least = 2 * rules.CYCLIC_NARROW_ROWS.limit if moments else rules.CYCLIC_NARROW_ROWS.limit
         unit, most = aligned, max(most, min(aligned, count // least))
     if along and not narrow:
-        chosen = max(unit, min(most // 2, count // MANY_ROWS) // unit * unit) if unit <= most else 0
+        chosen = (
+            max(unit, min(most // 2, count // rules.CYCLIC_STORED_ROWS.limit) // unit * unit)
+            if unit <= most
+            else 0
+        )
     else:
         chosen = _count(unit, most, count, tiles, target.sms)
     return chosen if chosen > 1 else 0
@@ -131,8 +130,9 @@ def in_tiles(fit: Fit, target: Target) -> int:
         return 0
     if not all(_is_short_row(index, size, loop) for index, size in places):
         return 0
-    wanted = TILE_ROWS * TILES * target.sms
-    counts = [n for n in range(TILE_ROWS, rows // SHORTEST + 1, TILE_ROWS)
+    each, most = rules.TILED_ROWS.limit, rows // rules.CYCLIC_ROWS.limit
+    wanted = each * rules.TILED_PROGRAMS.limit * target.sms
+    counts = [n for n in range(each, most + 1, each)
               if rows % n == 0 and wanted <= 2 * n <= 4 * wanted]  # fmt: skip
     return min(counts, key=lambda n: abs(n - wanted), default=0)
 
@@ -148,7 +148,7 @@ def _is_short_row(index: Expr, size: int, loop: Expr) -> bool:
     length = ix.value_of(along.src[0])
     if more or not length or ix.coefficient(index, along) is not ix.ONE:
         return False
-    return step == length <= ROW_OF_TILE and not length * size % ACCESS
+    return step == length <= rules.TILED_ROW.limit and not length * size % ACCESS
 
 
 def around_rows(fit: Fit) -> tuple[Expr, ...]:
@@ -172,7 +172,9 @@ def in_pieces(fit: Fit, target: Target) -> bool:
     if not all(ix.coefficient(n.src[0], along) is ix.ONE for n in found):
         return False
     count = hint_product(v.src[0] for v in fit.serial)
-    if not count or hint(along.src[0]) < (SHORTEST if count <= MOST else LONG):
+    if not count or hint(along.src[0]) < (
+        rules.CYCLIC_ROWS.limit if count <= rules.CYCLIC_CHUNKS.limit else rules.PIECE_ALONE.limit
+    ):
         return False
     steps = [(ix.coefficient(n.src[0], v), n) for n in found for v in (*fit.outer, *fit.serial)]
     narrow = any(hint(s or ix.ONE) * n.dtype.itemsize % ACCESS for s, n in steps)

@@ -14,19 +14,18 @@ from dataclasses import replace
 
 import torch
 
+from tilewright import rules
 from tilewright.ir import build
 from tilewright.ir.expr import Expr, const, loads, rewrite, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import Fit, is_alone
-from tilewright.schedule.fusion.row_column import starved
 from tilewright.schedule.nests.hints import hint_bytes
 from tilewright.schedule.nests.transform import rename
 from tilewright.schedule.rewrite.rematerialise import inlined
+from tilewright.schedule.split.policy import starved
 from tilewright.target import Target
-
-MOST_WORK = 48  # additions that take a card less time than a store and a load
 
 
 def online_softmax(program: Program, groups: Sequence[Group]) -> list[Group]:
@@ -92,7 +91,11 @@ def recompute(program: Program, maker: Nest, reader: Nest) -> Nest | None:
     cost = sum(TABLE[n.op].cost for n in walk(store.value) if n.op in TABLE)
     more = sum(hint_bytes(program.buffers[b]) for b in maker.reads - reader.reads)
     little = hint_bytes(buffer) // 8  # beside a store and a load of it
-    if buffer.kind != "temporary" or cost > MOST_WORK or more > 2 * hint_bytes(buffer) + little:
+    if (
+        buffer.kind != "temporary"
+        or cost > rules.RECOMPUTED_SOFTMAX.limit
+        or more > 2 * hint_bytes(buffer) + little
+    ):
         return None
     return inlined(reader, maker, buffer)
 

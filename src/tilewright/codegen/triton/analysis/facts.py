@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tilewright.codegen.triton.analysis.operations import scatters, sorts
+from tilewright.codegen.triton.analysis.operations import PLACES, scatters, sorts
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.tile.lower import RANDOM
-from tilewright.ir.expr import walk
 from tilewright.ir.program import Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
-
-EXTREMES = frozenset(("argmin", "argmax"))  # reductions whose result is a place
 
 
 @dataclass(frozen=True)
@@ -50,23 +47,9 @@ class KernelFacts:
         return self.shape.parallel[0].likely
 
     @cached_property
-    def ops(self) -> frozenset[str]:
-        return frozenset(n.op for m in self.shape.members for n in walk(*m.exprs))
-
-    @cached_property
-    def reductions(self) -> frozenset[str]:
-        """The kinds of all reductions."""
-        nodes = (n for m in self.shape.members for n in walk(*m.exprs))
-        return frozenset(n.arg.kind for n in nodes if n.op == "reduce")
-
-    @cached_property
     def loops(self) -> int:
         """How many segments run along rows or columns."""
         return sum(axis is not None for _, axis in self.shape.segments)
-
-    @cached_property
-    def has_scans(self) -> bool:
-        return any(segment.scans for segment, _ in self.shape.segments)
 
     # ---- reasons
 
@@ -93,7 +76,7 @@ class KernelFacts:
     @cached_property
     def not_plain(self) -> str:
         """Why results are not plainly stored reductions of floats or integers."""
-        if self.has_scans:
+        if self.shape.scans:
             return "it scans"
         return self.scatters
 
@@ -105,11 +88,11 @@ class KernelFacts:
 
     @cached_property
     def finds_places(self) -> str:
-        return "the place of an extreme is looked for" if self.reductions & EXTREMES else ""
+        return "the place of an extreme is looked for" if self.shape.reductions & PLACES else ""
 
     @cached_property
     def draws(self) -> str:
-        return "random numbers are drawn" if self.ops & set(RANDOM) else ""
+        return "random numbers are drawn" if self.shape.ops & set(RANDOM) else ""
 
     @cached_property
     def sorts(self) -> str:

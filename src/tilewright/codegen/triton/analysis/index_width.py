@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tilewright.codegen.triton.tile.lower import is_index
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, walk
 from tilewright.ir.ops import INDEX_OPS, TABLE
 from tilewright.ir.program import Buffer, Store
-
-if TYPE_CHECKING:
-    pass
 
 LARGEST = 2**31 - 1
 

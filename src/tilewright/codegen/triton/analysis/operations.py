@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from tilewright.ir.expr import Expr, walk
 from tilewright.ir.program import Nest
 
+PLACES = frozenset(("argmin", "argmax"))  # reductions whose result is a place
+
 
 def is_gathered(index: Expr) -> bool:
     """Whether a place that is read from memory says where this is."""

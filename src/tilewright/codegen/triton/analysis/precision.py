@@ -28,7 +28,7 @@ def may_convert(shape: Shape) -> bool:
     """Whether the card's own instruction may make eight-bit floats: not such as are stored in rows
     and in columns too. ptxas up to 12.9 then stores other bytes in one of them (H200, Triton 3.6: a
     quarter of 512x384; triton issue 11111), and does not where integers made the bytes."""
-    stores = [s for m in shape.flat().members for s in m.stores if s.value.dtype in FP8]
+    stores = [s for s in shape.flat().stores if s.value.dtype in FP8]
     along = {frozenset(a.var for a in shape.axes if ix.coefficient(s.index, a.var) is ix.ONE)
              for s in stores}  # fmt: skip
     return len(along) < 2

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from tilewright.ir import index as ix
 from tilewright.ir.expr import loads, rewrite, walk
 from tilewright.ir.program import Buffer, Nest
-
-if TYPE_CHECKING:
-    pass
 
 
 def positions(members: Sequence[Nest]) -> dict[str, int]:

@@ -11,7 +11,7 @@ def has_long_code(shape: Shape) -> bool:
     """Whether a function is among the operations that has a branch for large numbers: small blocks
     wait less for each other, and have registers enough (H200: sines and cosines of 65536x256 floats
     36.9 us by 1024, 41.9 us by 4096)."""
-    return any(n.op in ("sin", "cos", "tan") for m in shape.members for n in walk(*m.exprs))
+    return bool(shape.ops & {"sin", "cos", "tan"})
 
 
 def reduces_often(shape: Shape) -> bool:
@@ -19,14 +19,14 @@ def reduces_often(shape: Shape) -> bool:
     of them meet for each reduction (H200: four reductions of 16384 rows of 4096 bfloat16 38 us
     by four warps, 44 us by eight; of 65536 of 1024 34 us by two rows of a warp, 51 us by two of
     four; two reductions 32 us either way)."""
-    folded = {n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
+    folded = {n for n in shape.nodes if n.op == "reduce"}
     return len(folded) > 2
 
 
 def nests_functions(shape: Shape) -> bool:
     """Whether elements take a function of a function: more threads wait less for each other (H200:
     binary cross entropy of 16384x4096 bfloat16 68.5 us, 72.8 us by sixteen warps)."""
-    nodes = {n for m in shape.members for n in walk(*m.exprs)}
+    nodes = set(shape.nodes)
     return any(n.op in TABLE and n.src and n.src[0].op in TABLE and n.dtype.is_floating_point
                and min(TABLE[n.op].cost, TABLE[n.src[0].op].cost) >= 20 for n in nodes)  # fmt: skip
 
@@ -41,7 +41,7 @@ def functions_of_each(shape: Shape) -> int:
 
 def along(shape: Shape) -> list[Expr]:
     """What is computed for each element of a row, and not once of what is reduced of it."""
-    own = {v for axis in shape.inner for v in axis.loops}
+    own = shape.row_loops
     found: dict[Expr, None] = dict.fromkeys(own)
     for n in walk(*(e for m in shape.members for e in m.exprs)):
         if n.op == "load":
@@ -53,13 +53,7 @@ def along(shape: Shape) -> list[Expr]:
     return list(found)
 
 
-def reduces(shape: Shape, *kinds: str) -> bool:
-    """Whether something of these kinds is reduced."""
-    return any(n.op == "reduce" and n.arg.kind in kinds
-               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
-
-
 def is_heavy(shape: Shape) -> bool:
     """Whether a special function is among the operations: long code, so few elements a thread."""
     return any(n.op in TABLE and TABLE[n.op].cost >= 60 and n.dtype.is_floating_point
-               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
+               for n in shape.nodes)  # fmt: skip

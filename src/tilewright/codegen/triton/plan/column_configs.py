@@ -6,22 +6,18 @@ from collections.abc import Iterable
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import given_along, read_along, sizes
-from tilewright.codegen.triton.analysis.work import reduces
+from tilewright.codegen.triton.analysis.operations import PLACES
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, below, clamp, power, round_of
-from tilewright.codegen.triton.plan.tiling import (
-    NARROWEST_TILE,
-    Shape,
-)
+from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.interleaved import is_even
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, rewrite, walk
+from tilewright.ir.expr import Expr, free_vars, rewrite
 from tilewright.ir.program import Program
 from tilewright.target import Target
 
-LONGEST_OF_THREAD = 32  # rows of a column that a thread reduces alone: so many loads are in flight
 STEP = "XSTEP"  # columns of a program that has more lanes
-SLID_LANES = 512
 
 
 def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
@@ -39,20 +35,20 @@ def of_columns(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if 32 <= piece < 2 * wide:  # so what is gathered is the same for all of a program
         yield Config(((x.block, piece), *rows), piece // 32)
         return
-    if folded and longest <= LONGEST_OF_THREAD and x.likely >= 4 * wide * target.sms:
+    if folded and longest <= rules.COLUMN_OF_THREAD.limit and x.likely >= 4 * wide * target.sms:
         yield Config(((x.block, 2 * wide), *rows), 2 * vector // _beside(shape, vector))
     block, warps = _held_columns(shape, longest, folded, vector, target)
     yield Config(((x.block, block), *rows), warps)
-    room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), 128)
+    room = clamp(rules.TILE_COLUMNS.limit, power(x.likely / max(target.sms, 1)), 128)
     for tile, share in ((8192, 16), (4096, 16), (16384, 32), (32768, 32)):
-        block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
+        block = min(clamp(rules.TILE_COLUMNS.limit, tile // longest, room), power(x.likely))
         warps = clamp(1, power(longest * block / (32 * share)), MOST_WARPS)
         yield Config(((x.block, block), *rows), warps)
 
 
 def gathers(shape: Shape) -> bool:
     """Whether where something is read is read."""
-    return any(n.op == "index" for m in shape.members for n in walk(*m.exprs))
+    return "index" in shape.ops
 
 
 def pieces_of(dtype: torch.dtype) -> int:
@@ -69,14 +65,18 @@ def of_slid_columns(shape: Shape) -> Iterable[Config]:
         warps = max(lanes * count // (32 * 64), 2)
         yield Config(((x.block, lanes), (r.block, count)), warps)
         return
-    if any(segment.scans for segment, _ in shape.segments):
+    if shape.scans:
         lanes = power(shape.staged)
         for elements in (4096, 2048):
             count = max(8, elements // lanes)
             yield Config(((x.block, lanes), (r.block, count)), min(lanes // 32, 8))
         return
-    rows = max(pieces_of(n.dtype) for m in shape.members for n in loads(*m.exprs))
-    blocks = ((x.block, SLID_LANES), (STEP, SLID_LANES - rows), (r.block, rows))
+    rows = max(pieces_of(n.dtype) for n in shape.loads)
+    blocks = (
+        (x.block, rules.SHIFTED_LANES.limit),
+        (STEP, rules.SHIFTED_LANES.limit - rows),
+        (r.block, rows),
+    )
     yield Config(blocks, 2)
 
 
@@ -92,9 +92,9 @@ def _held_columns(shape: Shape, longest: int, folded: bool, vector: int, target:
     side, size = _beside(shape, line), max(a.size or 1 for a in shape.inner)
     given = below(max(1, len(given_along(shape))))
     wide = line if side == line else 4 * line if side < vector and longest <= 32 else 2 * line
-    room = clamp(NARROWEST_TILE, power(x.likely / max(target.sms, 1)), wide)
+    room = clamp(rules.TILE_COLUMNS.limit, power(x.likely / max(target.sms, 1)), wide)
     tile = 256 * line // (given if side < vector else 1)
-    block = min(clamp(NARROWEST_TILE, tile // longest, room), power(x.likely))
+    block = min(clamp(rules.TILE_COLUMNS.limit, tile // longest, room), power(x.likely))
     share = line // given
     warps, least = power(longest * block / (32 * share)), power(longest * block / (64 * share))
     if side >= vector:
@@ -110,8 +110,8 @@ def _beside(shape: Shape, most: int) -> int:
     """How many columns lie side by side in all rows, counted from where memory is even."""
     flat = shape.flat()
     x, inner = flat.parallel[0], {a.var for a in flat.inner}
-    indices = [n.src[0] for m in flat.members for n in loads(*m.exprs)]
-    indices += [s.index for m in flat.members for s in m.stores]
+    indices = [n.src[0] for n in flat.loads]
+    indices += [s.index for s in flat.stores]
     tiles = [i for i in indices if inner & free_vars(i) and _differs(i, x.var, most)]
     while most > 1 and not all(is_even(i, x, most) for i in tiles):
         most //= 2
@@ -133,8 +133,8 @@ def at_once(program: Program, shape: Shape) -> int:
     """Neighbouring columns that a thread loads and stores at once."""
     flat = shape.flat()
     x = flat.parallel[0]
-    places = {n.src[0] for m in flat.members for n in loads(*m.exprs)}
-    places |= {s.index for m in flat.members for s in m.stores}
+    places = {n.src[0] for n in flat.loads}
+    places |= {s.index for s in flat.stores}
     found = 16 // min(16, *sizes(program, flat))
     while found > 1 and not all(is_even(i, x, found) for i in places if x.var in free_vars(i)):
         found //= 2
@@ -144,7 +144,7 @@ def at_once(program: Program, shape: Shape) -> int:
 def carried(shape: Shape) -> int:
     """Bytes of what a scan carries from one element to the next."""
     return max(sum(s.dtype.itemsize for s in n.src) << (n.arg.kind == "logsumexp")
-               for m in shape.members for n in walk(*m.exprs) if n.op == "scan")  # fmt: skip
+               for n in shape.nodes if n.op == "scan")  # fmt: skip
 
 
 def rows_of_thread(shape: Shape, neighbours: int) -> int:
@@ -173,7 +173,7 @@ def _steps_oddly(shape: Shape) -> bool:
     Triton 3.6 lays single elements out in shared memory such that all of a row are in one bank
     (H200: sums of 2042 rows of 389 floats, what the backward pass of layer norm leaves, 49 us)."""
     flat = shape.flat()
-    steps = [ix.coefficient(n.src[0], a.var) for m in flat.members for n in loads(*m.exprs)
+    steps = [ix.coefficient(n.src[0], a.var) for n in flat.loads
              if n.dtype.itemsize == 4 for a in flat.inner]  # fmt: skip
     return any(step is not None and (ix.value_of(step) or 0) % 2 for step in steps)
 
@@ -197,10 +197,10 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
     us by 64 rows of two warps, 34 us ahead with four)."""
     x = shape.parallel[0]
     bx = 8 * vector
-    while bx > NARROWEST_TILE and 4 * x.likely < 3 * bx * target.sms:
+    while bx > rules.TILE_COLUMNS.limit and 4 * x.likely < 3 * bx * target.sms:
         bx //= 2
     # a running softmax wants rows of one thread, arithmetic of much else wants threads
-    exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
+    exponentials = "exp" in shape.ops
     loaded = read_along(shape)
     count = max(len(loaded), 1)  # what is computed of its place alone loads nothing
     share = 32 if len(loaded) == 1 or (exponentials and len(shape.segments) > 1) else 16
@@ -208,10 +208,10 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
                (bx, 128, 8, 1), (bx // 2, 256, 8, 1)]  # fmt: skip
     if share == 16 and all(a.likely > 256 for a in shape.inner):
         choices[:2] = choices[1::-1]
-    if vector == 8 and any(segment.scans for segment, _ in shape.segments):
+    if vector == 8 and shape.scans:
         choices.insert(0, (32, 128, 32, 3))  # 8192x8192 bfloat16 131 us, 240 us by 64 columns
     together = round(x.likely / (bx * max(target.sms, 1)))  # programs on an SM
-    places = reduces(shape, "argmin", "argmax")
+    places = bool(shape.reductions & PLACES)
     stored = len(shape.segments) == 1 and any(not m.reduce for m in shape.members)
     if together > 1 and (stored or not exponentials) and choices[0][0] == bx:
         most, each = (128, 32) if places else (256, share)
@@ -219,12 +219,12 @@ def of_long_columns(shape: Shape, vector: int, target: Target) -> Iterable[Confi
         br = clamp(least, below(most // (below(together) * count)), most)
         if all(a.likely > 2 * br for a in shape.inner):
             choices.insert(0, (bx, br, each, 4 if br < 64 else 3))
-    if reduces(shape, "welford"):
+    if "welford" in shape.reductions:
         choices = [(bx, 128, 16 * vector, 1), (bx, 64, 4 * vector, 4), (bx, 128, 8 * vector, 3),
                    (bx, 128, 8 * vector, 1)]  # fmt: skip
         if x.likely < 8 * bx * target.sms:
             choices[:2] = choices[1::-1]
-    short = 512 if reduces(shape, "welford") else 256
+    short = 512 if "welford" in shape.reductions else 256
     if together >= 8 and all(a.likely <= short for a in shape.inner) and not (
         places or exponentials or stored):  # fmt: skip
         choices.insert(0, (bx, 64, below(8 * vector // count), 1))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from tilewright.codegen.triton.plan.tiling import Axis
 
 MOST_WARPS = 32
-LONG_ROW = 1 << 14  # elements of a row of which each program has a piece
 
 
 @dataclass(frozen=True)

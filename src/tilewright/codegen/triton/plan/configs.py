@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import reads_rows, sizes, vector_of, writes_rows
 from tilewright.codegen.triton.analysis.work import has_long_code, is_heavy
 from tilewright.codegen.triton.plan.column_configs import (
@@ -18,7 +19,7 @@ from tilewright.codegen.triton.plan.column_configs import (
     of_scanned_columns,
     of_slid_columns,
 )
-from tilewright.codegen.triton.plan.config import LONG_ROW, MOST_WARPS, Config, clamp, power
+from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power
 from tilewright.codegen.triton.plan.grid_order import columns_at_once
 from tilewright.codegen.triton.plan.row_configs import (
     of_held_rows,
@@ -28,11 +29,7 @@ from tilewright.codegen.triton.plan.row_configs import (
     of_shared_rows,
     of_walked_rows,
 )
-from tilewright.codegen.triton.plan.tiling import (
-    Axis,
-    Shape,
-    is_narrow,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, is_narrow
 from tilewright.codegen.triton.strategies.unrolled_columns import of_unrolled
 from tilewright.codegen.triton.tile.interleaved import interleaved, is_even, step
 from tilewright.ir import index as ix
@@ -42,14 +39,11 @@ from tilewright.ir.program import Program
 from tilewright.schedule.nests.hints import hint_product
 from tilewright.target import Target
 
-SAMPLES = 8  # elements gathered for one
-MOST_READ = 160  # bytes that a thread has under way where nothing is reduced
-
 
 def _is_seldom(shape: Shape) -> bool:
     """Whether all that is stored is held back by a mask: most threads have nothing to do but to
     find that out, so they are few and have many elements each."""
-    return all(s.mask is not None for m in shape.members for s in m.stores)
+    return all(s.mask is not None for s in shape.stores)
 
 
 def configs(program: Program, shape: Shape, target: Target) -> tuple[Config, ...]:
@@ -115,20 +109,19 @@ def _at_once(program: Program, shape: Shape, vector: int) -> int:
     flat = shape.flat()
     known, _ = interleaved(flat, program.buffers, frozenset())
     axis = flat.parallel[-1]
-    apart = {n.arg for m in flat.members for n in loads(*m.exprs)
-             if n not in known and 2 <= step(n.src[0], axis) <= 8}  # fmt: skip
+    apart = {n.arg for n in flat.loads if n not in known and 2 <= step(n.src[0], axis) <= 8}
     large = max((hint_product(program.buffers[b].size) for b in apart), default=0)
     if 8 * large >= axis.likely:  # not for tables, which stay in cache
         return 1
     # of several wide tensors fewer, for their registers (H200: adamw of 4114805 floats 33.8 us,
     # 37.7 us by eight; of 11832117 88.0 us, 91.8 us)
-    read = {n.arg: n.dtype.itemsize for m in flat.members for n in loads(*m.exprs)
+    read = {n.arg: n.dtype.itemsize for n in flat.loads
             if ix.coefficient(n.src[0], axis.var) is ix.ONE}  # fmt: skip
-    if 2 * vector * sum(read.values()) > MOST_READ:
+    if 2 * vector * sum(read.values()) > rules.BYTES_OF_THREAD.limit:
         return 4
     # of many floats one access each (lion of 33554432 157.3 us, 159.8 us; adam 222.4 us, 223.9 us;
     # sums of two 93.2 us, 93.6 us)
-    written = {b for m in flat.members for b in m.writes}
+    written = flat.written
     if len({*read, *written}) >= 5 and all(size >= 4 for size in sizes(program, flat)):
         return vector // 2
     if any(first not in known for first in known.values()):  # those between pairs
@@ -142,7 +135,7 @@ def _divides(flat: Shape) -> bool:
     (H200: rotations of heads of 96 53 us, 56 us; of 80 103 us, 105 us; but of 64 109 us, 106 us, of
     128 90 us, 86 us)."""
     x = flat.parallel[-1].var
-    places = (n for m in flat.members for e in loads(*m.exprs) for n in walk(e.src[0]))
+    places = (n for e in flat.loads for n in walk(e.src[0]))
     sizes = {ix.value_of(n.src[1]) or 1 for n in places if n.op == "imod" and n.src[0] is x}
     return any(size & (size - 1) for size in sizes)
 
@@ -155,17 +148,16 @@ def _is_mixed(program: Program, flat: Shape, vector: int) -> bool:
     129 us)."""
     if _computes(flat):
         return False
-    nodes = [n for m in flat.members for n in walk(*m.exprs)]
+    nodes = flat.nodes
     moved = {n.arg for n in nodes if n.op == "load" and free_vars(n.src[0])}
-    moved |= {b for m in flat.members for b in m.writes}
+    moved |= flat.written
     bytes_ = {vector * program.buffers[b].dtype.itemsize for b in moved}
     return max(bytes_, default=0) > 16 <= min(bytes_)
 
 
 def _computes(shape: Shape) -> bool:
     """Whether more than a few instructions are made of an element."""
-    return any(n.op in TABLE and TABLE[n.op].cost >= 20
-               for m in shape.members for n in walk(*m.exprs))  # fmt: skip
+    return any(n.op in TABLE and TABLE[n.op].cost >= 20 for n in shape.nodes)
 
 
 def _flat(axis: Axis, vector: int, target: Target) -> Iterable[Config]:
@@ -185,7 +177,7 @@ def _sampled(shape: Shape) -> Iterable[Config]:
     us by four elements)."""
     (x,) = shape.parallel
     if sum(bool(loads(n.src[0])) for n in loads(*(e for m in shape.members for e in m.exprs))
-           ) >= SAMPLES:  # fmt: skip
+           ) >= rules.SAMPLES.limit:  # fmt: skip
         yield from (Config(((x.block, 32 * warps),), warps) for warps in (4, 8, 16))
 
 
@@ -195,7 +187,7 @@ def _looked_up(shape: Shape, target: Target) -> Iterable[Config]:
     us by 2048; of 1000 rows of 16384 floats 80 us, 113 us by 1024)."""
     (x,) = shape.parallel
     if x.likely >= 8192 * target.sms and any(
-        free_vars(i) for m in shape.members for n in loads(*m.exprs)
+        free_vars(i) for n in shape.loads
         for i in walk(n.src[0]) if i.op == "index"):  # fmt: skip
         yield Config(((x.block, 4096),), 16)
 
@@ -209,7 +201,7 @@ def _tiled(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     *rest, y, x = shape.parallel
     fixed = tuple((a.block, clamp(1, power(a.likely), 8)) for a in rest)
     choices = [(64, 64, 8), (32, 64, 4), (64, 32, 4), (32, 32, 4), (128, 32, 8), (8, 128, 4)]
-    read = {n.arg for m in shape.members for n in loads(*m.exprs)}
+    read = {n.arg for n in shape.loads}
     widest = max((program.buffers[b].dtype.itemsize for m in shape.members
                   for b in m.reads | m.writes), default=4)  # fmt: skip
     large = (128, 128, 8) if widest <= 2 else (64, 128, 16)
@@ -233,8 +225,8 @@ def _is_stored_apart(shape: Shape) -> bool:
     """Whether all loads of a tile are of sixteen bytes, and no store is."""
     flat = shape.flat()
     y, x = flat.parallel
-    read = [n.src[0] for m in flat.members for n in loads(*m.exprs)]
-    written = [s.index for m in flat.members for s in m.stores]
+    read = [n.src[0] for n in flat.loads]
+    written = [s.index for s in flat.stores]
     return all(is_even(i, x, 8) or is_even(i, y, 8) for i in read) and not any(
         is_even(i, x, 8) for i in written)  # fmt: skip
 
@@ -269,7 +261,7 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
     if _is_seldom(shape):
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 4), (x.block, bx)), clamp(1, bx // (64 * vector), 4))
-    if sum(n.op == "index" for m in shape.members for n in walk(*m.exprs)) > 2:
+    if sum(n.op == "index" for n in shape.nodes) > 2:
         bx = min(power(size), 256 * vector)
         yield Config(((y.block, 1), (x.block, bx)), clamp(1, bx // (64 * vector), 16))
     elif reads_rows(shape) or writes_rows(shape, "add") or writes_rows(shape, "set"):
@@ -281,10 +273,12 @@ def _row_pieces(shape: Shape, vector: int, target: Target) -> Iterable[Config]:
         enough = y.likely * -(-size // bx) // (2 * max(target.sms, 1))
         by = clamp(1, 4 * each // bx, power(enough))
         yield Config(((y.block, by), (x.block, bx)), clamp(1, by * bx // each, 4))
-    if size >= LONG_ROW and not _computes(shape):
+    if size >= rules.LONG_ROW.limit and not _computes(shape):
         # 10560 planes of 128x128 bfloat16 scaled 165 us, 170 us with eight warps
         yield Config(((y.block, 1), (x.block, 256 * vector)), 4)
-    if size >= LONG_ROW:  # one row (849 of 100277 bfloat16 85 us, 95 us; 300 floats 65 us, 85 us)
+    if (
+        size >= rules.LONG_ROW.limit
+    ):  # one row (849 of 100277 bfloat16 85 us, 95 us; 300 floats 65 us, 85 us)
         for registers in (32, None):
             yield Config(((y.block, 1), (x.block, 512 * vector)), 8, registers=registers)
     # of misaligned rows longer pieces (50257 bfloat16: 438 us by 512, 447 us by 128)

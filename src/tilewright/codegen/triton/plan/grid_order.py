@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.operations import is_gathered
 from tilewright.codegen.triton.plan.tiling import Shape, is_narrow
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads
 from tilewright.ir.program import Buffer
 from tilewright.schedule.nests.hints import hint_product
-from tilewright.target import Target
-
-TIMES = 2  # that each row of a table comes
-LINE = 128  # bytes of the smallest pieces
-PAGE = 1024  # where something of each row is moved that does not come again
+from tilewright.target import LINE, Target
 
 
 def rows_first(buffers: Mapping[str, Buffer], shape: Shape, target: Target) -> bool:
@@ -40,9 +37,14 @@ def columns_at_once(buffers: Mapping[str, Buffer], shape: Shape, target: Target)
     if not rows or x.size is None:
         return 0
     whole = {b: hint_product(buffers[b].size) * buffers[b].dtype.itemsize for b in rows}
-    if any(times * x.likely < TIMES * hint_product(buffers[b].size) for b, times in rows.items()):
+    if any(
+        times * x.likely < rules.REUSES.limit * hint_product(buffers[b].size)
+        for b, times in rows.items()
+    ):
         return 0
-    least = (PAGE if others - set(rows) else LINE) // min(buffers[b].dtype.itemsize for b in rows)
+    least = (rules.REUSED_PIECE.limit if others - set(rows) else LINE) // min(
+        buffers[b].dtype.itemsize for b in rows
+    )
     columns = 1
     while 2 * sum(whole.values()) * columns <= target.l2 * x.likely:
         columns *= 2

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tilewright.codegen.triton.launch import Summary, TritonKernel
 from tilewright.codegen.triton.plan.config import Config
+from tilewright.codegen.triton.plan.cost import estimate
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
+from tilewright.target import Target
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
@@ -51,6 +53,11 @@ class KernelPlan:
             _launched(config, len(self.configs)),
             tuple(self.declined),
         )
+
+    def predicted(self, target: Target, moved: int) -> Summary:
+        """With how long it takes on a card where it moves so many bytes."""
+        found = estimate(self.shape, self.configs[0], target, moved)
+        return replace(self.summary, predicted=found)
 
 
 def residency(shape: Shape) -> str:

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import (
     floats_of,
     given_along,
+    own_rows,
     read_along,
     reduces_pairs_of_rows,
     sizes,
     vector_of,
 )
+from tilewright.codegen.triton.analysis.operations import PLACES
 from tilewright.codegen.triton.analysis.work import (
     functions_of_each,
     nests_functions,
-    reduces,
     reduces_often,
 )
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power, round_of
-from tilewright.codegen.triton.plan.tiling import (
-    LONGEST_PASS,
-    MOST_KEPT,
-    Axis,
-    Shape,
-    accumulates,
-    is_one_walk,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, accumulates, is_one_walk
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.expr import free_vars
 from tilewright.ir.program import Program
-from tilewright.schedule.split.cyclic import ROW_OF_TILE, TILE_ROWS
 from tilewright.target import Target
-
-LONGEST_OF_WARP = 1024  # elements of a row that one warp reduces
-LEAST_MOVED = 2560  # bytes of the rows of a program
-OF_PAIRS = 4096  # elements of a tile of rows that come from the cache
 
 
 def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
@@ -52,8 +42,12 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
             for a in shape.inner]  # fmt: skip
     longest = max((size for _, size in rows), default=1)
     enough = max(1, x.likely // (4 * max(target.sms, 1)))
-    if longest <= 32 and enough >= OF_PAIRS // longest and reduces_pairs_of_rows(shape):
-        yield Config(((x.block, OF_PAIRS // longest), *rows), 4)
+    if (
+        longest <= 32
+        and enough >= rules.PAIRS_TILE.limit // longest
+        and reduces_pairs_of_rows(shape)
+    ):
+        yield Config(((x.block, rules.PAIRS_TILE.limit // longest), *rows), 4)
     if shape.packed:  # a thread has 32 elements; one warp alone would not turn them in memory
         for warps in (4, 2):
             yield Config(((x.block, 32 * warps // max(1, longest // 32)), *rows), warps)
@@ -61,7 +55,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
     picks = any(0 < shape.pieces(a) < vector for a in shape.inner)  # each its channel's scale
     if shape.misaligned or picks:  # few threads of many loads each, and rows of one warp if can be
         share = 64 // min(floats_of(program, shape), default=4)
-        if longest <= LONGEST_OF_WARP and folds_one(shape):
+        if longest <= rules.ROW_OF_WARP.limit and folds_one(shape):
             share = 64
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         warps = clamp(1, longest * block // (32 * share), MOST_WARPS)
@@ -70,7 +64,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         share = 128 // min(floats_of(program, shape), default=4)
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
         yield Config(((x.block, block), *rows), clamp(1, longest // (32 * share), MOST_WARPS))
-    scans = any(segment.scans for segment, _ in shape.segments)
+    scans = shape.scans
     leans = any(a.vector for a in shape.inner) and not scans
     if scans and any(a.vector for a in shape.inner):  # cumulative sums: 67 us, 87 us by single ones
         share = 64 // min(floats_of(program, shape), default=4)
@@ -83,7 +77,7 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         for registers in (64, None):
             yield Config(((x.block, 1), *rows), longest // (32 * 32), registers=registers)
     if x.likely >= 32 * target.sms and not scans and _is_partly_empty(program, shape, longest):
-        few = longest > LONGEST_OF_WARP
+        few = longest > rules.ROW_OF_WARP.limit
         for registers in (None,) if few else (64, None):
             yield Config(((x.block, 1 if few else 2), *rows), 1, registers=registers)
     if leans:  # as many rows at work as of those that are even
@@ -93,31 +87,31 @@ def of_rows(program: Program, shape: Shape, target: Target) -> Iterable[Config]:
         _is_scanned_in_part(shape, longest) if scans else _is_sparse(program, shape, longest)
     ):
         yield Config(((x.block, 1), *rows), longest // (32 * 32))
-    if longest > LONGEST_PASS:
+    if longest > rules.ONE_BLOCK_ROW.limit:
         yield Config(((x.block, 1), *rows), 16)
-    elif scans and longest == LONGEST_PASS and min(sizes(program, shape)) == 2:
+    elif scans and longest == rules.ONE_BLOCK_ROW.limit and min(sizes(program, shape)) == 2:
         # as floats of bfloat16 103 us, 123 us with 16; of floats 132 us, 130 us
         yield Config(((x.block, 1), *rows), 8)
     even = x.likely >= 8 * target.sms and not (leans or scans or shape.misaligned)
     if even and 512 <= longest <= 1024 and functions_of_each(shape) > 1:
         yield Config(((x.block, 2), *rows), 2)
-    narrow = all(n.dtype.itemsize == 2 for n in _read(shape)) and not reduces_often(shape)
-    if even and narrow and reduces(shape, "argmin", "argmax") and 128 <= longest <= 1024:
+    narrow = all(n.dtype.itemsize == 2 for n in own_rows(shape)) and not reduces_often(shape)
+    if even and narrow and shape.reductions & PLACES and 128 <= longest <= 1024:
         # places are reduced too: by few threads (65536 rows of 1000 bfloat16 38 us, 50 us by two
         # rows of four warps, 41 us of two, 43 us by one row of a warp; 268800 of 80 float16 42 us,
         # 45 us by four)
         yield Config(((x.block, (4096 if longest >= 512 else 2048) // longest), *rows), 2)
-    elif even and narrow and longest == 512 and len(_read(shape)) > 1:
+    elif even and narrow and longest == 512 and len(own_rows(shape)) > 1:
         # no row by two warps (gradients of two normed rows of 512 bfloat16 and what they differ by
         # 50 us, 67 us by four rows of four warps, 61 us of two, 61 us by one row of a warp)
         yield Config(((x.block, 2), *rows), 1)
     if x.likely >= 8 * target.sms and reduces_often(shape):
         # where rows are used again fewer of them, for what a thread keeps (distances of
         # 65536 rows of 512 bfloat16 that are normed 41 us by two rows of a warp, 54 us by four)
-        most = 64 if longest <= LONGEST_OF_WARP else 32
-        share = min(32 if shape.reread else 64, max(16, most // power(len(_read(shape)))))
+        most = 64 if longest <= rules.ROW_OF_WARP.limit else 32
+        share = min(32 if shape.reread else 64, max(16, most // power(len(own_rows(shape)))))
         block = min(clamp(1, 32 * share // longest, power(enough)), power(x.likely))
-        if longest == LONGEST_PASS and functions_of_each(shape):
+        if longest == rules.ONE_BLOCK_ROW.limit and functions_of_each(shape):
             # two rows on an SM either way, by more threads (supervised contrast of 8192 rows
             # 147 us by sixteen warps, 155 us by eight, 168 us with all registers)
             yield Config(((x.block, 1), *rows), 16, registers=64)
@@ -140,7 +134,7 @@ def held_at_once(shape: Shape) -> int:
     flat, given = shape.flat(), given_along(shape)
     whole = {flat.inner[0].var, flat.parallel[0].var}
     wide = any(n.dtype.itemsize > 2 and whole <= free_vars(n.src[0]) and n.arg in given
-               for m in flat.members for n in loads(*m.exprs))  # fmt: skip
+               for n in flat.loads)  # fmt: skip
     return 4 if wide else 8
 
 
@@ -153,8 +147,7 @@ def of_held_rows(program: Program, shape: Shape) -> Iterable[Config]:
     (axis,), each = shape.inner, held_at_once(shape)
     warps = shape.chunk // (32 * each)
     blocks = ((shape.parallel[0].block, 1), (axis.block, shape.chunk))
-    weights = any(free_vars(n.src[0]) == frozenset((axis.var,)) for m in shape.flat().members
-                  for n in loads(*m.exprs))  # fmt: skip
+    weights = any(free_vars(n.src[0]) == frozenset((axis.var,)) for n in shape.flat().loads)
     room = (5 if weights and axis.start is not None else 10) * each  # elements of a thread
     if (shape.part or axis.likely) <= room * 32 * warps and shape.planes_each == 1:
         yield Config(blocks, warps, registers=64)
@@ -172,12 +165,20 @@ def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
     if reduces_pairs_of_rows(
         shape
     ):  # little of it comes from memory (174 us, 184 us by half of it)
-        yield Config(((x.block, OF_PAIRS // shape.chunk), (axis.block, shape.chunk)), 4)
+        yield Config(
+            ((x.block, rules.PAIRS_TILE.limit // shape.chunk), (axis.block, shape.chunk)), 4
+        )
     threads = shape.chunk // (axis.vector or vector_of(program, shape))
     rows = max(1, 32 // threads)
     moved = _moved(program, shape)
     bytes_ = rows * (axis.size or 1) * moved
-    most = 1 if bytes_ >= LEAST_MOVED else 2 if 3 * bytes_ >= LEAST_MOVED else 4
+    most = (
+        1
+        if bytes_ >= rules.BYTES_OF_PROGRAM.limit
+        else 2
+        if 3 * bytes_ >= rules.BYTES_OF_PROGRAM.limit
+        else 4
+    )
     weights = _alike(shape) & given_along(shape)
     if sum(program.buffers[b].dtype.itemsize for b in weights) >= 4 * moved:
         most = 4
@@ -188,26 +189,17 @@ def _tiles(program: Program, shape: Shape) -> Iterable[Config]:
 
 def _moved(program: Program, shape: Shape) -> int:
     """Bytes that are loaded and stored of each element of a row of its own."""
-    inner = {v for a in shape.inner for v in a.loops}
+    inner = shape.row_loops
     read = {b for m in shape.members for b in m.reads}
-    stored = {s.buffer for m in shape.members for s in m.stores if inner & free_vars(s.index)}
+    stored = {s.buffer for s in shape.stores if inner & free_vars(s.index)}
     moved = given_along(shape) - _alike(shape) | stored - read
     return sum(program.buffers[b].dtype.itemsize for b in moved)
 
 
 def _alike(shape: Shape) -> set[str]:
     """What is the same for all rows."""
-    inner = {v for a in shape.inner for v in a.loops}
-    return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) <= inner}
-
-
-def _read(shape: Shape) -> set[Expr]:
-    """Rows of which a program keeps all, for which it has to have registers (H200: mixtures of ten
-    52 us, 103 us; norms and differences of two of 512 bfloat16 35 us, 46 us)."""
-    inner = {v for a in shape.inner for v in a.loops}
-    made = {b for m in shape.members for b in m.writes}
-    return {n for m in shape.members for n in loads(*m.exprs) if n.arg not in made
-            and inner & free_vars(n.src[0]) and free_vars(n.src[0]) - inner}  # fmt: skip
+    inner = shape.row_loops
+    return {n.arg for n in shape.loads if free_vars(n.src[0]) <= inner}
 
 
 def folds_one(shape: Shape) -> bool:
@@ -215,10 +207,9 @@ def folds_one(shape: Shape) -> bool:
     short, and no more than three start in two nanoseconds (H200: squares of 269175 rows of 217
     bfloat16 30 us by eight rows of a warp, 43 us by four; of 102912 of 461 25 us by four, 34 us
     by two; sums of 193778 of 360 60 us by two, of which memory takes 32 us)."""
-    inner = {v for a in shape.inner for v in a.loops}
-    read = {(n.arg, n.src[0]) for m in shape.members for n in loads(*m.exprs)
-            if inner & free_vars(n.src[0])}  # fmt: skip
-    stored = any(inner & free_vars(s.index) for m in shape.members for s in m.stores)
+    inner = shape.row_loops
+    read = {(n.arg, n.src[0]) for n in shape.loads if inner & free_vars(n.src[0])}
+    stored = any(inner & free_vars(s.index) for s in shape.stores)
     return len(read) == 1 and not stored
 
 
@@ -228,17 +219,17 @@ def of_rows_in_order(program: Program, shape: Shape, target: Target) -> Iterable
     x = shape.parallel[0]
     rows = [(a.block, power(a.size or 1)) for a in shape.inner]
     longest = max((size for _, size in rows), default=1)
-    if longest <= ROW_OF_TILE and shape.pipelined and _lie_beside(shape):
+    if longest <= rules.TILED_ROW.limit and shape.pipelined and _lie_beside(shape):
         # several as one tile, which the next ones are in flight of (missing values of 1048576 rows
         # of 40 floats 91 us, 103 us without, 153 us by one row)
         for warps, ahead in ((2, 3), (1, 3), (2, 1)):
-            yield Config(((x.block, TILE_ROWS), *rows), warps, ahead=ahead)
+            yield Config(((x.block, rules.TILED_ROWS.limit), *rows), warps, ahead=ahead)
     choices = (
         ((32, 3), (16, 3), (32, 2), (16, 1)) if shape.pipelined else ((16, 0), (32, 0), (8, 0))
     )
     if shape.misaligned and shape.pipelined:
         wide = min(floats_of(program, shape), default=4) > 2
-        if (0 if wide else LONGEST_OF_WARP) < longest <= 4096:
+        if (0 if wide else rules.ROW_OF_WARP.limit) < longest <= 4096:
             yield from _odd_rows_in_order(shape, rows, target)
         # of 777 bfloat16 171 us with one warp, 202 us with two
         choices = ((8, 1), (16, 1)) if wide else ((32, 1), (16, 1))
@@ -255,8 +246,7 @@ def _lie_beside(shape: Shape) -> bool:
     x, (axis, *more) = flat.parallel[0], flat.inner
     if more or shape.total or any(free_vars(v.src[0]) for v in shape.serial):
         return False
-    found = [n.src[0] for m in flat.members for n in loads(*m.exprs)
-             if {axis.var, x.var} <= free_vars(n.src[0])]  # fmt: skip
+    found = [n.src[0] for n in flat.loads if {axis.var, x.var} <= free_vars(n.src[0])]
     steps = {ix.value_of(ix.coefficient(i, x.var) or ix.ZERO) for i in found}
     return steps == {axis.size}
 
@@ -290,7 +280,7 @@ def _is_partly_empty(program: Program, shape: Shape, longest: int) -> bool:
         return False
     size = max(a.size or longest for a in shape.inner)
     wide = any(program.buffers[b].dtype.itemsize > 2 for b in given_along(shape))
-    most = {512: 448, 1024: 768, 2048: 1280 if reduces(shape, "welford") else 0}
+    most = {512: 448, 1024: 768, 2048: 1280 if "welford" in shape.reductions else 0}
     return size < most.get(longest, 0) and not wide
 
 
@@ -303,15 +293,15 @@ def _is_sparse(program: Program, shape: Shape, longest: int) -> bool:
     if (
         shape.misaligned
         or any(a.vector for a in shape.inner)
-        or not 2048 <= longest <= LONGEST_PASS
+        or not 2048 <= longest <= rules.ONE_BLOCK_ROW.limit
     ):
         return False
     if any(program.buffers[b].dtype.itemsize > 2 for b in given_along(shape)):
         return False
     size = max(a.size or longest for a in shape.inner)
-    if not reduces(shape, "welford"):
+    if "welford" not in shape.reductions:
         return 8 * size <= 7 * longest
-    return size < longest or longest == LONGEST_PASS
+    return size < longest or longest == rules.ONE_BLOCK_ROW.limit
 
 
 def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
@@ -322,7 +312,7 @@ def _is_scanned_in_part(shape: Shape, longest: int) -> bool:
     if (
         shape.misaligned
         or any(a.vector for a in shape.inner)
-        or not 2048 <= longest <= LONGEST_PASS
+        or not 2048 <= longest <= rules.ONE_BLOCK_ROW.limit
     ):
         return False
     return 8 * max(a.size or longest for a in shape.inner) <= 7 * longest
@@ -361,18 +351,18 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     if is_one_walk(shape):
         yield from _one_walk(shape, target)
         return
-    exponentials = any(n.op == "exp" for m in shape.members for n in walk(*m.exprs))
+    exponentials = "exp" in shape.ops
     choices = [(1, 2048, 4), (1, 4096, 8), (1, 8192, 16), (4, 512, 4), (1, 1024, 4)]
     longest = max(a.likely for a in shape.inner)
-    if shape.reread and longest <= MOST_KEPT // 2:
+    if shape.reread and longest <= rules.REREAD_ROW.limit // 2:
         choices = [(1, 1024, 4), (1, 2048, 8), (1, 2048, 4)]
-        if longest > LONGEST_PASS and not reduces(shape, "welford"):
+        if longest > rules.ONE_BLOCK_ROW.limit and "welford" not in shape.reductions:
             choices.insert(0, (1, 2048, 8))
-        elif longest > LONGEST_PASS and all(a.start is None for a in shape.inner):
+        elif longest > rules.ONE_BLOCK_ROW.limit and all(a.start is None for a in shape.inner):
             choices.insert(0, (1, 4096, 16))
     elif shape.reread:
         choices = [(1, 8192, 32), (1, 8192, 16), (1, 4096, 8), (1, 2048, 4), (4, 512, 4)]
-        if reduces(shape, "welford"):
+        if "welford" in shape.reductions:
             choices.insert(0, (1, 4096, 16))
         elif x.likely < 8 * target.sms and shape.pipelined:
             choices.insert(0, (1, 4096, 8))
@@ -381,7 +371,7 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         elif x.likely < 8 * target.sms or (_largest(shape) > 1 and not shape.pipelined):
             choices.insert(0, (1, 8192, 16))
     elif not exponentials and not shape.prefetched:
-        choices.insert(0, (1, 4096, 8) if reduces(shape, "welford") else (1, 8192, 16))
+        choices.insert(0, (1, 4096, 8) if "welford" in shape.reductions else (1, 8192, 16))
     elif exponentials and x.likely < 8 * target.sms:
         choices.insert(0, (1, 4096, 8))
     elif exponentials and x.likely < 16 * target.sms and not shape.prefetched:
@@ -390,7 +380,7 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
         # all run at once (2982 rows of 30522 51 us, 54 us by four warps; 2200 of 65024 74 us, 84
         # us); more by four warps, one half after the other (4096 of 32000 65 us, 66 us so)
         choices.insert(0, (1, 1024, 2))
-    if reduces(shape, "argmin", "argmax"):
+    if shape.reductions & PLACES:
         choices = [(1, 2048, 8), (1, 4096, 16), (1, 4096, 8), (1, 1024, 4)]
     elif x.likely < 4 * target.sms:
         choices = [(1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 8192, 32)]
@@ -408,7 +398,9 @@ def of_long_rows(shape: Shape, target: Target) -> Iterable[Config]:
     for (bx, br, warps), ahead in zip(choices, aheads, strict=True):
         rows = tuple((a.block, round_of(a, _piece_of(shape, a, br), 1024)) for a in shape.inner)
         block, size = min(bx, power(x.likely)), max(size for _, size in rows)
-        if size < LONGEST_OF_WARP and not (shape.prefetched or any(a.vector for a in shape.inner)):
+        if size < rules.ROW_OF_WARP.limit and not (
+            shape.prefetched or any(a.vector for a in shape.inner)
+        ):
             # of another length they may be long: as many as fill a block (gradients of norms of
             # 262016 rows of likely 128 bfloat16, and what is around them, 718 us, 2578 us by one);
             # of exponentials by one warp, or rows are shared (focal loss of 500001 rows of likely
@@ -424,11 +416,9 @@ def _stores_masks(shape: Shape) -> bool:
     """Whether bytes are stored of rows of floats: a thread has four elements then, as it loads at
     once, or they are brought to others through shared memory in each round (H200: quantile losses
     of 1048576 rows of nine, with three masks, 39 us, 48 us by 4096)."""
-    inner = {v for a in shape.inner for v in a.loops}
-    stored = {s.value.dtype.itemsize for m in shape.members for s in m.stores
-              if inner & free_vars(s.index)}  # fmt: skip
-    read = {n.dtype.itemsize for m in shape.members for n in loads(*m.exprs)
-            if inner & free_vars(n.src[0])}  # fmt: skip
+    inner = shape.row_loops
+    stored = {s.value.dtype.itemsize for s in shape.stores if inner & free_vars(s.index)}
+    read = {n.dtype.itemsize for n in shape.loads if inner & free_vars(n.src[0])}
     return 1 in stored and 4 in read
 
 
@@ -436,19 +426,17 @@ def _moves_much(shape: Shape) -> bool:
     """Whether chunks in one piece are walked once, with so much of each element that half a block
     is as much under way (H200: squares of 256 chunks of floats with bfloat16 added, which are
     stored, 170 us in blocks of 4096, 175 us of 8192, 204 us of 2048 by eight warps)."""
-    inner = {v for a in shape.inner for v in a.loops}
+    inner = shape.row_loops
     if shape.reread or shape.pipelined or len(inner) != 1:
         return False
-    stored = {s.buffer: s.value.dtype.itemsize for m in shape.members for s in m.stores
-              if inner & free_vars(s.index)}  # fmt: skip
-    read = {n.arg: n.dtype.itemsize for m in shape.members for n in loads(*m.exprs)
-            if inner & free_vars(n.src[0])}  # fmt: skip
+    stored = {s.buffer: s.value.dtype.itemsize for s in shape.stores if inner & free_vars(s.index)}
+    read = {n.arg: n.dtype.itemsize for n in shape.loads if inner & free_vars(n.src[0])}
     return bool(stored) and len(read) > 1 and sum(stored.values()) + sum(read.values()) >= 10
 
 
 def _largest(shape: Shape) -> int:
     """Of how many rows the largest value is looked for, as of several that exponentials are of."""
-    nodes = {n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
+    nodes = {n for n in shape.nodes if n.op == "reduce"}
     return sum(n.arg.kind == "max" for n in nodes)
 
 

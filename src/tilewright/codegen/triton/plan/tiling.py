@@ -13,9 +13,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.operations import scatters, sorts
 from tilewright.codegen.triton.rewrite.loop_order import (
-    SHORTEST_TILE,
     longest_first,
     ordered_loops,
     read_in_pieces,
@@ -27,27 +27,13 @@ from tilewright.codegen.triton.rewrite.unroll_channels import unroll_channels
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
 from tilewright.ir.ops import TABLE
-from tilewright.ir.program import Nest, Program
+from tilewright.ir.program import Nest, Program, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import accesses, all_loops
-from tilewright.schedule.fusion.row_column import LONGEST_CACHED
 from tilewright.schedule.nests.access import disjoint
 from tilewright.schedule.nests.hints import hint, hint_product
 from tilewright.schedule.nests.segments import Segment, merge_loops, segments_of, without_scan
 from tilewright.schedule.nests.transform import reduces_or_scans, rename, substitute_nest
-
-MOST_KEPT = 32768  # elements a program keeps of one row, over all values alive at once
-LONGEST_PASS = 8192  # elements of a row that is read once: longer ones are as fast in a loop
-NARROWEST_TILE = 16  # columns of a tile, or memory is read in pieces that waste most of a line
-SHORTEST_COLUMN = 64  # rows below which columns are reduced at once
-SHORTEST_WALK = 1024  # elements of a row that may be walked rather than held
-SHORTEST_ROW = 64  # elements worth looking up where they are once
-SPARSEST_TILE = 256  # elements of a row, a quarter of them empty, that is no tile
-SHORTEST_LEAN = 2048  # elements of a row for which its ends do not matter
-LONG_SIDE = 1024  # elements of a side of tiles beyond which its last tile does not matter
-MANY = 1 << 22  # elements of all rows, for programs that have several
-LONG_WALK = 96 << 10  # elements of a row after which what begins and ends a walk does not matter
-DEAR = 4  # what a quotient costs, and more than what is computed for each element anyway
 
 
 @dataclass(frozen=True)
@@ -182,6 +168,42 @@ class Shape:
     def inner(self) -> list[Axis]:
         return list(dict.fromkeys(axis for _, axis in self.segments if axis is not None))
 
+    @cached_property
+    def row_loops(self) -> frozenset[Expr]:
+        """The loops of rows or columns, along which it reduces or scans."""
+        return frozenset(v for axis in self.inner for v in axis.loops)
+
+    @cached_property
+    def nodes(self) -> tuple[Expr, ...]:
+        """All that is computed, of one member after the other."""
+        return tuple(n for m in self.members for n in walk(*m.exprs))
+
+    @cached_property
+    def ops(self) -> frozenset[str]:
+        return frozenset(n.op for n in self.nodes)
+
+    @cached_property
+    def reductions(self) -> frozenset[str]:
+        """The kinds of all reductions."""
+        return frozenset(n.arg.kind for n in self.nodes if n.op == "reduce")
+
+    @cached_property
+    def scans(self) -> bool:
+        return any(segment.scans for segment, _ in self.segments)
+
+    @cached_property
+    def loads(self) -> tuple[Expr, ...]:
+        return tuple(n for m in self.members for n in loads(*m.exprs))
+
+    @cached_property
+    def stores(self) -> tuple[Store, ...]:
+        return tuple(s for m in self.members for s in m.stores)
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The buffers that are."""
+        return frozenset(s.buffer for s in self.stores)
+
     @property
     def parts(self) -> int:
         """Of a row that is held, or of a plane of it."""
@@ -258,9 +280,10 @@ def other_residency(group: Group, shape: Shape) -> Shape | str:
     if len(shape.inner) != 1 or shape.serial or shape.row_programs or shape.across or shape.ragged:
         return "only rows along memory that one program has can be either"
     size = shape.inner[0].size
-    if size is None or not SHORTEST_WALK <= size <= MOST_KEPT // 2:
-        return f"rows do not have between {SHORTEST_WALK} and {MOST_KEPT // 2} elements"
-    if any(s.scans for s, _ in shape.segments):
+    shortest, longest = rules.EITHER_RESIDENCY.limit, rules.RESIDENT_ROW.limit // 2
+    if size is None or not shortest <= size <= longest:
+        return f"rows do not have between {shortest} and {longest} elements"
+    if shape.scans:
         return "rows are scanned"
     other = replace(shape, persistent=not shape.persistent)
     return cannot_hand_over(group, other) or other
@@ -271,9 +294,9 @@ def cannot_share(shape: Shape) -> str:
     if not shape.row_programs:
         return ""
     flat = shape.flat()
-    made = {(s.buffer, s.index) for m in flat.members for s in m.stores}
+    made = {(s.buffer, s.index) for s in flat.stores}
     stored = {buffer for buffer, _ in made}
-    for n in (n for m in flat.members for n in loads(*m.exprs)):
+    for n in flat.loads:
         if n.arg in stored and (n.arg, n.src[0]) not in made:
             return f"{n.arg} is read of another program's part of the row"
     for (a, i), (b, j) in combinations(made, 2):
@@ -389,10 +412,14 @@ def _fits(shape: Shape) -> bool:
             return False
         passes = [s for s, a in shape.segments if a is axis]
         once = len(passes) == 1 and not passes[0].scans
-        alive = MOST_KEPT // LONGEST_PASS if once else 2
+        alive = rules.RESIDENT_ROW.limit // rules.RESIDENT_ONE_PASS.limit if once else 2
         if shape.across:
-            alive = NARROWEST_TILE if len(passes) > 1 else MOST_KEPT // SHORTEST_COLUMN
-        if axis.size * alive > MOST_KEPT:
+            alive = (
+                rules.TILE_COLUMNS.limit
+                if len(passes) > 1
+                else rules.RESIDENT_ROW.limit // rules.RESIDENT_COLUMN.limit
+            )
+        if axis.size * alive > rules.RESIDENT_ROW.limit:
             return False
     return True
 
@@ -409,7 +436,7 @@ def _is_beyond_cache(shape: Shape) -> bool:
     if shape.persistent or shape.row_programs or len(shape.inner) != 1:
         return False
     walks = sum(axis is not None for _, axis in shape.segments)
-    return walks > 1 and (shape.inner[0].size or 0) >= LONGEST_CACHED
+    return walks > 1 and (shape.inner[0].size or 0) >= rules.PIPELINED_AGAIN.limit
 
 
 def is_one_walk(shape: Shape) -> bool:
@@ -418,7 +445,7 @@ def is_one_walk(shape: Shape) -> bool:
     walks = [s for s, axis in shape.segments if axis is not None]
     if shape.persistent or shape.row_programs or shape.across or shape.ragged or len(walks) != 1:
         return False
-    members, own = walks[0].members, {v for axis in shape.inner for v in axis.loops}
+    members, own = walks[0].members, shape.row_loops
     nodes = list(walk(*(e for m in members for e in m.exprs)))
     read = {n for n in nodes if n.op == "load" and own & free_vars(n)}
     kinds = {n.arg.kind for n in nodes if n.op == "reduce"}
@@ -431,7 +458,9 @@ def is_one_walk(shape: Shape) -> bool:
 def _may_run_ahead(group: Group, shape: Shape) -> bool:
     """Whether a loop is worth having later rounds' loads in flight, and nothing is loaded that
     the kernel has stored: what is read where it was just written is no load."""
-    long = is_one_walk(shape) and all((a.size or 0) >= LONG_WALK for a in shape.inner)
+    long = is_one_walk(shape) and all(
+        (a.size or 0) >= rules.PIPELINED_LOOP.limit for a in shape.inner
+    )
     if not (group.serial or (shape.across and not shape.persistent) or _is_beyond_cache(shape)
             or long):  # fmt: skip
         return False
@@ -532,9 +561,11 @@ def _tiles(program: Program, members: Sequence[Nest], outer: tuple[Expr, ...]
     along = run_along(program, members, outer)
     largest = max(along.values(), default=0)
     turned = [v for v in outer[:-1] if v in along and along[v] * 8 >= largest
-              and hint(v.src[0]) >= SHORTEST_TILE]  # fmt: skip
+              and hint(v.src[0]) >= rules.TILE_SIDE.limit]  # fmt: skip
     dynamic = any(ix.value_of(v.src[0]) is None for v in outer[1:])
-    if hint(last.src[0]) < SHORTEST_TILE or not (turned or (dynamic and hint(last.src[0]) >= 64)):
+    if hint(last.src[0]) < rules.TILE_SIDE.limit or not (
+        turned or (dynamic and hint(last.src[0]) >= 64)
+    ):
         return (Axis("x", outer, 0),)
     turned = sorted(turned, key=lambda v: -along[v])[:2]
     if not turned:
@@ -556,8 +587,8 @@ def _sides(members: Sequence[Nest], outer: tuple[Expr, ...], turned: Expr
     while True:
         free = [v for v in outer if v not in sides[0] and v not in sides[1]]
         lengths = [hint_product(v.src[0] for v in side) for side in sides]
-        longer = [(lengths[k], k, v) for k in (0, 1) for v in free
-                  if lengths[k] < LONG_SIDE and strides[k][v] == lengths[k]]  # fmt: skip
+        short = [k for k in (0, 1) if lengths[k] < rules.TILE_SIDE_LOOPS.limit]
+        longer = [(lengths[k], k, v) for k in short for v in free if strides[k][v] == lengths[k]]
         if not longer:
             return (*longest_first(tuple(free), strides[0]), *sides[0]), sides[1]
         _, k, v = min(longer, key=lambda found: found[:2])
@@ -583,7 +614,7 @@ def _rows_looked_up(members: Sequence[Nest], outer: tuple[Expr, ...]) -> tuple[A
     while inner < len(outer) and outer[len(outer) - 1 - inner] not in used:
         inner += 1
     rows, columns = outer[: len(outer) - inner], outer[len(outer) - inner :]
-    if not used or not rows or hint_product(v.src[0] for v in columns) < SHORTEST_ROW:
+    if not used or not rows or hint_product(v.src[0] for v in columns) < rules.ROW_AXIS.limit:
         return ()
     return Axis("y", rows, 0), Axis("x", columns, 1)
 
@@ -595,7 +626,7 @@ def _rows_of_one(program: Program, members: Sequence[Nest], outer: tuple[Expr, .
     Or along a column, if it takes computing (H200: gradient of deviations over the first
     dimension, 32768x2048 bfloat16, 67.6 us, 72.7 us with a quotient for each element). But short
     misaligned rows are moved as one."""
-    if len(outer) < 2 or hint(outer[-1].src[0]) < SHORTEST_ROW:
+    if len(outer) < 2 or hint(outer[-1].src[0]) < rules.ROW_AXIS.limit:
         return ()
     *rows, column = outer
     indices = [s.index for m in members for s in m.stores]
@@ -612,8 +643,9 @@ def _rows_of_one(program: Program, members: Sequence[Nest], outer: tuple[Expr, .
 
 def _is_expensive_by_column(members: Sequence[Nest], column: Expr) -> bool:
     """Whether something that takes computing is computed of a column alone."""
+    least = rules.REPEATED_COST.limit
     dear = (n for m in members for n in walk(*m.exprs)
-            if n.op in TABLE and TABLE[n.op].cost >= DEAR and not n.src[-1].is_const)  # fmt: skip
+            if n.op in TABLE and TABLE[n.op].cost >= least and not n.src[-1].is_const)  # fmt: skip
     return any(free_vars(n) == frozenset((column,)) for n in dear)
 
 
@@ -625,11 +657,11 @@ def _is_better_flat(program: Program, members: Sequence[Nest], outer: tuple[Expr
     short that much of a tile would be empty (65536 rows of 80 signs times a float of its row 6.7
     us, 10.0 us as tiles of 128)."""
     length = outer[-1].src[0]
-    if hint(length) >= SHORTEST_LEAN and not _is_mostly_wide(program, members, outer[-1]):
+    if hint(length) >= rules.PEELED_ROW.limit and not _is_mostly_wide(program, members, outer[-1]):
         return False
     whole = Axis("x", outer, 0)
     tile = 1 << (hint(length) - 1).bit_length()
-    sparse = tile <= SPARSEST_TILE and 4 * hint(length) <= 3 * tile
+    sparse = tile <= rules.SPARSE_ROW_TILE.limit and 4 * hint(length) <= 3 * tile
     for s in (s for m in members for s in m.stores):
         piece = 16 // min(program.buffers[s.buffer].dtype.itemsize, 16)
         place = substitute(s.index, whole.places())
@@ -659,5 +691,5 @@ def is_narrow(shape: Shape) -> bool:
     if shape.family != "poi" or shape.gathered or len(shape.parallel) != 2:
         return False
     y, x = shape.parallel
-    wide = any(n.dtype.itemsize > 2 for m in shape.members for n in loads(*m.exprs))
+    wide = any(n.dtype.itemsize > 2 for n in shape.loads)
     return 128 < y.likely < 256 and (y.likely % 8 == 0 or x.likely % 4 == 0) and not wide

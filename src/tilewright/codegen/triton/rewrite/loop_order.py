@@ -10,18 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+from tilewright import rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
 from tilewright.schedule.fusion.legality import all_loops
 from tilewright.schedule.nests.hints import hint, hint_product
 from tilewright.schedule.nests.transform import reduces_or_scans
+from tilewright.target import LINE, SECTOR
 
-SECTORS = 64  # bytes that memory is read by
-LONGEST_PIECE = 512  # bytes of a row in which those at its ends matter
-LINE = 128  # bytes that a cache reads at once
-SOON, LATE = 256, 1024  # points after which a program has what it reads again, or another does
-SHORTEST_TILE = 8  # a loop worth an axis of its own when memory runs along it
+SECTORS = 2 * SECTOR  # bytes that memory is read by
 
 
 def strides_of(index: Expr, loops: Sequence[Expr]) -> dict[Expr, int]:
@@ -87,7 +85,8 @@ def read_in_pieces(members: Sequence[Nest]) -> Expr | None:
         for v in reversed(order):
             run *= hint(v.src[0]) if stored[v] == read[v] == run else 1
         piece = run * node.dtype.itemsize
-        if order != other and run >= SHORTEST_TILE and piece <= LONGEST_PIECE and (
+        short = rules.TILE_SIDE.limit <= run and piece <= rules.READ_ORDER_PIECE.limit
+        if order != other and short and (
             piece % SECTORS or (piece <= LINE and _come_sooner(nodes, other, order))):  # fmt: skip
             return node.src[0]
     return None
@@ -95,7 +94,13 @@ def read_in_pieces(members: Sequence[Nest]) -> Expr | None:
 
 def _come_sooner(nodes: Iterable[Expr], order: tuple[Expr, ...], than: tuple[Expr, ...]) -> bool:
     """Whether most of what is read at a point comes again soon in an order, and late in another."""
-    sooner = [_again(n.src[0], order) <= SOON < LATE <= _again(n.src[0], than) for n in nodes]
+    sooner = [
+        _again(n.src[0], order)
+        <= rules.REUSED_SOON.limit
+        < rules.REUSED_LATE.limit
+        <= _again(n.src[0], than)
+        for n in nodes
+    ]
     bytes_ = [n.dtype.itemsize for n in nodes]
     return 2 * sum(b for b, is_table in zip(bytes_, sooner, strict=True) if is_table) > sum(bytes_)
 

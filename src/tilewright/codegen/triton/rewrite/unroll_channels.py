@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilewright import rules
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
 from tilewright.ir.program import Nest
@@ -13,9 +14,6 @@ from tilewright.schedule.nests.hints import hint_product
 from tilewright.schedule.nests.transform import unroll
 
 DRAWN = frozenset(("rand", "randn", "randint"))
-MOST = 4  # points of such a loop
-MOST_READ = 32  # elements that a point gathers then
-FEWEST = 1 << 17  # points that keep a card busy
 
 
 def unroll_channels(members: list[Nest], outer: tuple[Expr, ...]
@@ -29,7 +27,7 @@ def unroll_channels(members: list[Nest], outer: tuple[Expr, ...]
     own = {v for m in members for v in all_loops(m) if v not in outer}
     for v in (*sorted(own, key=lambda v: v.arg), *outer[:-1]):
         rest = tuple(u for u in outer if u is not v)
-        busy = bool(rest) and hint_product(u.src[0] for u in rest) >= FEWEST
+        busy = bool(rest) and hint_product(u.src[0] for u in rest) >= rules.CHANNEL_POINTS.limit
         if busy and own <= {v} and _is_written_out(members, v, rest[-1]):
             return [unroll(m, v) if v in m.loops else m for m in members], rest
     return members, outer
@@ -40,14 +38,14 @@ def _is_written_out(members: Sequence[Nest], v: Expr, last: Expr) -> bool:
     nothing lies in memory along it."""
     count = ix.value_of(v.src[0]) or 0
     nests = [m for m in members if v in m.loops]
-    if not 2 <= count <= MOST or any(m.writes & m.reads for m in nests):
+    if not 2 <= count <= rules.CHANNELS.limit or any(m.writes & m.reads for m in nests):
         return False
     found = {n for m in nests for n in loads(*m.exprs)}
     indices = [*(n.src[0] for n in found), *(s.index for m in nests for s in m.stores)]
     if any(ix.coefficient(i, v) is ix.ONE for i in indices):
         return False
     looked_up = [n.src[0] for n in found if last in _looked_up_by(n.src[0])]
-    return 0 < count * len(looked_up) <= MOST_READ and all(
+    return 0 < count * len(looked_up) <= rules.CHANNEL_LOADS.limit and all(
         ix.value_of(ix.coefficient(i, v) or ix.ZERO) and v not in _looked_up_by(i)
         for i in looked_up)  # fmt: skip
 

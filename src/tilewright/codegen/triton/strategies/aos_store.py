@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.plan.config import Config, power
@@ -19,11 +20,8 @@ from tilewright.codegen.triton.tile.interleaved import Interleaved, Place, step
 from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, loads
-from tilewright.ir.program import Program, Store
-from tilewright.schedule.fusion.group import Group
-from tilewright.target import Target
+from tilewright.ir.program import Store
 
-FEWEST, MOST = 3, 16  # components
 # one point for each thread (H200: rotations of 2097152 vectors to nine floats 33 us, 42 us by two)
 WARPS = (4, 8, 2)
 
@@ -61,7 +59,7 @@ def _vectors(shape: Shape, local: frozenset[str]) -> list[Vector]:
     """What is stored of a point beside each other, and not read: all that there is up to the next
     point."""
     flat = shape.flat()
-    read = {n.arg for m in flat.members for n in loads(*m.exprs)}
+    read = {n.arg for n in flat.loads}
     near: dict[tuple[str, Expr], list[Store]] = {}
     for m in flat.members:
         for s in m.stores:
@@ -75,7 +73,11 @@ def _vectors(shape: Shape, local: frozenset[str]) -> list[Vector]:
         offsets = sorted(ix.poly(s.index).get((), 0) for s in stores)
         first, count = offsets[0], len(offsets)
         apart = step(stores[0].index, flat.parallel[0])
-        if FEWEST <= count <= MOST and count == apart and offsets == [*range(first, first + count)]:
+        if (
+            rules.COMPONENTS.limit <= count <= rules.MOST_COMPONENTS.limit
+            and count == apart
+            and offsets == [*range(first, first + count)]
+        ):
             found.append(Vector(buffer, ix.add(base, first), count))
     return found
 
@@ -126,7 +128,4 @@ def _joined(values: Sequence[str]) -> str:
 
 
 class _Vectors(Kernel):
-    def __init__(self, program: Program, group: Group, shape: Shape, target: Target, wide: bool,
-                 among: tuple[Config, ...]) -> None:  # fmt: skip
-        super().__init__(program, group, shape, target, wide, among)
-        self.interleaved = _Components(self)
+    accesses = _Components

@@ -19,19 +19,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.work import reduces
 from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.row_configs import held_at_once, held_warps
-from tilewright.codegen.triton.plan.tiling import (
-    LONGEST_PASS,
-    Axis,
-    Shape,
-    cannot_hand_over,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, cannot_hand_over
 from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 from tilewright.codegen.triton.tile.grid_sync import leave, meet
-from tilewright.codegen.triton.tile.online_softmax import SIDE, OnlineReduction, joined
+from tilewright.codegen.triton.tile.online_softmax import OnlineReduction, joined
 from tilewright.codegen.triton.tile.reduce import Reduction, reduced_type, reductions_of
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, substitute, var, walk
@@ -42,16 +37,8 @@ from tilewright.schedule.nests.segments import Segment
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
 
-MOST_HELD = 40 << 10  # elements of a row of which two programs on an SM hold one each
-MOST_READ = 46 << 10  # the same of several rows, where one is made of them (H200: residual RMS norm
-# of 4211 rows of 22847 191 us, 208 us walked; gradient of softmax of 23000, of both 134 us, 115 us)
-MOST_OF_FLOATS = 64 << 10  # the same of floats, which one program there holds (H200: layer norm of
-# 1711 rows of 32768 123 us, 150 us walked; softmax 114 us, 119 us; RMS norm 113 us, 119 us; layer
-# norm of 2300 rows of 24576 135 us, 141 us)
-FEWEST = 4  # rows for each SM
 HELD = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = HELD[:2]
-DEAR = 20  # what an operation costs that is not done several times
 
 
 class Chunked:
@@ -73,14 +60,14 @@ class Chunked:
         self._joined = (
             joined(kernel.shape, kernel.local, False) if kernel.shape.row_programs else {}
         )
-        self._made = frozenset[str]().union(*(m.writes for m in kernel.shape.members))
+        self._made = kernel.shape.written
         self._rows = (columns_read(kernel.shape) if kernel.shape.across
                       else rows_read(kernel.local, kernel.shape))  # fmt: skip
         self._kept: list[dict[Expr, str]] = [{} for _ in range(self.count)]
         ends: list[dict[Expr, str]] = [{} for _ in range(self.several - 1)]
         self._kept_ends = [{} if kernel.peeled is None else kernel.peeled.kept, *ends]
         if self.parts == 1 or self.each % self.block == 0:
-            self.w.rounds[axis] = "0", self.block
+            self.w.blocks.rounds[axis] = "0", self.block
 
     def place(self) -> None:
         """Which planes of a row are this program's: the last loop of them runs fastest."""
@@ -105,8 +92,8 @@ class Chunked:
         with w.elsewhere(frozenset((self.axis,)), self._kept[i]):
             self._enter(plane)
             first = f"{k * self.block}" if self.parts == 1 else f"({a}first + {k * self.block})"
-            if self.axis in w.rounds:
-                w.rounds[self.axis] = first, self.block
+            if self.axis in w.blocks.rounds:
+                w.blocks.rounds[self.axis] = first, self.block
             left = 0 if lean is None else lean.most_left
             masked = (k + 1) * self.block > self._least - left
             everywhere, w.masked = w.masked, w.masked - {self.axis}
@@ -258,7 +245,9 @@ class Chunked:
                 kernel.online[pair.total].finish(pair.total)
         elif folds := reductions_of(folded, self.axis, w):
             for pair in (p for j in self._joined.values() if j.first == k for p in j.pairs):
-                fold = OnlineReduction(pair, folds[pair.largest], w, SIDE, False)
+                fold = OnlineReduction(
+                    pair, folds[pair.largest], w, rules.SOFTMAX_SIDE.limit, False
+                )
                 folds[pair.largest] = kernel.online[pair.total] = fold
             for fold in folds.values():
                 self._in_pieces(fold)
@@ -317,16 +306,20 @@ def chunked_rows(facts: KernelFacts) -> Shape | str:
     if not shape.reread:
         return "rows are read once"
     size = facts.length
-    if size <= LONGEST_PASS:
-        return f"rows have at most {LONGEST_PASS} elements: one block holds them"
-    if facts.rows < FEWEST * facts.target.sms:
-        return f"fewer than {FEWEST} rows for each SM"
+    if size <= rules.ONE_BLOCK_ROW.limit:
+        return f"rows have at most {rules.ONE_BLOCK_ROW.limit} elements: one block holds them"
+    if facts.rows < rules.CHUNKED_PER_SM.limit * facts.target.sms:
+        return f"fewer than {rules.CHUNKED_PER_SM.limit} rows for each SM"
     if is_expensive_to_repeat(shape):
         return "what is computed of rows is too expensive to repeat after each reduction"
     rows = rows_read(group.local, facts.flat)
     count = sum(n.dtype.itemsize for n in rows) // 2
-    most = MOST_OF_FLOATS if [n.dtype.itemsize for n in rows] == [4] else MOST_HELD
-    most = MOST_READ if len(rows) > 1 and _joins_rows(program, shape) else most
+    most = (
+        rules.CHUNKED_FLOATS.limit
+        if [n.dtype.itemsize for n in rows] == [4]
+        else rules.CHUNKED_ROW.limit
+    )
+    most = rules.CHUNKED_ROWS.limit if len(rows) > 1 and _joins_rows(program, shape) else most
     if not count:
         return "no row of floats is read along memory"
     if size * count > most:
@@ -348,15 +341,15 @@ def _is_held_as_floats(shape: Shape, size: int, count: int) -> bool:
     """Whether rows fit as one block of floats, and are no slower so: all but those that leave
     much of it empty and are reduced for their mean and deviations."""
     empty = 4 * size <= 3 * power(size)
-    return shape.persistent and not (empty and count == 1 and reduces(shape, "welford"))
+    return shape.persistent and not (empty and count == 1 and "welford" in shape.reductions)
 
 
 def rows_read(local: frozenset[str], flat: Shape) -> list[Expr]:
     """The rows that a program reads, or makes of narrower ones, as of a gradient and a mask; none
     if some are no floats, or lie otherwise."""
     (axis,), x = flat.inner, flat.parallel[0]
-    made = {b for m in flat.members for b in m.writes}
-    stored = [s.index for m in flat.members for s in m.stores if axis.var in free_vars(s.index)]
+    made = flat.written
+    stored = [s.index for s in flat.stores if axis.var in free_vars(s.index)]
     if not all(_runs_along(i, axis) for i in stored):
         return []
     found: dict[Expr, None] = {}
@@ -386,12 +379,12 @@ def rows_read(local: frozenset[str], flat: Shape) -> list[Expr]:
 
 def columns_read(flat: Shape) -> list[Expr]:
     """The same of columns, which a program of these holds all of."""
-    made = {b for m in flat.members for b in m.writes}
+    made = flat.written
     nodes = loads(*(e for m in flat.members for e in m.exprs))
     return [n for n in nodes if n.arg not in made and is_own(flat, n)]
 
 
-def _is_made_of_rows(flat: Shape, node: Expr, made: set[str]) -> bool:
+def _is_made_of_rows(flat: Shape, node: Expr, made: frozenset[str]) -> bool:
     """Whether sixteen bits are made of rows some of which are narrower."""
     if node.op == "load" or node.dtype not in HALVES:
         return False
@@ -420,8 +413,9 @@ def is_expensive_to_repeat(shape: Shape) -> bool:
     folds = [n for m in members for n in walk(*m.exprs) if n.op == "reduce"]
     again = walk(*(e for n in folds for e in n.src),
                  *(e for m in members if not m.reduce for e in m.exprs))  # fmt: skip
+    least = rules.RECOMPUTED_COST.limit
     return any(n.op in ("scan", "index") or (
-        n.op in TABLE and n.op != "exp" and TABLE[n.op].cost >= DEAR) for n in again) or any(
+        n.op in TABLE and n.op != "exp" and TABLE[n.op].cost >= least) for n in again) or any(
         reduced_type(n.src[0].dtype) != torch.float32 for n in folds)  # fmt: skip
 
 

@@ -14,25 +14,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.row_configs import held_at_once
-from tilewright.codegen.triton.plan.tiling import (
-    Axis,
-    Shape,
-    cannot_hand_over,
-    cannot_share,
-)
+from tilewright.codegen.triton.plan.tiling import Axis, Shape, cannot_hand_over, cannot_share
 from tilewright.codegen.triton.strategies.chunked import is_expensive_to_repeat, rows_read
 from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
 from tilewright.ir import index as ix
 from tilewright.schedule.nests.hints import hint_product
-
-SHORTEST = 1 << 17  # elements of a row: shorter ones stay in cache
-SHORTEST_IN_PLANES = 1 << 14  # the same of rows in misaligned planes
-SHORTEST_PLANE = 768  # elements of a plane for which its ends do not matter
-WARPS = 8
-MOST = 1 << 14  # elements that a program of so many warps holds
-FEW = 10 << 10  # the same of half as many
 
 
 def cooperative_rows(facts: KernelFacts) -> Shape | str:
@@ -64,7 +53,7 @@ def _planes(shape: Shape) -> Shape | None:
     axis = shape.inner[0]
     *planes, last = axis.loops
     new = Axis(axis.name, (last,), axis.dim)
-    if not planes or (new.size or 0) < SHORTEST_PLANE or (new.size or 0) % 8 == 0:
+    if not planes or (new.size or 0) < rules.COOPERATIVE_PLANE.limit or (new.size or 0) % 8 == 0:
         return None
     segments = tuple((s, None if a is None else new) for s, a in shape.segments)
     return replace(shape, segments=segments, planes=tuple(planes))
@@ -79,11 +68,15 @@ def _held(facts: KernelFacts, shape: Shape) -> Shape | str:
         return "no row of floats is read along memory"
     planes = hint_product(v.src[0] for v in shape.planes)
     size = shape.inner[0].size or 0
-    shortest = SHORTEST_IN_PLANES if planes > 1 else SHORTEST
+    shortest = rules.COOPERATIVE_PLANES.limit if planes > 1 else rules.COOPERATIVE_ROW.limit
     if size * len(rows) * planes < shortest:
         return f"rows are shorter than {shortest} elements: they stay in cache"
     several = _several(shape, size * count)
-    warps = WARPS if size * several * count > FEW else WARPS // 2
+    warps = (
+        rules.COOPERATIVE_WARPS.limit
+        if size * several * count > rules.COOPERATIVE_SMALL_PART.limit
+        else rules.COOPERATIVE_WARPS.limit // 2
+    )
     block = 32 * held_at_once(shape) * warps
     each = _each(size, count, block, 8 if not shape.pieces(shape.inner[0]) else block)
     shape = replace(shape, chunk=block, part=each, planes_each=several)
@@ -99,13 +92,17 @@ def _held(facts: KernelFacts, shape: Shape) -> Shape | str:
 def _several(shape: Shape, plane: int) -> int:
     """How many planes a program has: as many as half of the warps hold, all of them alike."""
     last = (ix.value_of(shape.planes[-1].src[0]) or 1) if shape.planes else 1
-    fits = [k for k in range(1, last + 1) if last % k == 0 and k * plane <= FEW]
+    fits = [
+        k
+        for k in range(1, last + 1)
+        if last % k == 0 and k * plane <= rules.COOPERATIVE_SMALL_PART.limit
+    ]
     return max(fits, default=1)
 
 
 def _each(size: int, count: int, block: int, step: int) -> int:
     """Elements of a part, of as few as leave little of their blocks empty."""
-    least = -(-size * count // MOST)
+    least = -(-size * count // rules.COOPERATIVE_PART.limit)
     if least == 1:
         return size
     found = [-(-size // (parts * step)) * step for parts in range(least, 2 * least)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.index_width import span
 from tilewright.codegen.triton.launch import TritonKernel
@@ -25,9 +26,6 @@ from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
 
 EACH = "EACH"  # elements of a program
-BLOCK, LEAST = 4096, 1024  # that are counted at once
-PROGRAMS = 8  # for each SM, of four warps
-WARPS = 4
 
 
 def histogram(facts: KernelFacts) -> KernelPlan | str:
@@ -55,11 +53,17 @@ def _places(buffer: Buffer) -> Expr:
 
 def _configs(axis: Axis, target: Target) -> tuple[Config, ...]:
     sms = max(target.sms, 1)
-    most = clamp(LEAST, power(axis.likely / sms) // 2, BLOCK)
+    most = clamp(
+        rules.LEAST_HISTOGRAM_BLOCK.limit,
+        power(axis.likely / sms) // 2,
+        rules.HISTOGRAM_BLOCK.limit,
+    )
     found: dict[Config, None] = {}
     for block in (most, most // 2):
-        rounds = -(-axis.likely // (PROGRAMS * sms * block))
-        found[Config(((axis.block, block), (EACH, rounds * block)), WARPS)] = None
+        rounds = -(-axis.likely // (rules.HISTOGRAM_PROGRAMS.limit * sms * block))
+        found[
+            Config(((axis.block, block), (EACH, rounds * block)), rules.HISTOGRAM_WARPS.limit)
+        ] = None
     return tuple(found)
 
 

@@ -85,8 +85,7 @@ def walk_ahead(w: Writer, r: Axis, taken: Mapping[Expr, str], fetch: Callable[[s
     fetch("0")
     with w.block(f"for {a}offset in range(0, {a}numel, {r.block})"):
         for node, text in taken.items():
-            w.know(node, made := w.let(text))
-            w.blank.add(made)
+            w.know_blank(node, w.let(text))
         fetch(f"({a}offset + {r.block})")
         w.line(f"{a}index = {a}offset + {a}base")
         w.line(f"{a}mask = {a}index < {a}numel")
@@ -94,12 +93,46 @@ def walk_ahead(w: Writer, r: Axis, taken: Mapping[Expr, str], fetch: Callable[[s
         round_()
 
 
-class MisalignedColumns:
-    """The text of one kernel's columns that are loaded so."""
+class Staged:
+    """The text of a kernel whose rows, so many columns of each, pass through shared memory."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
         (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
+
+    @property
+    def grid(self) -> list[tuple[Expr, str]]:
+        """A program for each matrix."""
+        return [(ix.floordiv(self.x.extent, ix.as_index(self.length)), "1")]
+
+    def columns(self) -> None:
+        """Which columns are this program's: those of its matrix."""
+        w, n = self.w, self.length
+        w.line(f"xlane = {self.kernel.lanes(self.x)}")
+        w.line(f"xbase = pid * {n} + xlane")
+        w.line(f"xmask = xlane < {n}")
+        w.masked |= {self.x, self.r}
+        w.know(self.x.var, "xbase")
+
+    def begin(self) -> None:
+        """Where its rows are."""
+
+    def walk(self, round_: Callable[[], None]) -> None:
+        """All rows, round by round, where they are walked."""
+
+    def end(self, folds: Sequence[Reduction]) -> None:
+        """What is left to do once they are reduced."""
+
+    def stores(self, store: Store, value: str) -> bool:
+        """Whether a store is of whole rows: then it is done."""
+        return False
+
+
+class MisalignedColumns(Staged):
+    """The text of one kernel's columns that are loaded so."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
         walks = [segment for segment, axis in kernel.shape.segments if axis is not None]
         self.nodes = _tiles(walks[0].members, self.x, self.r)
         self.piece = pieces_of(self.nodes[0].dtype)
@@ -153,7 +186,3 @@ class MisalignedColumns:
     def end(self, folds: Sequence[Reduction]) -> None:
         for fold in folds:
             self.w.line(f"{fold.name} = tri_rows.slid_back({fold.name}, xslide)")
-
-    def stores(self, store: Store, value: str) -> bool:
-        """Whether a store is not as others are."""
-        return False

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import reads_rows
-from tilewright.codegen.triton.analysis.operations import is_gathered, scatters, sorts, uses
-from tilewright.codegen.triton.analysis.work import is_heavy, reduces
+from tilewright.codegen.triton.analysis.operations import is_gathered, scatters, sorts
+from tilewright.codegen.triton.analysis.work import is_heavy
 from tilewright.codegen.triton.plan.config import power
-from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MANY, SHORTEST_LEAN, Axis, Shape
+from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.packed_rows import is_packed
 from tilewright.codegen.triton.tile.lower import RANDOM
 from tilewright.codegen.triton.tile.paired import PAIR
@@ -18,16 +19,7 @@ from tilewright.ir.expr import Expr, free_vars, loads, syms
 from tilewright.ir.program import Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint, hint_product
-
-PIECE = 16  # elements of a piece of a tensor that is one row: sixteen bytes of any type
-SHORTEST_WHOLE = 1 << 16  # elements of such a tensor: smaller ones are in cache
-SHORTEST_HELD = 768  # elements of a row that is held for which its ends do not matter
-SHORTEST_FOUND = 512  # the same of rows that are gathered, which are slid to where they begin
-SHORTEST_PAIRS = 128  # elements of a row for which the one that is left over does not matter
-SHORTEST_TILED = 64  # the same of rows in tiles (H200: softmax of 85 106 us, 116 us packed)
-SHORTEST_WEIGHED = 192  # the same of rows with weights
-LONGEST_PAIRS = 4096  # elements of a row that is not walked in pieces for its weights
-WIDEST = 2  # bytes of elements that are worth it: wider ones fill lines as they are
+from tilewright.target import ACCESS
 
 
 def misaligned_rows(program: Program, group: Group, shape: Shape) -> Shape:
@@ -40,7 +32,7 @@ def misaligned_rows(program: Program, group: Group, shape: Shape) -> Shape:
         axis, guide = shape.parallel[0], _end(group, shape)
     if guide is None:
         odd = _is_odd(program, group, shape, flat)
-        tiled = shape.chunk and (shape.inner[0].size or 0) >= SHORTEST_TILED
+        tiled = shape.chunk and (shape.inner[0].size or 0) >= rules.PAIRED_TILED_ROW.limit
         if odd and not tiled and is_packed(program, group, shape, flat):
             return _turned(shape)
         guide = _pairs(program, group, shape, flat) if odd else None
@@ -61,19 +53,19 @@ def is_better_walked(group: Group, held: Shape, walked: Shape) -> bool:
     much of a block empty (softmax of 10001 63 us, 82 us) or are reduced for their mean and
     deviations (layer norm of 16384 67 us, 74 us)."""
     size = held.inner[0].size or 0
-    if not held.persistent or size <= LONGEST_PASS:
+    if not held.persistent or size <= rules.ONE_BLOCK_ROW.limit:
         return False
     if not held.reread:
         return True
     flat, leans = held.flat(), any(a.start is not None for a in walked.inner)
     axes = {a.var for a in flat.axes}
-    nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    nodes = [n for n in flat.loads if n.arg not in group.local]
     rows = {n.arg: n.dtype.itemsize for n in nodes if axes <= free_vars(n.src[0])}
     if leans and rows_alike(flat):
         return True
-    if len(rows) != 1 or max(rows.values()) > WIDEST:
+    if len(rows) != 1 or max(rows.values()) > rules.MISALIGNED_BYTES.limit:
         return False
-    return reduces(held, "welford") or (leans and 4 * size <= 3 * power(size))
+    return "welford" in held.reductions or (leans and 4 * size <= 3 * power(size))
 
 
 def _last(shape: Shape) -> Axis | None:
@@ -84,13 +76,13 @@ def _last(shape: Shape) -> Axis | None:
         return None
     if not shape.inner:
         axis = shape.parallel[1] if shape.gathered else None
-        shortest = SHORTEST_FOUND if reads_rows(shape) else SHORTEST_LEAN
+        shortest = rules.PEELED_GATHERED_ROW.limit if reads_rows(shape) else rules.PEELED_ROW.limit
         return axis if axis is not None and axis.likely >= shortest else None
     if len(shape.inner) > 1 or has_computed_places(shape):
         return None
     if shape.persistent and not shape.chunk and rows_alike(shape.flat()):
         return None
-    shortest = SHORTEST_HELD if shape.persistent else SHORTEST_LEAN
+    shortest = rules.PEELED_RESIDENT_ROW.limit if shape.persistent else rules.PEELED_ROW.limit
     return shape.inner[0] if shape.inner[0].likely >= shortest else None
 
 
@@ -107,9 +99,9 @@ def _may_lean(shape: Shape) -> bool:
     if shape.rank != 2 or shape.across or shape.serial or shape.ragged or sorts(shape.members):
         return False
     apart = shape.row_programs and not shape.chunk
-    if apart and (shape.reread or not shape.ticketed or reduces(shape, "welford")):
+    if apart and (shape.reread or not shape.ticketed or "welford" in shape.reductions):
         return False
-    return not uses(shape.members, *RANDOM) and not any(scatters(m) for m in shape.members)
+    return shape.ops.isdisjoint(RANDOM) and not any(scatters(m) for m in shape.members)
 
 
 def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[Expr, int] | None:
@@ -120,21 +112,24 @@ def _pairs(program: Program, group: Group, shape: Shape, flat: Shape) -> tuple[E
     if not shape.persistent or _scans(shape) or not _may_lean(shape) or has_computed_places(shape):
         return None
     (axis,) = shape.inner
-    size, shortest = axis.size or 0, SHORTEST_TILED if shape.chunk else SHORTEST_PAIRS
+    size, shortest = (
+        axis.size or 0,
+        rules.PAIRED_TILED_ROW.limit if shape.chunk else rules.PAIRED_ROW.limit,
+    )
     if rows_alike(flat):
-        shortest = SHORTEST_WEIGHED
-        if hint_product(a.extent for a in shape.axes) < MANY:
+        shortest = rules.PAIRED_WEIGHTED_ROW.limit
+        if hint_product(a.extent for a in shape.axes) < rules.PAIRED_WEIGHTED_ELEMENTS.limit:
             return None
-    if size % PAIR == 0 or not shortest <= size <= LONGEST_PAIRS:
+    if size % PAIR == 0 or not shortest <= size <= rules.LONGEST_PAIRED_ROW.limit:
         return None
     rest, piece = most_moved(program, group, flat, axis)
-    if piece * WIDEST < 16 or _reads_what_others_store(flat, axis):
+    if piece * rules.MISALIGNED_BYTES.limit < 16 or _reads_what_others_store(flat, axis):
         return None
     return rest, PAIR
 
 
 def _scans(shape: Shape) -> bool:
-    return any(segment.scans for segment, _ in shape.segments)
+    return shape.scans
 
 
 def has_computed_places(shape: Shape) -> bool:
@@ -143,8 +138,7 @@ def has_computed_places(shape: Shape) -> bool:
     2890 bfloat16, channels of 289, 126 us by single elements, 257 us so)."""
     flat = shape.flat()
     rows = {a.var for a in flat.inner}
-    return any(ix.coefficient(n.src[0], v) is None
-               for m in flat.members for n in loads(*m.exprs) for v in rows)  # fmt: skip
+    return any(ix.coefficient(n.src[0], v) is None for n in flat.loads for v in rows)
 
 
 def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
@@ -153,22 +147,24 @@ def _end(group: Group, shape: Shape) -> tuple[Expr, int] | None:
     if shape.rank != 1 or shape.serial or shape.ragged or shape.inner or is_heavy(shape):
         return None
     (axis,) = shape.parallel
-    if axis.likely < SHORTEST_WHOLE or begin_evenly(axis.extent, PIECE):
+    if axis.likely < rules.PEELED_TENSOR.limit or begin_evenly(axis.extent, ACCESS):
         return None
     flat = shape.flat()
     if any(scatters(m) for m in flat.members):
         return None
-    moved = [n.src[0] for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
-    moved += [s.index for m in flat.members for s in m.stores if s.buffer not in group.local]
-    along = any(ix.mod(ix.sub(i, axis.var), PIECE) is ix.ZERO
+    moved = [n.src[0] for n in flat.loads if n.arg not in group.local]
+    moved += [s.index for s in flat.stores if s.buffer not in group.local]
+    along = any(ix.mod(ix.sub(i, axis.var), ACCESS) is ix.ZERO
                 and axis.var not in free_vars(ix.sub(i, axis.var)) for i in moved)  # fmt: skip
-    return (ix.ZERO, PIECE) if along else None
+    return (ix.ZERO, ACCESS) if along else None
 
 
 def _guide(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int] | None:
     """Where a row begins and the elements of a piece, if that is worth it."""
     rest, piece = most_moved(program, group, flat, axis)
-    widest = 2 * WIDEST if _scans(flat) else WIDEST  # threads hand on one of several neighbours
+    widest = (
+        2 * rules.MISALIGNED_BYTES.limit if _scans(flat) else rules.MISALIGNED_BYTES.limit
+    )  # threads hand on one of several neighbours
     if piece * widest < 16 or _reads_what_others_store(flat, axis):
         return None
     return (rest, piece) if begins_anywhere(rest, piece, axis) else None
@@ -196,16 +192,16 @@ def moved_singly(shape: Shape) -> set[str]:
 def rows_alike(shape: Shape) -> set[str]:
     """Rows that are the same for all programs, as a layer's weights."""
     rows = frozenset(a.var for a in shape.inner)
-    return {n.arg for m in shape.members for n in loads(*m.exprs) if free_vars(n.src[0]) == rows}
+    return {n.arg for n in shape.loads if free_vars(n.src[0]) == rows}
 
 
 def most_moved(program: Program, group: Group, flat: Shape, axis: Axis) -> tuple[Expr, int]:
     """Where a row begins in what most is moved of, and the elements of sixteen bytes of that."""
     moved: dict[tuple[Expr, int], int] = {}
-    nodes = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    nodes = [n for n in flat.loads if n.arg not in group.local]
     if not flat.inner:  # rows that are gathered are slid to where others begin
         nodes = [n for n in nodes if not is_gathered(n.src[0])]
-    stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
+    stores = [s for s in flat.stores if s.buffer not in group.local]
     accesses = [*((n.arg, n.src[0]) for n in nodes), *((s.buffer, s.index) for s in stores)]
     for buffer, index in dict.fromkeys(accesses):
         if ix.coefficient(index, axis.var) is not ix.ONE:
@@ -228,7 +224,7 @@ def begins_anywhere(rest: Expr, piece: int, axis: Axis) -> bool:
 def _reads_what_others_store(flat: Shape, axis: Axis) -> bool:
     """Whether what a thread stores at once others still have to read: all but what is read where it
     was stored before, which a thread has stored itself, and of the ends of rows knows."""
-    stored = {s.buffer for m in flat.members for s in m.stores if axis.var in free_vars(s.index)}
+    stored = {s.buffer for s in flat.stores if axis.var in free_vars(s.index)}
     made: set[tuple[str, tuple[Expr, ...]]] = set()
     for m in flat.members:
         for n in loads(*m.exprs):

@@ -12,74 +12,54 @@ are not moved so: their ends would be stored one by one (of 317x351x391 91 us, 9
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.column_configs import at_once
 from tilewright.codegen.triton.plan.tiling import Shape
-from tilewright.codegen.triton.strategies.misaligned_columns import length_of, walk_ahead
-from tilewright.codegen.triton.strategies.small_matrices import is_matrix
-from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.codegen.triton.strategies.misaligned_columns import Staged, length_of, walk_ahead
+from tilewright.codegen.triton.strategies.small_matrices import by_rows, is_matrix
+from tilewright.ir.expr import free_vars
 from tilewright.ir.program import Store
+from tilewright.target import PIECE
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Reduction
-
-PIECE = 8  # elements of sixteen bytes
-SHORTEST, LONGEST = 48, 1024  # elements of a row
-FEWEST = 64  # rows of a matrix: few of a part of it are beyond its end
-TOGETHER = 2  # matrices for each SM
 
 
 def misaligned_scans(facts: KernelFacts) -> Shape | str:
     """The shape with columns that are scanned so, where all that is moved are such matrices."""
     program, shape, flat = facts.program, facts.shape, facts.flat
     (x,), (r,) = flat.parallel, flat.inner
-    nodes = list(dict.fromkeys(n for m in flat.members for n in loads(*m.exprs)))
-    stores = [s for m in flat.members for s in m.stores]
+    nodes = list(dict.fromkeys(flat.loads))
+    stores = flat.stores
     if len(nodes) != 1 or len(stores) != 1 or nodes[0].src != (stores[0].index,):
         return "not one matrix is read and one like it written"
     index, rows, length = stores[0].index, r.size or 0, length_of(stores[0].index, x)
     if set(sizes(program, flat)) != {2} or nodes[0].arg == stores[0].buffer:
         return "elements have not two bytes, or are written in place"
-    if not SHORTEST <= length <= LONGEST or rows < FEWEST or rows * length % PIECE:
-        return f"matrices do not have {FEWEST} rows of {SHORTEST} to {LONGEST} elements"
+    shortest, longest = rules.SCANNED_ROW.limit, rules.LONGEST_SCANNED_ROW.limit
+    fewest = rules.SCANNED_MATRIX_ROWS.limit
+    if not shortest <= length <= longest or rows < fewest or rows * length % PIECE:
+        return f"matrices do not have {fewest} rows of {shortest} to {longest} elements"
     if not is_matrix(index, x, r, length) or at_once(program, shape) > 2:
         return "rows of a matrix do not lie one after the other, or are aligned"
-    if x.likely < TOGETHER * length * facts.target.sms:
-        return f"fewer than {TOGETHER} matrices for each SM"
-    # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
-    axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
-    segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
-    return replace(shape, staged=length, persistent=False, pipelined=False, segments=segments,
-                   parallel=(axes[shape.parallel[0]],))  # fmt: skip
+    if x.likely < rules.SCANNED_MATRICES_PER_SM.limit * length * facts.target.sms:
+        return f"fewer than {rules.SCANNED_MATRICES_PER_SM.limit} matrices for each SM"
+    return replace(by_rows(shape, length), persistent=False)
 
 
-class MisalignedScans:
+class MisalignedScans(Staged):
     """The text of one kernel's matrices."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
-        (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
-        (self.node,) = {n for m in kernel.shape.members for n in loads(*m.exprs)}
-
-    @property
-    def grid(self) -> list[tuple[Expr, str]]:
-        return [(ix.floordiv(self.x.extent, ix.as_index(self.length)), "1")]
-
-    def columns(self) -> None:
-        w, n = self.w, self.length
-        w.line(f"xlane = {self.kernel.lanes(self.x)}")
-        w.line(f"xbase = pid * {n} + xlane")
-        w.line(f"xmask = xlane < {n}")
-        w.masked |= {self.x, self.r}
-        w.know(self.x.var, "xbase")
+        super().__init__(kernel)
+        (self.node,) = set(kernel.shape.loads)
 
     def begin(self) -> None:
         w = self.w
@@ -102,9 +82,6 @@ class MisalignedScans:
         a, n = self.r.name, self.length
         rows = f"tl.minimum({a}numel - {first}, {self.r.block})"
         return f"(fstart + {first} * {n} + flat)", f"fpiece < {rows} * {n}"
-
-    def end(self, folds: Sequence[Reduction]) -> None:
-        """Nothing is reduced."""
 
     def stores(self, store: Store, value: str) -> bool:
         """Whether a store is of such rows: then it is done."""

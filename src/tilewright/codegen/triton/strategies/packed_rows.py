@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewright.codegen.triton.analysis.operations import scatters, uses
+from tilewright import rules
+from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.analysis.quantise import is_far_from_zero
-from tilewright.codegen.triton.plan.tiling import MANY, Shape
+from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.lower import RANDOM, is_index
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
@@ -31,10 +32,7 @@ from tilewright.schedule.nests.hints import hint_product
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.codegen.triton.launch import TritonKernel
-
-PIECE = 8  # elements that a thread moves at once; of two rows at most
-LONGEST = 128  # elements of a row that few threads have
-WIDEST = 2  # bytes of elements: wider ones fill lines as they are
+from tilewright.target import PIECE
 
 
 def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool:
@@ -47,20 +45,22 @@ def is_packed(program: Program, group: Group, shape: Shape, flat: Shape) -> bool
         or shape.rank != 2
     ):
         return False
-    if uses(shape.members, *RANDOM) or any(s.scans for s, _ in shape.segments):
+    if not shape.ops.isdisjoint(RANDOM) or shape.scans:
         return False
     (x,), (r,) = flat.parallel, flat.inner
-    if r.size is None or not PIECE <= r.size <= LONGEST:
+    if r.size is None or not PIECE <= r.size <= rules.PACKED_ROW.limit:
         return False
-    if hint_product((x.extent, r.extent)) < MANY or any(scatters(m) for m in flat.members):
+    if hint_product((x.extent, r.extent)) < rules.PACKED_ELEMENTS.limit or any(
+        scatters(m) for m in flat.members
+    ):
         return False
     place = ix.add(ix.mul(x.var, r.extent), r.var)
-    read = [n for m in flat.members for n in loads(*m.exprs) if n.arg not in group.local]
+    read = [n for n in flat.loads if n.arg not in group.local]
     rows = [n for n in read if r.var in free_vars(n.src[0])]
-    stores = [s for m in flat.members for s in m.stores if s.buffer not in group.local]
+    stores = [s for s in flat.stores if s.buffer not in group.local]
     written = [s.index for s in stores if r.var in free_vars(s.index)]
     return (
-        all(n.src == (place,) and n.dtype.itemsize <= WIDEST for n in rows)
+        all(n.src == (place,) and n.dtype.itemsize <= rules.PACKED_BYTES.limit for n in rows)
         and all(index is place for index in written)
         and not {n.arg for n in rows} & {s.buffer for s in stores}
     )
@@ -156,12 +156,12 @@ class Packed:
         """The reciprocal of what a row is divided by is computed once for the row."""
         w = self.w
         by = w.operand(node.src[1])
-        if node in w.coarse:
+        if node in w.numerics.coarse:
             self._divided[node] = f"({{0}} * {self._of_rows(w.let(f'1.0 / {by}'))})"
             return
         names = [w.fresh() for _ in range(3)]
         w.line(f"{', '.join(names)} = tri_rows.divisor({by})")
-        if is_far_from_zero(node.src[1], w.made):
+        if is_far_from_zero(node.src[1], w.numerics.made):
             looked_up = ", ".join(("1.0", *(self._of_rows(name) for name in names[1:])))
         else:
             looked_up = ", ".join(self._of_rows(name) for name in names)
@@ -175,14 +175,14 @@ class Packed:
     @contextmanager
     def _as_piece(self) -> Generator[None]:
         w = self.w
-        coarse = w.coarse
+        numerics = w.numerics
         with w.elsewhere(frozenset((self.x, self.r)), self._kept):
             w.know(self.x.var, f"(pid * {self.x.block} + frow + fnext.to({w.index_type}))")
             w.know(self.r.var, f"(flat - (frow + fnext.to({w.index_type})) * {self.r.size})")
             w.ends_of_rows |= {self.r: (self._lanes, "fmask"), self.x: (str(PIECE), "")}
-            w.coarse = coarse | self._divided
+            w.computes(coarse={**numerics.coarse, **self._divided})
             yield
-            w.coarse = coarse
+            w.numerics = numerics
             del w.ends_of_rows[self.r], w.ends_of_rows[self.x]
 
 
@@ -192,7 +192,7 @@ def with_rest(kernel: Kernel, rest: Kernel, name: str) -> TritonKernel:
     (x,) = kernel.shape.parallel
     packed = kernel.packed
     assert packed is not None
-    rest.pointers, rest.numbers = kernel.pointers, kernel.numbers
+    rest.arguments = kernel.arguments
     rest.early, rest.first = False, f"(tl.program_id(0) * 0 + {rest.w.index(x.extent)} // {PIECE})"
     kernel.body()
     lines = kernel.w.lines

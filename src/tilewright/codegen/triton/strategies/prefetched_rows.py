@@ -9,18 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, loads
+from tilewright.ir.expr import Expr
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-
-SHORTEST = 8256  # elements of a row, or of a part of one: more than any block
-MOST = 2  # rows of which a thread has a second block
-LONG = 40 << 10  # elements of a row that is walked again, not held
-MANY = 8  # rows for each SM, for each of which there are as many threads as can be
 
 
 def prefetched_rows(facts: KernelFacts) -> Shape | str:
@@ -40,15 +36,19 @@ def prefetched_rows(facts: KernelFacts) -> Shape | str:
         return "the compiler pipelines its loads"
     if shape.row_programs and (shape.reread or not shape.ticketed):
         return "programs of a row wait for each other"
-    if not ("exp" in facts.ops or "welford" in facts.reductions):
+    if not ("exp" in facts.shape.ops or "welford" in facts.shape.reductions):
         return "it only adds up: loads are waited for anyway"
-    shortest = LONG if shape.reread else SHORTEST * max(shape.row_programs, 1)
+    shortest = (
+        rules.PREFETCHED_AGAIN.limit
+        if shape.reread
+        else rules.PREFETCHED_ROW.limit * max(shape.row_programs, 1)
+    )
     if facts.length < shortest:
         return f"rows have fewer than {shortest} elements"
     if shape.reread and not _is_odd_walk(facts):
         return "rows are read again, and are not many misaligned ones of sixteen bits"
-    if not 0 < len(_rows(facts.flat)) <= MOST:
-        return f"not one to {MOST} tensors are read along rows"
+    if not 0 < len(_rows(facts.flat)) <= rules.PREFETCHED_TENSORS.limit:
+        return f"not one to {rules.PREFETCHED_TENSORS.limit} tensors are read along rows"
     return replace(shape, prefetched=True)
 
 
@@ -59,15 +59,15 @@ def _is_odd_walk(facts: KernelFacts) -> bool:
     stored = {buffers[b].dtype.itemsize for s, axis in shape.segments if axis is not None
               for m in s.members if not m.reduce for b in m.writes - group.local}  # fmt: skip
     return (shape.inner[0].start is not None and read == [2] and stored <= {1, 2}
-            and facts.rows >= MANY * facts.target.sms
-            and "welford" not in facts.reductions)  # fmt: skip
+            and facts.rows >= rules.PREFETCHED_PER_SM.limit * facts.target.sms
+            and "welford" not in facts.shape.reductions)  # fmt: skip
 
 
 def _rows(flat: Shape) -> list[Expr]:
     """What is loaded along rows."""
     (axis,) = flat.inner
-    made = frozenset[str]().union(*(m.writes for m in flat.members))
-    nodes = dict.fromkeys(n for m in flat.members for n in loads(*m.exprs))
+    made = flat.written
+    nodes = dict.fromkeys(flat.loads)
     return [n for n in nodes if n.arg not in made and not n.src[1:]
             and ix.coefficient(n.src[0], axis.var) is ix.ONE]  # fmt: skip
 

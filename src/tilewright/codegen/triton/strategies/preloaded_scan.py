@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.tiling import Shape
@@ -22,14 +23,9 @@ from tilewright.codegen.triton.strategies.misaligned_rows import (
     most_moved,
 )
 from tilewright.codegen.triton.strategies.scan import BlockScan, is_one_scan
+from tilewright.codegen.triton.tile.lower import Load
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
-
-SHORTEST = 6144  # bytes of a row that is misaligned: shorter ones are held by more warps
-EVEN = 8192  # elements of other rows
-MOST = 28  # pieces that registers have room for
-WARPS = 2
-FEWEST = 16  # rows for each SM
+from tilewright.ir.expr import Expr, free_vars
 
 
 def preloaded_scan(facts: KernelFacts) -> Shape | str:
@@ -39,7 +35,7 @@ def preloaded_scan(facts: KernelFacts) -> Shape | str:
     38 us, 37 us; of 4394 of 8192 39 us, 37 us. Of 3629 of 4959 floats 44 us, 80 us; of 5998 of 3001
     38 us, 41 us; of 11992 of 1501 37 us either way)."""
     program, group, shape = facts.program, facts.group, facts.shape
-    if not facts.has_scans:
+    if not facts.shape.scans:
         return "nothing is scanned"
     if not is_one_scan(shape):
         return "there is more or less than one scan along rows"
@@ -50,7 +46,7 @@ def preloaded_scan(facts: KernelFacts) -> Shape | str:
         return "not all that is moved has two bytes, or four"
     ((segment, axis),), flat = shape.segments, facts.flat
     assert axis is not None
-    read = {n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)}
+    read = {n for n in flat.loads if axis.var in free_vars(n)}
     if not axis.size:
         return "the length of rows is known only at the call"
     if has_computed_places(shape):
@@ -60,15 +56,18 @@ def preloaded_scan(facts: KernelFacts) -> Shape | str:
     start, piece = most_moved(program, group, flat, axis)
     start = start if begins_anywhere(start, piece, axis) else ix.ZERO
     new = replace(axis, start=start, vector=piece)
-    warps = next((w for w in range(1, WARPS + 1)
-                  if (axis.size + new.slack) * len(read) <= MOST * 32 * w * piece), 0)  # fmt: skip
-    shortest = SHORTEST // max(wide) if new.slack else EVEN
+    most = rules.PRELOADED_WARPS.limit
+    chunk = 32 * piece * rules.PRELOADED_CHUNKS.limit  # elements for which a warp has registers
+    lanes = (axis.size + new.slack) * len(read)
+    warps = next((w for w in range(1, most + 1) if lanes <= chunk * w), 0)
+    misaligned = rules.PRELOADED_MISALIGNED.limit // max(wide)
+    shortest = misaligned if new.slack else rules.PRELOADED_ALIGNED.limit
     if not warps:
-        return f"rows do not fit in the registers of {WARPS} warps"
+        return f"rows do not fit in the registers of {most} warps"
     if axis.size <= shortest:
         return f"rows have at most {shortest} elements: more warps hold them"
-    if facts.rows < FEWEST * facts.target.sms:
-        return f"fewer than {FEWEST} rows for each SM"
+    if facts.rows < rules.PRELOADED_PER_SM.limit * facts.target.sms:
+        return f"fewer than {rules.PRELOADED_PER_SM.limit} rows for each SM"
     return replace(shape, prefetched_scan=True, preloaded=32 * warps * piece, persistent=False,
                    segments=((segment, new),))  # fmt: skip
 
@@ -108,18 +107,18 @@ class PreloadedScan(BlockScan):
             yield
         w.masked = everywhere
 
-    def load(self, place: str) -> str:
+    def load(self, place: str, index: Expr) -> str | Load:
         """Some bytes before and behind a row too, which nobody looks at."""
         a, n = self.axis.name, self.axis.vector
-        if f"{a}start + {a}lane" not in place:
-            return f"tl.load({place}, {a}mask, other=0)"
+        if not self.moves_at_once(index):
+            return Load(place, f"{a}mask")
         some = f"{a}lane // {n} * {n} < {a}slide + {a}numel"
         return self.w.let(f"tl.load({place}, {some}, other=0)")
 
-    def store(self, place: str, value: str) -> None:
+    def store(self, place: str, value: str, index: Expr) -> None:
         """What is whole of a piece at once, the ends of the row beside."""
         w, a, n = self.w, self.axis.name, self.axis.vector
-        if f"{a}start + {a}lane" not in place:
+        if not self.moves_at_once(index):
             w.line(f"tl.store({place}, {value}, {a}mask)")
             return
         at = w.let(f"{a}lane // {n} * {n}")

@@ -11,16 +11,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.config import below, power
 from tilewright.codegen.triton.plan.row_configs import folds_one
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.tile.peeled import Peeled
 from tilewright.ir import index as ix
-from tilewright.ir.expr import free_vars, loads
-
-SHORTEST, LONGEST = 128, 4096  # elements of the first tile
-LITTLE = 4  # the part of it that may be left
+from tilewright.ir.expr import free_vars
 
 
 def remainder(facts: KernelFacts) -> Shape | str:
@@ -34,9 +32,12 @@ def remainder(facts: KernelFacts) -> Shape | str:
     if axis.start is not None or shape.misaligned:
         return "rows are misaligned"
     first = below(size)
-    if not SHORTEST <= first <= LONGEST or not 0 < LITTLE * (size - first) <= first:
+    if (
+        not rules.REMAINDER_TILE.limit <= first <= rules.LONGEST_REMAINDER_TILE.limit
+        or not 0 < rules.REMAINDER.limit * (size - first) <= first
+    ):
         return "rows are not a little longer than a power of two"
-    rows = [n for m in flat.members for n in loads(*m.exprs) if axis.var in free_vars(n)]
+    rows = [n for n in flat.loads if axis.var in free_vars(n)]
     even = all(ix.coefficient(n.src[0], axis.var) is ix.ONE and len(n.src) == 1 and ix.mod(
         ix.mul(ix.without(n.src[0], [axis.var]), n.dtype.itemsize), 16) is ix.ZERO
         for n in rows)  # fmt: skip

@@ -13,24 +13,20 @@ from dataclasses import replace
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import uses
-from tilewright.codegen.triton.analysis.work import reduces
 from tilewright.codegen.triton.plan.config import MOST_WARPS, Config, clamp, power
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.codegen.triton.strategies.chunked import is_expensive_to_repeat, is_own
 from tilewright.codegen.triton.tile.interleaved import is_even
-from tilewright.ir.expr import free_vars, loads, walk
+from tilewright.ir.expr import free_vars
 from tilewright.schedule.fusion.group import Group
 from tilewright.target import Target
 
 NARROW = frozenset((torch.float16, torch.bfloat16))
 FLOATS = frozenset((torch.float32,))
-FEWEST = 32  # columns for each SM
 IN_PIECES = range(129, 257)  # rows of columns of sixteen bits that are
-ROWS_OF_HALVES = 32  # of such a piece
-MOST_OF_FLOATS = 3072  # rows of columns of floats, of which a thread has 48 then
-COLUMNS_OF_FLOATS = 8  # beside each other: 32 bytes
 
 
 def resident_columns(facts: KernelFacts) -> Shape | str:
@@ -53,8 +49,8 @@ def resident_columns(facts: KernelFacts) -> Shape | str:
         return "columns are read once"
     if is_expensive_to_repeat(shape):
         return "what is computed of columns is too expensive to repeat after each reduction"
-    if facts.rows < FEWEST * facts.target.sms:
-        return f"fewer than {FEWEST} columns for each SM"
+    if facts.rows < rules.RESIDENT_COLUMNS_PER_SM.limit * facts.target.sms:
+        return f"fewer than {rules.RESIDENT_COLUMNS_PER_SM.limit} columns for each SM"
     held = _rows_of_floats(group, shape)
     if shape.persistent and _is_one_tile(group, facts.flat, NARROW):
         buffers = facts.program.buffers
@@ -71,26 +67,26 @@ def _rows_of_halves(shape: Shape) -> int:
     held as floats."""
     size = shape.inner[0].size or 1
     walks = sum(axis is not None for _, axis in shape.segments)
-    exponentials = uses(shape.members, "exp")
+    exponentials = "exp" in shape.ops
     if walks == 2 and not exponentials and size in IN_PIECES and _folds_one_sum(shape):
-        return ROWS_OF_HALVES
+        return rules.COLUMN_PIECE.limit
     least = 512 if exponentials else 256 if walks == 2 else 64
     return power(size) if size > least else 0
 
 
 def _folds_one_sum(shape: Shape) -> bool:
-    kinds = {n: n.arg.kind for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"}
+    kinds = {n: n.arg.kind for n in shape.nodes if n.op == "reduce"}
     return list(kinds.values()) == ["sum"]
 
 
 def _rows_of_floats(group: Group, shape: Shape) -> int:
     """The same of columns of floats that no tile holds."""
     size = shape.inner[0].size or 0
-    if shape.persistent or not 0 < size <= MOST_OF_FLOATS:
+    if shape.persistent or not 0 < size <= rules.FLOAT_COLUMN.limit:
         return 0
-    if uses(shape.members, "exp") or not _is_one_tile(group, shape.flat(), FLOATS):
+    if "exp" in shape.ops or not _is_one_tile(group, shape.flat(), FLOATS):
         return 0
-    return 256 if 2 * size > MOST_OF_FLOATS else 128
+    return 256 if 2 * size > rules.FLOAT_COLUMN.limit else 128
 
 
 def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
@@ -101,9 +97,9 @@ def configs_of_columns(shape: Shape, target: Target) -> tuple[Config, ...]:
     x, (axis,), size = shape.parallel[0], shape.inner, shape.chunk
     if size < (axis.size or 0):
         return _of_pieces(shape)
-    many = x.likely >= 4 * 64 * target.sms and not reduces(shape, "welford")
+    many = x.likely >= 4 * 64 * target.sms and "welford" not in shape.reductions
     block = 64 if size <= 512 and many else 32
-    share = 64 if size <= 1024 and uses(shape.members, "exp") else 128
+    share = 64 if size <= 1024 and "exp" in shape.ops else 128
     warps = clamp(1, size * block // (32 * share), MOST_WARPS)
     blocks = ((x.block, block), (axis.block, size))
     return tuple(Config(blocks, warps, registers=most) for most in (share, None))
@@ -114,8 +110,8 @@ def _of_pieces(shape: Shape) -> tuple[Config, ...]:
     run on an SM, though some of them spill then (H200: 128x3000x80 105.7 us with 64 registers,
     111.8 us by half the threads with 128)."""
     x, (axis,), rows = shape.parallel[0], shape.inner, shape.chunk
-    of_halves = rows == ROWS_OF_HALVES
-    block, each = (64, 8) if of_halves else (COLUMNS_OF_FLOATS, 4)
+    of_halves = rows == rules.COLUMN_PIECE.limit
+    block, each = (64, 8) if of_halves else (rules.FLOAT_COLUMNS.limit, 4)
     blocks = ((x.block, block), (axis.block, rows))
     return (Config(blocks, rows * block // (32 * each), registers=64),)
 
@@ -130,12 +126,11 @@ def _divides(shape: Shape) -> bool:
 def _is_one_tile(group: Group, flat: Shape, kinds: Set[torch.dtype]) -> bool:
     """Whether one tile of such a type is read, and all tiles are moved sixteen bytes at once."""
     x, (axis,) = flat.parallel[0], flat.inner
-    made = {b for m in flat.members for b in m.writes}
-    read = {n for m in flat.members for n in loads(*m.exprs)
-            if is_own(flat, n) and n.arg not in group.local}  # fmt: skip
+    made = flat.written
+    read = {n for n in flat.loads if is_own(flat, n) and n.arg not in group.local}
     if any(n.dtype not in kinds or n.src[1:] for n in read):
         return False
-    places = [s.index for m in flat.members for s in m.stores if s.buffer not in group.local]
+    places = [s.index for s in flat.stores if s.buffer not in group.local]
     places = [i for i in places if {x.var, axis.var} <= free_vars(i)]
     together = 16 // min(kind.itemsize for kind in kinds)
     even = all(is_even(i, x, together) for i in [*places, *(n.src[0] for n in read)])

@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import sizes
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.analysis.operations import sorts, uses
+from tilewright.codegen.triton.analysis.operations import sorts
 from tilewright.codegen.triton.plan.column_configs import at_once, carried, rows_of_thread
-from tilewright.codegen.triton.plan.tiling import LONGEST_PASS, MOST_KEPT, Axis, Shape
+from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.misaligned_rows import begins_anywhere, most_moved
 from tilewright.codegen.triton.strategies.misaligned_scans import misaligned_scans
-from tilewright.codegen.triton.tile.lower import RANDOM
+from tilewright.codegen.triton.tile.lower import RANDOM, Load
 from tilewright.codegen.triton.tile.peeled import Peeled
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads
@@ -29,17 +30,11 @@ from tilewright.target import Target
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.reduce import Scan
 
-TOGETHER = 2  # programs that an SM surely runs at once
-SHORTEST_PART = 1 << 13  # elements of a row worth a program
-UNDER_WAY = 1 << 15  # bytes of loads that keep an SM's part of memory busy
-FEW_COLUMNS = 1024  # on an SM: the warps that have them do not keep memory busy by themselves
-# (H200: cumulative sums over 1 of 317x351x391 bfloat16 89 us, 102 us if each waits for its loads)
-
 
 def block_scan(facts: KernelFacts) -> Shape | str:
     """The shape with rows or columns that are walked so, where they are scanned and not held."""
     program, group, shape, target = facts.program, facts.group, facts.shape, facts.target
-    if not facts.has_scans:
+    if not facts.shape.scans:
         return "nothing is scanned"
     if not is_one_scan(shape):
         return "there is more than one scan along rows or columns"
@@ -51,7 +46,9 @@ def block_scan(facts: KernelFacts) -> Shape | str:
         return whole if moved else _columns(program, shape, target)
     if shape.reverse_scan:
         return "rows are scanned from their last element to the first"
-    if 2 * axis.likely <= MOST_KEPT and (axis.start is None or axis.likely <= LONGEST_PASS):
+    if 2 * axis.likely <= rules.REREAD_ROW.limit and (
+        axis.start is None or axis.likely <= rules.ONE_BLOCK_ROW.limit
+    ):
         return "rows fit in registers"
     start, piece = most_moved(program, group, shape.flat(), axis)
     if not begins_anywhere(start, piece, axis):
@@ -64,7 +61,7 @@ def block_scan(facts: KernelFacts) -> Shape | str:
 
 def is_one_scan(shape: Shape) -> bool:
     """Whether there is nothing but rows or columns that are scanned, other than put in order."""
-    if len(shape.segments) != 1 or shape.ragged or shape.serial or uses(shape.members, *RANDOM):
+    if len(shape.segments) != 1 or shape.ragged or shape.serial or not shape.ops.isdisjoint(RANDOM):
         return False
     ((segment, axis),) = shape.segments
     return axis is not None and segment.scans and not sorts(shape.members)
@@ -79,9 +76,13 @@ def _columns(program: Program, shape: Shape, target: Target) -> Shape | str:
     if neighbours > 8 or (neighbours == 1 and carried(shape) > 4):
         return "one thread of a column would load too little at once"
     moved = columns * rows_of_thread(shape, neighbours) * max(sizes(program, shape))
-    if moved < UNDER_WAY * target.sms:
+    if moved < rules.SCAN_BYTES_PER_SM.limit * target.sms:
         return "one thread for each column would not keep memory busy"
-    walked = neighbours == 1 and columns <= FEW_COLUMNS * target.sms and not shape.reverse_scan
+    walked = (
+        neighbours == 1
+        and columns <= rules.SCAN_COLUMNS_PER_SM.limit * target.sms
+        and not shape.reverse_scan
+    )
     if walked:
         axis = replace(axis, start=ix.ZERO, vector=1)
     return replace(shape, column_threads=True, prefetched_scan=walked, persistent=False,
@@ -94,7 +95,9 @@ def _programs(shape: Shape, axis: Axis, target: Target) -> int:
     rows = shape.parallel[0].size
     if not rows:
         return 0
-    count = min(TOGETHER * target.sms // rows, axis.likely // SHORTEST_PART)
+    count = min(
+        rules.SCAN_PROGRAMS.limit * target.sms // rows, axis.likely // rules.SCAN_PART.limit
+    )
     return count if count > 1 else 0
 
 
@@ -131,8 +134,7 @@ class BlockScan(Peeled):
         self._fetch_block(f"{a}first", ahead)
         with w.block(f"for {a}offset in range({a}first, {a}last, {block})"):
             for node, name in ahead.items():
-                w.know(node, made := w.let(name))
-                w.blank.add(made)
+                w.know_blank(node, w.let(name))
             self._fetch_block(f"{a}offset + {block}", ahead)
             self._enter_block(f"{a}offset")
             round_()
@@ -144,11 +146,11 @@ class BlockScan(Peeled):
         totals = scan.folded(lambda round_: self.walk(False, round_))
         cells: list[str] = []
         for name in totals:
-            cells.append(w.let(f"({k.cells} * xnumel + spot) * {count}"))
-            k.cells += 1
+            cells.append(w.let(f"({k.exchange.cells} * xnumel + spot) * {count}"))
+            k.exchange.cells += 1
             w.line(f"tri.leave(workspace, {cells[-1]} + part, {name})")
-        k.meetings += 1
-        w.line(f"tri.meet(counters + spot, {count * k.meetings})")
+        k.exchange.meetings += 1
+        w.line(f"tri.meet(counters + spot, {count * k.exchange.meetings})")
         lanes = 1 << (count - 1).bit_length()
         tiles = [w.let(f"tri.gather(workspace, {cell}, {kind}, {none}, part, {lanes})")
                  for cell, (kind, none) in zip(cells, scan.kinds, strict=True)]  # fmt: skip
@@ -173,7 +175,7 @@ class BlockScan(Peeled):
         w, a, block = self.w, self.axis.name, self.axis.block
         if self.kernel.shape.across:
             longest = max(c.kwargs[block] for c in self.kernel.configs)
-            w.rounds[self.axis] = f"({first})", longest
+            w.blocks.rounds[self.axis] = f"({first})", longest
         w.line(f"{a}lane = {first} + {a}base")
         if self.whole:
             w.know(self.axis.var, f"{a}lane")
@@ -196,7 +198,7 @@ class BlockScan(Peeled):
     def may_be_whole(self, mask: str) -> bool:
         return mask == f"{self.axis.name}mask"
 
-    def load(self, place: str) -> str:
+    def load(self, place: str, index: Expr) -> str | Load:
         w, a, name = self.w, self.axis.name, self.w.fresh()
         with w.block(f"if {a}whole"):
             w.line(f"{name} = tl.load({place})")
@@ -204,7 +206,7 @@ class BlockScan(Peeled):
             w.line(f"{name} = tl.load({place}, {a}mask, other=0)")
         return name
 
-    def store(self, place: str, value: str) -> None:
+    def store(self, place: str, value: str, index: Expr) -> None:
         w, a = self.w, self.axis.name
         with w.block(f"if {a}whole"):
             w.line(f"tl.store({place}, {value})")

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.plan import KernelPlan
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
-from tilewright.codegen.triton.strategies.transpose import FEWEST, Moving
+from tilewright.codegen.triton.strategies.transpose import Moving
 from tilewright.ir import index as ix
 from tilewright.ir.expr import INDEX, Expr, free_vars, loads, walk
+from tilewright.target import PIECE
 
-PIECE = 8  # elements that are slid at once
 SLID = (2, 4)  # bytes of elements that are
-SHORTEST = 4096  # elements of pieces of which most blocks have one
 
 
 def shifted_copy(facts: KernelFacts) -> KernelPlan | str:
@@ -34,10 +34,11 @@ def shifted_copy(facts: KernelFacts) -> KernelPlan | str:
     if shape.rank != 1 or shape.scattered:
         return "loops do not run over memory as one"
     (axis,) = shape.parallel
-    if (axis.size or 0) * min(SLID) < FEWEST:
-        return f"fewer than {FEWEST} bytes are moved, or only the call knows how many"
+    fewest = rules.SHIFTED_BYTES.limit
+    if (axis.size or 0) * min(SLID) < fewest:
+        return f"fewer than {fewest} bytes are moved, or only the call knows how many"
     pieces = _Pieces(axis, [e for m in flat.members for e in m.exprs])
-    stores = [s for m in flat.members for s in m.stores]
+    stores = flat.stores
     if not pieces.may_move({*group.local, *(s.buffer for s in stores)}) or not all(
         pieces.slope(s.index) == 1 and pieces.is_even(s.index) for s in stores):  # fmt: skip
         return "it does not put long pieces of tensors at places that are shifted by constants"
@@ -60,7 +61,7 @@ class _Pieces:
 
     def may_move(self, made: Collection[str]) -> bool:
         """Whether all that is read moves in long pieces, and something not by sixteen bytes."""
-        if any((ix.value_of(n.src[1]) or 0) < SHORTEST for n in self.divided):
+        if any((ix.value_of(n.src[1]) or 0) < rules.SHIFTED_PIECE.limit for n in self.divided):
             return False
         if any(self.slope(n.src[0]) not in (0, 1)
                for n in (*self.loads, *self.divided, *self.compared)):  # fmt: skip

@@ -13,12 +13,13 @@ from dataclasses import replace
 
 import torch
 
-from tilewright.codegen.triton.analysis.accesses import reduces_pairs_of_rows
+from tilewright import rules
+from tilewright.codegen.triton.analysis.accesses import own_rows, reduces_pairs_of_rows, stores_rows
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.operations import is_gathered
 from tilewright.codegen.triton.analysis.work import along, is_heavy
 from tilewright.codegen.triton.plan.config import below, power
-from tilewright.codegen.triton.plan.tiling import MANY, Shape, cannot_hand_over
+from tilewright.codegen.triton.plan.tiling import Shape, cannot_hand_over
 from tilewright.codegen.triton.strategies.misaligned_rows import (
     has_computed_places,
     misaligned_rows,
@@ -26,18 +27,9 @@ from tilewright.codegen.triton.strategies.misaligned_rows import (
 )
 from tilewright.codegen.triton.tile.paired import PAIR
 from tilewright.codegen.triton.tile.reduce import reduced_type
-from tilewright.ir.expr import Expr, free_vars, loads, walk
+from tilewright.ir.expr import free_vars
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.hints import hint_product
-
-LONGEST = 8192  # elements of a row
-SHORT = 256  # the same of one of which a block is not to be empty by a quarter
-MOST = 8  # tiles of an even row
-FEWEST = 32  # elements of a tile: 64 bytes of a row, for four threads
-LEAST = 4  # the same of rows that are as short themselves
-MOST_PAIRS, FEWEST_PAIRS = 16, 16  # the same of rows that are moved two elements at once
-FEW_PAIRS = 96  # elements of a row that few threads reduce
-WARP = 256  # elements of a tile that a warp moves at once
 
 
 def short_rows(facts: KernelFacts) -> Shape | str:
@@ -49,9 +41,9 @@ def short_rows(facts: KernelFacts) -> Shape | str:
     piece = form.inner[0].vector
     if form.packed:
         return "rows lie one after the other: several are moved as one piece"
-    if form.misaligned and not piece and size > FEWEST:
+    if form.misaligned and not piece and size > rules.SHORT_ROW_TILE.limit:
         return "rows are misaligned, and not all of them alike"
-    if size <= FEWEST:
+    if size <= rules.SHORT_ROW_TILE.limit:
         tile = _of_few(group, form, size)
     elif not piece:
         tile = _of_even(shape, size)
@@ -74,20 +66,30 @@ def _of_even(shape: Shape, size: int) -> int:
     1280 float16 105 us, 113 us), or that are made of several rows which are gathered (layer norm
     of three of 768 55 us, 62 us; of one 77 us, 48 us), by a warp each. Also pairs of rows
     (products of 27 rows of 128 bfloat16 174 us, 227 us)."""
-    nodes = [n for m in shape.members for n in walk(*m.exprs)]
+    nodes = shape.nodes
     empty = 4 * size <= 3 * power(size)
-    rows = _rows(shape)
+    rows = own_rows(shape)
     masked = any(n.dtype == torch.bool for n in rows)
     width = max((n.dtype.itemsize for n in rows), default=4)
-    short = len(rows) == 1 and size <= (SHORT * 2 // width if rows_alike(shape.flat()) else SHORT)
-    folded = not _stores(shape) and any(n.op == "exp" for n in along(shape))
+    short = len(rows) == 1 and size <= (
+        rules.SHORT_SPARSE_ROW.limit * 2 // width
+        if rows_alike(shape.flat())
+        else rules.SHORT_SPARSE_ROW.limit
+    )
+    folded = not stores_rows(shape) and any(n.op == "exp" for n in along(shape))
     quantized = any(
         n.op == "cast" and n.dtype.itemsize == 1 for n in nodes if n.dtype != torch.bool
     )
-    if empty and 2 * WARP < size < 4 * WARP and sum(is_gathered(n.src[0]) for n in rows) > 1:
-        return WARP
+    if (
+        empty
+        and 2 * rules.SHORT_ROW_WARP.limit < size < 4 * rules.SHORT_ROW_WARP.limit
+        and sum(is_gathered(n.src[0]) for n in rows) > 1
+    ):
+        return rules.SHORT_ROW_WARP.limit
     tiled = folded or reduces_pairs_of_rows(shape) or (empty and (masked or short or quantized))
-    return max(FEWEST, power(size / MOST)) if tiled else 0
+    return (
+        max(rules.SHORT_ROW_TILE.limit, power(size / rules.SHORT_ROW_TILES.limit)) if tiled else 0
+    )
 
 
 def _of_few(group: Group, form: Shape, size: int) -> int:
@@ -95,12 +97,13 @@ def _of_few(group: Group, form: Shape, size: int) -> int:
     1048576 rows of 17 60 us, 101 us; of 17 with what is stored for gradients 106 us, 118 us;
     mixtures of ten 40 us, 53 us). Even ones that are stored are faster in a block (gradients of
     these 98 us, 107 us)."""
-    wide = all(n.dtype.itemsize == 4 for n in _rows(form))
-    empty = size > LEAST * 2 and 4 * size <= 3 * power(size)
+    wide = all(n.dtype.itemsize == 4 for n in own_rows(form))
+    empty = size > rules.SHORTEST_ROW_TILE.limit * 2 and 4 * size <= 3 * power(size)
     own = set(form.inner[0].loops)
-    stored = any(own & free_vars(s.index) for m in form.members for s in m.stores
-                 if s.buffer not in group.local)  # fmt: skip
-    return LEAST if wide and empty and (form.misaligned or not stored) else 0
+    stored = any(own & free_vars(s.index) for s in form.stores if s.buffer not in group.local)
+    return (
+        rules.SHORTEST_ROW_TILE.limit if wide and empty and (form.misaligned or not stored) else 0
+    )
 
 
 def _of_pairs(shape: Shape, size: int) -> int:
@@ -110,9 +113,9 @@ def _of_pairs(shape: Shape, size: int) -> int:
     us)."""
     if rows_alike(shape.flat()):
         return 0
-    few = size <= FEW_PAIRS and not _stores(shape)
-    fewest = FEWEST_PAIRS // 2 if few else FEWEST_PAIRS
-    return max(fewest, power(size / MOST_PAIRS))
+    few = size <= rules.SHORT_PAIRS.limit and not stores_rows(shape)
+    fewest = rules.SHORT_PAIR_TILE.limit // 2 if few else rules.SHORT_PAIR_TILE.limit
+    return max(fewest, power(size / rules.SHORT_PAIR_TILES.limit))
 
 
 def _of_odd(shape: Shape, size: int) -> int:
@@ -122,28 +125,19 @@ def _of_odd(shape: Shape, size: int) -> int:
     4095 70 us by four, 74 us by two). Wide weights leave no room."""
     flat = shape.flat()
     alike = rows_alike(flat)
-    if any(n.arg in alike and n.dtype.itemsize > 2 for m in flat.members for n in loads(*m.exprs)):
+    if any(n.arg in alike and n.dtype.itemsize > 2 for n in flat.loads):
         return 0
-    several = len(_rows(shape)) > 1
+    several = len(own_rows(shape)) > 1
     full = 8 * size > 7 * power(size)
-    if full and not (alike or several) and (_stores(shape) or size <= 4 * WARP):
+    if (
+        full
+        and not (alike or several)
+        and (stores_rows(shape) or size <= 4 * rules.SHORT_ROW_WARP.limit)
+    ):
         return 0  # a block is as good (cross entropy of 1001 43 us, 46 us in tiles)
     if several:
-        return max(WARP, below(4 * size // 11))
-    return max(WARP, power(size / MOST))
-
-
-def _rows(shape: Shape) -> set[Expr]:
-    """What is loaded along rows, and is not the same for all of them."""
-    own = set(shape.inner[0].loops)
-    made = frozenset[str]().union(*(m.writes for m in shape.members))
-    nodes = {n for m in shape.members for n in loads(*m.exprs) if n.arg not in made}
-    return {n for n in nodes if own & free_vars(n.src[0]) and free_vars(n.src[0]) - own}
-
-
-def _stores(shape: Shape) -> bool:
-    own = set(shape.inner[0].loops)
-    return any(own & free_vars(s.index) for m in shape.members for s in m.stores)
+        return max(rules.SHORT_ROW_WARP.limit, below(4 * size // 11))
+    return max(rules.SHORT_ROW_WARP.limit, power(size / rules.SHORT_ROW_TILES.limit))
 
 
 def _unsuited(facts: KernelFacts) -> str:
@@ -154,15 +148,16 @@ def _unsuited(facts: KernelFacts) -> str:
         return "several programs share a row"
     if not shape.persistent:
         return "rows do not fit in registers"
-    if not LEAST < facts.length <= LONGEST:
-        return f"rows do not have between {LEAST} and {LONGEST} elements"
-    if hint_product(a.extent for a in shape.axes) < MANY:
-        return f"all rows have fewer than {MANY} elements"
+    shortest, longest = rules.SHORTEST_ROW_TILE.limit, rules.SHORT_ROW.limit
+    if not shortest < facts.length <= longest:
+        return f"rows do not have between {shortest} and {longest} elements"
+    if hint_product(a.extent for a in shape.axes) < rules.SHORT_ROWS_ELEMENTS.limit:
+        return f"all rows have fewer than {rules.SHORT_ROWS_ELEMENTS.limit} elements"
     if is_heavy(shape):
         return "a special function makes for long code"
     if has_computed_places(shape):
         return "each element has a place of its own to compute in some operand"
-    nodes = [n for m in shape.members for n in walk(*m.exprs) if n.op == "reduce"]
+    nodes = [n for n in shape.nodes if n.op == "reduce"]
     if any(reduced_type(n.src[0].dtype) != torch.float32 for n in nodes):
         return "a reduction is not computed in float32"
     return cannot_hand_over(facts.group, replace(shape, persistent=False))

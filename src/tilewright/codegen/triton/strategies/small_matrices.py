@@ -9,27 +9,22 @@ beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.tiling import Axis, Shape
-from tilewright.codegen.triton.strategies.misaligned_columns import length_of
+from tilewright.codegen.triton.strategies.misaligned_columns import Staged, length_of
 from tilewright.codegen.triton.tile.interleaved import is_even
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads
+from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Store
+from tilewright.target import PIECE
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-    from tilewright.codegen.triton.tile.reduce import Reduction
-
-PIECE = 8  # elements of sixteen bytes
-LEAST, MOST = 2048, 8192  # elements of a matrix
-SHORTEST = 32  # rows of one that is reduced: a thread has fewer of a column
-FEWEST = 16  # matrices for each SM
 
 
 def small_matrices(facts: KernelFacts) -> Shape | str:
@@ -44,8 +39,8 @@ def small_matrices(facts: KernelFacts) -> Shape | str:
         return "several programs share a column"
     if not shape.persistent:
         return "columns do not fit in registers"
-    if not facts.has_scans and facts.length <= SHORTEST:
-        return f"columns have at most {SHORTEST} elements: a thread has them"
+    if not facts.shape.scans and facts.length <= rules.MATRIX_ROWS.limit:
+        return f"columns have at most {rules.MATRIX_ROWS.limit} elements: a thread has them"
     (x,), (r,) = flat.parallel, flat.inner
     tiles, stores = _moved(facts.group.local, flat, x, r)
     if len(tiles) != 1 or len(stores) != 1 or tiles[0].src != (stores[0].index,):
@@ -59,17 +54,23 @@ def small_matrices(facts: KernelFacts) -> Shape | str:
         return "it is written in place"
     if is_even(index, x, 4) or not length:
         return "rows are aligned"
-    if rows * length < LEAST or lanes > MOST or 3 * lanes > 4 * rows * length:
-        return f"a matrix does not fill a tile of {LEAST} to {MOST} elements"
+    least, most = rules.MATRIX_ELEMENTS.limit, rules.MATRIX_TILE.limit
+    if rows * length < least or lanes > most or 3 * lanes > 4 * rows * length:
+        return f"a matrix does not fill a tile of {least} to {most} elements"
     if not is_matrix(index, x, r, length):
         return "rows of a matrix do not lie one after the other"
-    if x.likely < FEWEST * length * facts.target.sms:
-        return f"fewer than {FEWEST} matrices for each SM"
-    # of a tile whose rows are rows neighbouring threads have neighbouring columns as they are
-    axes = {shape.parallel[0]: replace(shape.parallel[0], dim=1), r: replace(r, dim=0)}
+    if x.likely < rules.MATRICES_PER_SM.limit * length * facts.target.sms:
+        return f"fewer than {rules.MATRICES_PER_SM.limit} matrices for each SM"
+    return by_rows(shape, length)
+
+
+def by_rows(shape: Shape, length: int) -> Shape:
+    """With a tile whose rows are rows of so many columns: of one whose columns are, neighbouring
+    threads have neighbouring columns as they are."""
+    (x,), (r,) = shape.parallel, shape.inner
+    axes = {x: replace(x, dim=1), r: replace(r, dim=0)}
     segments = tuple((s, None if a is None else axes[a]) for s, a in shape.segments)
-    return replace(shape, staged=length, pipelined=False, segments=segments,
-                   parallel=(axes[shape.parallel[0]],))  # fmt: skip
+    return replace(shape, staged=length, pipelined=False, segments=segments, parallel=(axes[x],))
 
 
 def is_matrix(index: Expr, x: Axis, r: Axis, length: int) -> bool:
@@ -83,37 +84,25 @@ def is_matrix(index: Expr, x: Axis, r: Axis, length: int) -> bool:
 def _moved(local: frozenset[str], flat: Shape, x: Axis, r: Axis) -> tuple[list[Expr], list[Store]]:
     """What is loaded and stored at all points of a tile."""
     both = {x.var, r.var}
-    nodes = dict.fromkeys(n for m in flat.members for n in loads(*m.exprs))
+    nodes = dict.fromkeys(flat.loads)
     found = [n for n in nodes if both <= free_vars(n) and n.arg not in local]
-    stores = [s for m in flat.members for s in m.stores if s.buffer not in local]
+    stores = [s for s in flat.stores if s.buffer not in local]
     return found, [s for s in stores if both <= free_vars(s.index)]
 
 
-class SmallMatrices:
+class SmallMatrices(Staged):
     """The text of one kernel's matrices."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.w, self.length = kernel, kernel.w, kernel.shape.staged
-        (self.x,), (self.r,) = kernel.shape.parallel, kernel.shape.inner
+        super().__init__(kernel)
         self.size = self.length * (self.r.size or 0)
         self.apart = self.size % PIECE != 0  # matrices are misaligned
 
-    @property
-    def grid(self) -> list[tuple[Expr, str]]:
-        return [(ix.floordiv(self.x.extent, ix.as_index(self.length)), "1")]
-
     def columns(self) -> None:
-        w, n = self.w, self.length
-        w.line(f"xlane = {self.kernel.lanes(self.x)}")
-        w.line(f"xbase = pid * {n} + xlane")
-        w.line(f"xmask = xlane < {n}")
-        w.masked.add(self.x)
-        if (
-            any(s.scans for s, _ in self.kernel.shape.segments)
-            and not self.kernel.shape.reverse_scan
-        ):
-            w.masked.discard(self.r)  # what comes after the last row is not stored
-        w.know(self.x.var, "xbase")
+        inside = self.r not in self.w.masked
+        super().columns()
+        if inside or (self.kernel.shape.scans and not self.kernel.shape.reverse_scan):
+            self.w.masked.discard(self.r)  # what comes after the last row is not stored
 
     def begin(self) -> None:
         w, k = self.w, self.kernel
@@ -147,9 +136,3 @@ class SmallMatrices:
             ends = w.let(f"tri_rows.in_a_row({value}, fat, {self.length})")
             w.line(f"tl.store({out} + (fplace + fat), {ends}, fedge)")
         return True
-
-    def walk(self, round_: Callable[[], None]) -> None:
-        """Nothing is walked."""
-
-    def end(self, folds: Sequence[Reduction]) -> None:
-        """Nor left to be moved."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.tiling import Shape, cannot_share
-
-SHORTEST = 1 << 13  # elements of a part worth a program
-TOGETHER = 9  # programs of four warps that an SM surely runs at once
 
 
 def split_reduction(facts: KernelFacts) -> Shape | str:
@@ -30,11 +28,13 @@ def split_reduction(facts: KernelFacts) -> Shape | str:
     (x,), (r,) = shape.parallel, shape.inner
     if not x.size or not r.size:
         return "sizes are known only at the call"
-    if "welford" in facts.reductions or "exp" not in facts.ops:
+    if "welford" in facts.shape.reductions or "exp" not in facts.shape.ops:
         return "it only adds up: one program for each row is as fast"
     if all(axis is r for _, axis in shape.segments):
         return "it leaves its reductions as they are: it is a part already"
-    count = min(TOGETHER * facts.target.sms // x.size, r.size // SHORTEST)
+    count = min(
+        rules.SPLIT_PROGRAMS.limit * facts.target.sms // x.size, r.size // rules.SPLIT_PART.limit
+    )
     if count < 2:
         return "there are enough rows for all SMs, or rows are too short for parts"
     new = replace(shape, row_programs=count, ticketed=True, pipelined=False)

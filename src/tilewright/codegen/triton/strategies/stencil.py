@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.analysis.index_width import span
 from tilewright.codegen.triton.plan.config import Config
@@ -24,14 +25,9 @@ from tilewright.codegen.triton.tile.kernel import Kernel
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
 from tilewright.ir.program import Buffer, Nest, Program, Store
-from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.nests.transform import plainly, substitute_nest, unused
-from tilewright.target import Target
+from tilewright.target import ACCESS
 
-WIDEST = 16  # bytes of an access
-FEWEST = 1 << 15  # elements that keep a card busy
-MOST_NODES = 4000  # of the expressions, written out
-ROWS = 2  # of windows that have rows in common
 # of the loads of two rows, for both as one (H200: 0.67 of them 59 us, 61 us; 0.83 58 us, 56 us)
 SAVED = 0.75
 WARPS = (4, 8, 2)
@@ -60,15 +56,21 @@ def stencil(facts: KernelFacts) -> KernelPlan | str:
         form, after = _written_out(program, shape, {last: count})
         if 3 * after > 2 * count * before:
             continue
-        rows = {v: ROWS for v in loops[-2:-1] if (ix.value_of(v.src[0]) or 1) % ROWS == 0}
+        rows = {
+            v: rules.STENCIL_ROWS.limit
+            for v in loops[-2:-1]
+            if (ix.value_of(v.src[0]) or 1) % rules.STENCIL_ROWS.limit == 0
+        }
         both, more = _written_out(program, shape, {**rows, last: count})
-        if rows and more <= SAVED * ROWS * after:
-            form, count = both, ROWS * count
+        if rows and more <= SAVED * rules.STENCIL_ROWS.limit * after:
+            form, count = both, rules.STENCIL_ROWS.limit * count
         x = form.parallel[0]
-        if (x.size or 0) * count < FEWEST:
-            return f"fewer than {FEWEST} points, or only the call knows how many"
-        if len(list(walk(*form.members[0].exprs))) > MOST_NODES:
-            return f"several points as one make more than {MOST_NODES} operations"
+        if (x.size or 0) * count < rules.STENCIL_POINTS.limit:
+            return (
+                f"fewer than {rules.STENCIL_POINTS.limit} points, or only the call knows how many"
+            )
+        if len(list(walk(*form.members[0].exprs))) > rules.STENCIL_NODES.limit:
+            return f"several points as one make more than {rules.STENCIL_NODES.limit} operations"
         among = tuple(Config(((x.block, 32 * warps),), warps) for warps in WARPS)
         return KernelPlan.of(_Windows(program, group, form, facts.target, facts.wide, among))
     return "several points as one would not save a third of the loads"
@@ -100,7 +102,7 @@ def _accesses(program: Program, shape: Shape, last: Expr) -> float:
 def _along(shape: Shape, last: Expr) -> list[Expr]:
     """What is read along a loop, over the one that stands for all."""
     places = {v: e for a in shape.parallel for v, e in a.places().items()}
-    nodes = (n for m in shape.members for n in loads(*m.exprs))
+    nodes = shape.loads
     return list(dict.fromkeys(substitute(n, places) for n in nodes if last in free_vars(n.src[0])))
 
 
@@ -115,11 +117,11 @@ def _fits(program: Program, members: Sequence[Nest], last: Expr, count: int) -> 
     for m in members:
         for s in m.stores:
             each = program.buffers[s.buffer].dtype.itemsize
-            if ix.coefficient(s.index, last) is not ix.ONE or count * each > WIDEST:
+            if ix.coefficient(s.index, last) is not ix.ONE or count * each > ACCESS:
                 return False
         for n in loads(*m.exprs):
             along = ix.value_of(ix.coefficient(n.src[0], last) or ix.ONE) or 0
-            if abs(along) * count * n.dtype.itemsize > WIDEST:
+            if abs(along) * count * n.dtype.itemsize > ACCESS:
                 return False
     return True
 
@@ -177,7 +179,7 @@ def _pieces(places: Iterable[Place], buffers: Mapping[str, Buffer]) -> dict[Plac
         terms = dict(ix.poly(index))
         at = terms.pop((), 0)
         buf = buffers[buffer]
-        size = math.gcd(WIDEST // buf.dtype.itemsize, *terms.values(),
+        size = math.gcd(ACCESS // buf.dtype.itemsize, *terms.values(),
                         *ix.poly(span(buf.size, buf.stride)).values())  # fmt: skip
         first = ix.add(ix.from_poly(terms), at // size * size)
         near.setdefault((buffer, first, masks), []).append((at % size, place))
@@ -243,7 +245,4 @@ class _Pieces(Interleaved):
 
 
 class _Windows(Kernel):
-    def __init__(self, program: Program, group: Group, shape: Shape, target: Target, wide: bool,
-                 among: tuple[Config, ...]) -> None:  # fmt: skip
-        super().__init__(program, group, shape, target, wide, among)
-        self.interleaved = _Pieces(self)
+    accesses = _Pieces

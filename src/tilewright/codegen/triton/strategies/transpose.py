@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.config import Config, power
 from tilewright.codegen.triton.plan.plan import KernelPlan
@@ -15,14 +16,9 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars
 from tilewright.ir.program import Program
 from tilewright.schedule.fusion.group import Group
+from tilewright.target import SECTOR
 
-SHORTEST = 256  # elements of a row for which its ends do not matter
-FEWEST = 1 << 24  # bytes of a tensor that keep a card busy: smaller ones are in cache anyway
 MOST_PADDED = 1.2  # of tiles by what is in them, of many matrices
-KEPT = 1 << 15  # bytes of a tile: more of them leave too few programs to an SM
-KEPT_WHOLE = 1 << 16  # the same of one that is read as one piece, of whole columns too
-NARROWEST = 64  # elements of rows that are
-SECTOR = 32  # bytes that are fetched at least
 
 
 def transpose(facts: KernelFacts) -> KernelPlan | str:
@@ -77,7 +73,7 @@ def moves(program: Program, group: Group, shape: Shape) -> tuple[Expr, Expr] | N
     if store.mode != "set" or {read.arg, store.buffer} & group.local or read.arg == store.buffer:
         return None
     elements = math.prod(a.size or 0 for a in shape.parallel)
-    if dtype.itemsize not in (2, 4) or elements * dtype.itemsize < FEWEST:
+    if dtype.itemsize not in (2, 4) or elements * dtype.itemsize < rules.TRANSPOSED_BYTES.limit:
         return None
     start, to = ix.sub(read.src[0], y.var), ix.sub(store.index, x.var)
     which = frozenset(a.var for a in z)
@@ -145,15 +141,24 @@ def _tile(program: Program, shape: Shape, start: Expr, to: Expr) -> Tile | None:
     size = program.buffers[shape.members[0].stores[0].buffer].dtype.itemsize
     vector, width, height = 16 // size, y.size or 0, x.size or 0
     odd, slides = is_odd(start, vector), is_odd(to, vector) or height % vector != 0
-    if not (odd or slides) or height < SHORTEST or width < NARROWEST:
+    if (
+        not (odd or slides)
+        or height < rules.TRANSPOSED_ROW.limit
+        or width < rules.TRANSPOSED_WIDTH.limit
+    ):
         return None
     step, over = _step(start, x), SECTOR // size if slides else 0
-    for most in (KEPT, KEPT_WHOLE):
+    for most in (rules.TRANSPOSED_TILE.limit, rules.TRANSPOSED_WHOLE_TILE.limit):
         tiles = [_tile_of(Tile(vector, rows, over, width, width), step, odd, most // size)
                  for rows in range(8 * vector, 64 * vector, 8 * vector)]  # fmt: skip
         tile = min((t for t in tiles if t), key=lambda t: t.moved(width, height), default=None)
-        narrow = tile is not None and tile.whole and size == 2 and (over or most == KEPT_WHOLE)
-        if tile is not None and (width >= SHORTEST or narrow):
+        narrow = (
+            tile is not None
+            and tile.whole
+            and size == 2
+            and (over or most == rules.TRANSPOSED_WHOLE_TILE.limit)
+        )
+        if tile is not None and (width >= rules.TRANSPOSED_ROW.limit or narrow):
             padded = _padded(width, tile.columns) * _padded(height, tile.rows)
             return tile if len(shape.parallel) == 2 or padded <= MOST_PADDED else None
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.facts import KernelFacts
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.plan import KernelPlan
@@ -12,11 +13,10 @@ from tilewright.codegen.triton.plan.tiling import Axis, Shape
 from tilewright.codegen.triton.strategies.transpose import Moving, by_matrix, moves
 from tilewright.ir import index as ix
 from tilewright.ir.program import Program
+from tilewright.target import PIECE
 
-V = 8  # elements of sixteen bytes
 PIECES = 256  # of sixteen bytes, that the threads of a program write at once
 ROUNDS = 4  # in which they do
-MOST_KEPT = 8192  # elements of a tile: as many as are written
 
 
 def transpose_few_rows(facts: KernelFacts) -> KernelPlan | str:
@@ -41,7 +41,7 @@ def transpose_few_rows(facts: KernelFacts) -> KernelPlan | str:
 def _is_one_piece(program: Program, shape: Shape) -> bool:
     """Whether what is written of two bytes each lies column by column."""
     (store,), (y, x) = shape.flat().members[0].stores, shape.parallel
-    if program.buffers[store.buffer].dtype.itemsize * V != 16:
+    if program.buffers[store.buffer].dtype.itemsize * PIECE != 16:
         return False
     return ix.sub(store.index, x.var) is ix.mul(y.var, x.extent)
 
@@ -57,7 +57,7 @@ class Tile:
 
     @property
     def step(self) -> int:
-        return self.pieces * V // self.rows
+        return self.pieces * PIECE // self.rows
 
     @property
     def columns(self) -> int:
@@ -65,11 +65,11 @@ class Tile:
 
     @property
     def lanes(self) -> int:
-        return (self.columns + 2 * V - 2) // V * V
+        return (self.columns + 2 * PIECE - 2) // PIECE * PIECE
 
     @property
     def kept_rows(self) -> int:
-        return -(-self.rows // V) * V
+        return -(-self.rows // PIECE) * PIECE
 
 
 def _tile(columns: int, rows: int) -> Tile | None:
@@ -77,7 +77,8 @@ def _tile(columns: int, rows: int) -> Tile | None:
     four bytes at once as they are (H200: 500x50x1401 48 us, 40 us; 900x17x3001, which takes
     twice as much shared memory, 71 us, 65 us)."""
     tile = Tile(rows)
-    if rows % 2 == 0 or not V < rows <= PIECES or tile.kept_rows * tile.lanes > MOST_KEPT:
+    kept = tile.kept_rows * tile.lanes
+    if rows % 2 == 0 or not PIECE < rows <= PIECES or kept > rules.FEW_ROWS_TILE.limit:
         return None
     written = -(-columns // tile.columns) * tile.columns
     return tile if 5 * columns * tile.pieces >= 3 * written * PIECES else None
@@ -97,31 +98,31 @@ class _Laid(Moving):
         start, to = ix.sub(read.src[0], y.var), ix.sub(store.index, x.var)
         from_, into = self.pointer(read.arg), self.pointer(store.buffer)
         self._corner(z, y)
-        sizes = f"{V}, {tile.lanes}, {tile.kept_rows}"
-        w.line(f"row = tri_moves.kept_rows({sizes}, {MOST_KEPT})")
+        sizes, most = f"{PIECE}, {tile.lanes}, {tile.kept_rows}", rules.FEW_ROWS_TILE.limit
+        w.line(f"row = tri_moves.kept_rows({sizes}, {most})")
         w.line(f"xrow = tl.minimum(row, {x.size} - 1)")
         first = self.index_at(x.var, "xrow", start)
         end = f"{first} + tl.minimum(y0 + {y.block}, {y.size})"
         w.line(f"stop = tl.where(row < {x.size}, {end}, 0)")
         w.line(f"xrow = {first} + y0")
-        w.line(f"tile = tri_moves.kept({from_}, xrow, stop, {V}, {tile.lanes}, {MOST_KEPT})")
+        w.line(f"tile = tri_moves.kept({from_}, xrow, stop, {PIECE}, {tile.lanes}, {most})")
         w.line(f"at = {self.index_at(y.var, 'y0', to)}")
-        w.line(f"slide = at & {V - 1}")
-        w.line(f"piece, flat = tri_moves.pieces({tile.pieces}, {PIECES}, {V})")
+        w.line(f"slide = at & {PIECE - 1}")
+        w.line(f"piece, flat = tri_moves.pieces({tile.pieces}, {PIECES}, {PIECE})")
         w.line(f"behind = (flat - slide + {x.size}).to(tl.uint32)")
         w.line(f"xeach = (behind % {x.size}).to(tl.int32)")
         w.line(f"c = (behind // {x.size}).to(tl.int32) - 1")
         first = self.index_at(x.var, "xeach", start)
-        w.line(f"lane = (({first} + y0) & {V - 1}) + c")
+        w.line(f"lane = (({first} + y0) & {PIECE - 1}) + c")
         w.line(f"round = tl.arange(0, {ROUNDS})[:, None]")
         w.line(f"found = tri_moves.found_in(tile, xeach, lane, round * {tile.step}, {sizes})")
-        w.line(f"first = (round * {tile.pieces} + piece) * {V} - slide")
+        w.line(f"first = (round * {tile.pieces} + piece) * {PIECE} - slide")
         w.line(f"size = tl.minimum({y.size} - y0, {y.block}) * {x.size}")
-        w.line(f"inside = (piece < {tile.pieces}) & (first >= 0) & (first + {V} <= size)")
-        w.line(f"place = tl.multiple_of(at + first + (flat & {V - 1}), [1, {V}])")
-        w.line(f"place = tl.max_contiguous(place, [1, {V}])")
-        w.line(f"tl.store({into} + place, found, tl.max_constancy(inside, [1, {V}]))")
-        w.line(f"flat, inside = tri_moves.edges(slide, size, {V})")
+        w.line(f"inside = (piece < {tile.pieces}) & (first >= 0) & (first + {PIECE} <= size)")
+        w.line(f"place = tl.multiple_of(at + first + (flat & {PIECE - 1}), [1, {PIECE}])")
+        w.line(f"place = tl.max_contiguous(place, [1, {PIECE}])")
+        w.line(f"tl.store({into} + place, found, tl.max_constancy(inside, [1, {PIECE}]))")
+        w.line(f"flat, inside = tri_moves.edges(slide, size, {PIECE})")
         w.line(f"xeach = flat % {x.size}")
         first = self.index_at(x.var, "xeach", start)
         w.line(f"found = tl.load({from_} + ({first} + y0 + flat // {x.size}), inside, other=0)")

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.accesses import vector_of
 from tilewright.codegen.triton.analysis.facts import KernelFacts
-from tilewright.codegen.triton.plan.column_configs import LONGEST_OF_THREAD, at_once
+from tilewright.codegen.triton.plan.column_configs import at_once
 from tilewright.codegen.triton.plan.config import Config
 from tilewright.codegen.triton.plan.tiling import Shape
 from tilewright.ir import index as ix
-from tilewright.ir.expr import free_vars, loads
+from tilewright.ir.expr import free_vars
 from tilewright.ir.program import Program
-
-WARPS = 2
-FEWEST = 4  # programs for each SM
 
 
 def unrolled_columns(facts: KernelFacts) -> Shape | str:
@@ -36,10 +34,13 @@ def unrolled_columns(facts: KernelFacts) -> Shape | str:
         return "not only the place of an extreme is looked for"
     if axis is None or not all(m.reduce for m in segment.members):
         return "it does not begin with the reduction"
-    if not 0 < facts.length <= LONGEST_OF_THREAD:
-        return f"columns have more than {LONGEST_OF_THREAD} elements"
+    if not 0 < facts.length <= rules.COLUMN_OF_THREAD.limit:
+        return f"columns have more than {rules.COLUMN_OF_THREAD.limit} elements"
     vector = vector_of(program, shape)
-    if facts.rows < FEWEST * 32 * WARPS * vector * facts.target.sms:
+    if (
+        facts.rows
+        < rules.UNROLLED_PER_SM.limit * 32 * rules.UNROLLED_WARPS.limit * vector * facts.target.sms
+    ):
         return "there are too few columns for threads to have whole ones"
     if at_once(program, shape) < vector and not _are_enlarged(shape):
         return "rows are misaligned"
@@ -50,10 +51,12 @@ def _are_enlarged(shape: Shape) -> bool:
     """Whether places in rows are computed, as those of an image between which others are made."""
     flat = shape.flat()
     x = flat.parallel[0].var
-    return any(ix.coefficient(n.src[0], x) is None and x in free_vars(n.src[0])
-               for m in flat.members for n in loads(*m.exprs))  # fmt: skip
+    return any(ix.coefficient(n.src[0], x) is None and x in free_vars(n.src[0]) for n in flat.loads)
 
 
 def of_unrolled(program: Program, shape: Shape) -> Iterable[Config]:
     x, (r,) = shape.parallel[0], shape.inner
-    yield Config(((x.block, 32 * WARPS * vector_of(program, shape)), (r.block, 1)), WARPS)
+    yield Config(
+        ((x.block, 32 * rules.UNROLLED_WARPS.limit * vector_of(program, shape)), (r.block, 1)),
+        rules.UNROLLED_WARPS.limit,
+    )

@@ -37,7 +37,7 @@ def address(k: Kernel, buffer: str, index: Expr, place: str) -> str:
     if k.buffers[buffer].dtype.itemsize >= 4 and not is_even(index, k.shape.parallel[0], 2):
         return plain
     by = f"*{w.index(step)}"
-    first = "" if k.shape.persistent else f"{w.rounds[axis][0]}{by} + "
+    first = "" if k.shape.persistent else f"{w.blocks.rounds[axis][0]}{by} + "
     whole = f"{k.pointer(buffer)} + {first}{w.index(rest)} + {axis.name}base{by}"
     before = 0 if k.chunked is None else k.chunked.before * (ix.value_of(step) or 0)
     return f"{whole} + {before}" if before else whole  # of all pieces one address

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.tile.lower import Support
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, loads, rewrite, substitute, var, walk
+from tilewright.ir.expr import Expr, free_vars, rewrite, substitute, var, walk
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
@@ -33,9 +33,9 @@ def load_pieces(kernel: Kernel, node: Expr, axis: Axis) -> str:
     """Once for all neighbours of a thread (H200: group norm of rows of 65536 bfloat16, channels of
     4096, 43 us in blocks of 16384)."""
     w, name, side = kernel.w, f"{axis.name}piece", _neighbours(kernel, axis)
-    first = w.rounds[axis][0] if axis in w.rounds else "0"
+    first = w.blocks.rounds[axis][0] if axis in w.blocks.rounds else "0"
     with w.apart():
-        lanes = kernel.lanes(axis).replace(axis.block, f"{axis.block} // {side}")
+        lanes = kernel.lanes(axis, f"{axis.block} // {side}")
         w.line(f"{name} = {first} + {lanes} * {side}")
         if axis in w.masked:
             w.line(f"{name}mask = {name} < {axis.name}numel")
@@ -50,7 +50,7 @@ def load_pieces(kernel: Kernel, node: Expr, axis: Axis) -> str:
 
 def _neighbours(kernel: Kernel, axis: Axis) -> int:
     """Elements that a thread loads at once of rows along an axis."""
-    sizes = [n.dtype.itemsize for m in kernel.shape.members for n in loads(*m.exprs)
+    sizes = [n.dtype.itemsize for n in kernel.shape.loads
              if n.arg not in kernel.local
              and ix.coefficient(n.src[0], axis.var) is ix.ONE]  # fmt: skip
     return 16 // max(sizes, default=16)

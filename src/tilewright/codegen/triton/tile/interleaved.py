@@ -113,7 +113,7 @@ def interleaved(shape: Shape, buffers: Mapping[str, Buffer], local: frozenset[st
     axis = shape.parallel[-1] if shape.parallel else None
     if axis is None or shape.family != "poi" or axis.slack or shape.serial or shape.ragged:
         return {}, {}
-    stores = [s for m in shape.members for s in m.stores]
+    stores = shape.stores
     nodes = loads(*(e for m in shape.members for e in m.exprs))
     made, used = {s.buffer for s in stores}, {n.arg for n in nodes}
     read: dict[Expr, Expr] = {}

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from tilewright import config
+from tilewright import config, rules
 from tilewright.codegen.triton.analysis import index_width, precision, shared_functions
 from tilewright.codegen.triton.analysis.operations import scatters
 from tilewright.codegen.triton.analysis.rounding import kept_narrow, skips_a_rounding
@@ -30,17 +30,10 @@ from tilewright.codegen.triton.strategies.small_matrices import SmallMatrices
 from tilewright.codegen.triton.tile.address import address, may_repeat
 from tilewright.codegen.triton.tile.atomics import write_scatter
 from tilewright.codegen.triton.tile.broadcast import common, load_pieces
-from tilewright.codegen.triton.tile.grid_sync import COUNTERS, end, meet
+from tilewright.codegen.triton.tile.grid_sync import COUNTERS, Exchange, end, meet
 from tilewright.codegen.triton.tile.interleaved import Interleaved
-from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Support, Writer
-from tilewright.codegen.triton.tile.online_softmax import (
-    ROWS,
-    SIDE,
-    OnlineReduction,
-    Pair,
-    joined,
-    passes,
-)
+from tilewright.codegen.triton.tile.lower import NOWHERE, RANDOM, Load, Numerics, Support, Writer
+from tilewright.codegen.triton.tile.online_softmax import OnlineReduction, Pair, joined, passes
 from tilewright.codegen.triton.tile.ops import FP8_LARGEST, TYPE, cast
 from tilewright.codegen.triton.tile.paired import lean_of
 from tilewright.codegen.triton.tile.predication import row_conditions, some_rows
@@ -54,7 +47,7 @@ from tilewright.codegen.triton.tile.reduce import (
     reductions_of,
     scans_of,
 )
-from tilewright.codegen.triton.tile.render import imports, params_of
+from tilewright.codegen.triton.tile.render import Arguments, imports, params_of
 from tilewright.codegen.triton.tile.weighted_sums import Weighted
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, load, loads, substitute, syms, walk
@@ -65,11 +58,11 @@ from tilewright.target import Target
 
 BAD_INDEX = 1
 IN_ORDER = ("argmin", "argmax", "welford")  # folds that count rounds
-PIECE = 64  # elements of a row that no two programs share
-LANES = 16  # rows of a block across which each has its own mean and deviations
 
 
 class Kernel:
+    accesses = Interleaved  # how neighbours in memory are loaded and stored
+
     def __init__(self, program: Program, group: Group, shape: Shape, target: Target,
                  wide: bool, among: tuple[Config, ...] = ()) -> None:  # fmt: skip
         """`among` are the configurations it may run in, if there are others than its own."""
@@ -82,8 +75,7 @@ class Kernel:
         # whether of the programs of a row the last one goes on alone, and none waits for another
         self.last_finishes = shape.ticketed and not shape.reread and not shape.prefetched_scan
         self.early = early and (self.last_finishes or not shape.row_programs)
-        self.pointers: dict[str, str] = {}
-        self.numbers: dict[Expr, str] = {}
+        self.arguments = Arguments()
         self.checked = False
         self.assume: list[Expr] | None = None
         index_type = "tl.int64" if wide or not self._is_narrow() else "tl.int32"
@@ -94,46 +86,45 @@ class Kernel:
         self.peeled = self.walk or lean_of(self)
         self.packed = Packed.of(self)
         self.chunked = Chunked(self, shape.inner[0]) if shape.chunk else None
-        scans = any(segment.scans for segment, _ in shape.segments)
+        scans = shape.scans
         looped = MisalignedScans if scans else MisalignedColumns
         staged = SmallMatrices if shape.persistent else looped
         self.staged = staged(self) if shape.staged else None
         self.prefetch = Prefetch(self, shape.inner[0]) if shape.prefetched else None
-        self.interleaved = Interleaved(self)
+        self.interleaved = self.accesses(self)
         self.w.masked = {a for a in shape.axes if a in self._ends or not self._is_full(a)}
         self.w.ends |= {a: self.w.support(*found) for a, found in self._ends.items()}
         exprs = [e for m in shape.members for e in m.exprs]
-        results = [s.value for m in shape.members for s in m.stores if s.buffer not in self.local]
-        if target.capability >= (8, 0):
-            self.w.rounds_pairs = {a for a in shape.axes
-                            if all(c.kwargs[a.block] >= 16 for c in self.configs)}  # fmt: skip
-        made = {s.buffer: s.value for m in shape.members for s in m.stores}
-        self.w.made = made
-        quotients = shared_functions.divisions(exprs, results, made)
-        self.w.coarse = quotients | precision.coarse(exprs, results, made)
-        self.w.shares = shared_functions.shares(exprs, made)
-        self.w.joint = shared_functions.functions(exprs, results, made, self.w.coarse)
-        if target.capability >= (9, 0):
-            self.w.narrow = kept_narrow(exprs, made)
+        results = [s.value for s in shape.stores if s.buffer not in self.local]
+        made = {s.buffer: s.value for s in shape.stores}
+        coarse = shared_functions.divisions(exprs, results, made) | precision.coarse(
+            exprs, results, made)  # fmt: skip
+        card = target.capability
+        pairs = [a for a in shape.axes if all(c.kwargs[a.block] >= 16 for c in self.configs)]
+        self.w.numerics = Numerics(
+            rounds_pairs=frozenset(pairs if card >= (8, 0) else ()),
+            narrow=kept_narrow(exprs, made) if card >= (9, 0) else frozenset(),
+            fp8=FP8_LARGEST if card >= (8, 9) and precision.may_convert(shape) else (),
+            made=made,
+            coarse=coarse,
+            joint=shared_functions.functions(exprs, results, made, coarse),
+            shares=shared_functions.shares(exprs, made),
+            valued=index_width.valued(exprs, shape.stores),
+        )
         self.joins = not skips_a_rounding(exprs, made) and precision.joins(
             exprs, {e.dtype for e in results} - {torch.float32} | self._along)  # fmt: skip
-        if target.capability >= (8, 9) and precision.may_convert(shape):
-            self.w.fp8 = FP8_LARGEST
-        self.w.valued = index_width.valued(exprs, [s for m in shape.members for s in m.stores])
-        self.w.seldom = row_conditions(shape, self.w)
+        self.w.computes(seldom=row_conditions(shape, self.w))
         if not shape.persistent:
-            self.w.rounds = {a: (f"{a.name}offset", max(c.kwargs[a.block] for c in self.configs))
-                             for a in shape.inner if a.start is None}  # fmt: skip
+            largest = {a: max(c.kwargs[a.block] for c in self.configs) for a in shape.inner}
+            self.w.blocks.rounds = {a: (f"{a.name}offset", size) for a, size in largest.items()
+                                    if a.start is None}  # fmt: skip
         self.rewritten = rewritten(shape.members)
         self.online: dict[Expr, OnlineReduction] = {}
         self._joined = {} if shape.persistent else joined(shape, self.local)
         self._passes = passes(shape, self.local)
         self._at: Segment | None = None  # the loop at hand
         self.accumulated: dict[str, list[Reduction]] = {}  # of members that reduce serial loops
-        self.cells = 0  # of each program of a shared row
-        self.meetings = 0  # of the programs that share a row
-        self.left = False  # whether it has told those it shares a row with
-        self.waiting: list[str] = []  # stores that are the last one's of these
+        self.exchange = Exchange()
         self.repeated: Axis | None = None  # the last row of which stands for those beyond it
         self._forwards: dict[Axis, bool] = {}  # which way the last loop over an axis ran
         self.back = group.back
@@ -157,7 +148,7 @@ class Kernel:
         size = axis.size if axis.start is None else None
         if size and self.shape.ticketed and axis in self.shape.inner:
             count = self.shape.row_programs
-            size = size // count if size % (PIECE * count) == 0 else None
+            size = size // count if size % (rules.SHARED_ROW_PIECE.limit * count) == 0 else None
         return bool(size) and all(size % c.kwargs[axis.block] == 0 for c in self.configs)
 
     @property
@@ -183,7 +174,7 @@ class Kernel:
 
     @cached_property
     def _draws(self) -> bool:
-        return any(e.op in RANDOM for m in self.shape.members for e in walk(*m.exprs))
+        return any(e.op in RANDOM for e in self.shape.nodes)
 
     def _is_narrowest(self, axis: Axis) -> bool:
         """Whether some configuration has blocks too short for a counter of random numbers."""
@@ -195,8 +186,7 @@ class Kernel:
         if axis.start is not None or self.packed is not None or self.shape.staged:
             return 0
         largest = max(c.kwargs[axis.block] for c in self.configs)
-        cut = (n for m in self.shape.members for n in walk(*m.exprs)
-               if n.op == "ifloordiv" and n.src[0] is axis.var)  # fmt: skip
+        cut = (n for n in self.shape.nodes if n.op == "ifloordiv" and n.src[0] is axis.var)
         return largest if any((ix.value_of(n.src[1]) or 1) % largest == 0 for n in cut) else 0
 
     # ---- naming
@@ -204,10 +194,10 @@ class Kernel:
     def _name(self, e: Expr) -> str:
         if e.op == "var":
             return str(e.arg)
-        return self.numbers.setdefault(e, f"n{len(self.numbers)}")
+        return self.arguments.number(e)
 
     def pointer(self, buffer: str) -> str:
-        return self.pointers.setdefault(buffer, f"p{len(self.pointers)}")
+        return self.arguments.pointer(buffer)
 
     def _check(self, bad: str, node: Expr) -> None:
         """Report a bad position, wherever the tile is inside its axes."""
@@ -228,7 +218,7 @@ class Kernel:
     def either(self, walked: Kernel, name: str) -> TritonKernel:
         """This kernel, which holds rows, and one that walks them, as one text: a configuration says
         which it is."""
-        walked.pointers, walked.numbers = self.pointers, self.numbers
+        walked.arguments = self.arguments
         self.body()
         walked.body()
         self.checked = self.checked or walked.checked
@@ -242,7 +232,7 @@ class Kernel:
             self._serial()
         else:
             self._segments()
-        if self.meetings:
+        if self.exchange.meetings:
             end(self)
 
     def whole(self, name: str, lines: Sequence[str]) -> TritonKernel:
@@ -261,8 +251,8 @@ class Kernel:
         rows = self.shape.parallel[0].size or 0
         return TritonKernel(text, full, params, tuple(grid), self.configs[0], self.configs,
                             self.checked, tuple(self.assume or ()), self.early, self.joins,
-                            2 * self.cells * rows * self.shape.row_programs,
-                            rows + self._takes_turns if self.meetings else 0,
+                            2 * self.exchange.cells * rows * self.shape.row_programs,
+                            rows + self._takes_turns if self.exchange.meetings else 0,
                             self.shape.ticketed)  # fmt: skip
 
     def _programs(self) -> None:
@@ -299,9 +289,9 @@ class Kernel:
                 w.line(f"{axis.name}first = {first}")
                 first = f"{axis.name}first"
             if draws:
-                w.starts[axis] = first
+                w.blocks.starts[axis] = first
             if piece:
-                w.programs[axis] = first, piece
+                w.blocks.programs[axis] = first, piece
             w.line(f"{axis.name}base = {first} + {self.lanes(axis)}")
             self.interleaved.begin(axis, at)
             if axis.start is not None:
@@ -314,7 +304,7 @@ class Kernel:
             w.line(f"{axis.name}numel = {w.index(axis.extent)}")
             w.line(f"{axis.name}base = {self.lanes(axis)}")
             if self._draws and not self._is_narrowest(axis):
-                w.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
+                w.blocks.starts[axis] = "0" if self.shape.persistent else f"{axis.name}offset"
             if self.shape.persistent and axis.start is None and self.chunked is None:
                 self._enter(axis, f"{axis.name}base")
             elif not self.shape.persistent and self.walk is None:
@@ -336,14 +326,15 @@ class Kernel:
                 w.line(f"{a}limit = tl.minimum({a}numel, {w.index(limit)})")
                 w.line(f"{a}last = tl.reduce({a}limit, None, tri.maximum)")
             return
-        step = str(PIECE) if self.shape.ticketed else axis.block
+        step = str(rules.SHARED_ROW_PIECE.limit) if self.shape.ticketed else axis.block
         each = f"({a}numel + {count} * {step} - 1) // ({count} * {step}) * {step}"
         w.line(f"{a}first = part * ({each})")
         w.line(f"{a}last = tl.minimum({a}first + {each}, {a}numel)")
 
-    def lanes(self, axis: Axis) -> str:
+    def lanes(self, axis: Axis, count: str = "") -> str:
         where = ", ".join(":" if d == axis.dim else "None" for d in range(self.shape.rank))
-        return f"tl.arange(0, {axis.block})" + (f"[{where}]" if self.shape.rank > 1 else "")
+        lanes = f"tl.arange(0, {count or axis.block})"
+        return lanes + (f"[{where}]" if self.shape.rank > 1 else "")
 
     def _enter(self, axis: Axis, place: str) -> None:
         """The points of a block of an axis."""
@@ -362,7 +353,7 @@ class Kernel:
         online = self._joined
         if self.prefetch is not None:
             self.prefetch.begin()
-        for node in self.w.seldom:  # none of them waits for another
+        for node in self.w.numerics.seldom:  # none of them waits for another
             self.w.operand(node.src[0])
         for node in () if self.last_finishes else early_loads(self.shape, self.local):
             self.w.operand(node)
@@ -507,9 +498,9 @@ class Kernel:
         else:
             back = self._is_back(segment, axis)
             place = self._round(axis, back)
-            w.rounds[axis] = place, w.rounds[axis][1]
-            if axis in w.starts:
-                w.starts[axis] = place
+            w.blocks.rounds[axis] = place, w.blocks.rounds[axis][1]
+            if axis in w.blocks.starts:
+                w.blocks.starts[axis] = place
             everywhere, index = w.masked, f"{place} + {axis.name}base"
             if axis in everywhere and not pairs and may_repeat(self.shape, segment, axis):
                 self.repeated = axis
@@ -552,17 +543,17 @@ class Kernel:
         wide = all(n.dtype.itemsize == 4 and n.arg not in self.local for n in loads(pair.largest)
                    if axis.var in free_vars(n.src[0]))  # fmt: skip
         apart = self._apart(pair.largest, axis)
-        side = apart or (SIDE // 2 if wide else SIDE)
+        side = apart or (rules.SOFTMAX_SIDE.limit // 2 if wide else rules.SOFTMAX_SIDE.limit)
         self.online[pair.total] = fold = OnlineReduction(pair, largest, self.w, side, bool(apart))
         return fold
 
     def _together(self, node: Expr, axis: Axis) -> ThreadLanes:
         """Where memory runs across, a block has sixteen rows of pairs."""
         if self.shape.across:
-            rows = min(LANES, *(c.kwargs[axis.block] for c in self.configs))
+            rows = min(rules.WELFORD_LANES.limit, *(c.kwargs[axis.block] for c in self.configs))
             return ThreadLanes((f"{axis.block} // {rows}", str(rows)), 0)
         wide = max((n.dtype.itemsize for n in loads(node)), default=4)
-        side = SIDE if self._apart(node, axis) else max(1, 16 // wide)
+        side = rules.SOFTMAX_SIDE.limit if self._apart(node, axis) else max(1, 16 // wide)
         rest, own = f"{axis.block} // {side}", str(side)
         apart = self._apart(node, axis)
         return ThreadLanes((own, rest), 0) if apart else ThreadLanes((rest, own), 1)
@@ -573,7 +564,7 @@ class Kernel:
         known are taken to be as even as they were (H200: losses of 10000 rows of 16384 bfloat16
         of any length 1413 us otherwise)."""
         if self.shape.across:
-            return ROWS
+            return rules.SOFTMAX_ROWS.limit
         for n in loads(fold):
             if axis.var not in free_vars(n.src[0]) or (
                 self.peeled is not None and (self.peeled.steps(n.src[0]) or self.peeled.slides(n))
@@ -582,7 +573,7 @@ class Kernel:
             first = substitute(n.src[0], {axis.var: ix.ZERO})
             known = ix.mod(ix.mul(first, n.dtype.itemsize), 16) is ix.ZERO
             if not known and not (syms(first) and begin_evenly(first, 16)):
-                return SIDE
+                return rules.SOFTMAX_SIDE.limit
         return 0
 
     def _round(self, axis: Axis, back: bool) -> str:
@@ -645,7 +636,7 @@ class Kernel:
 
     # ---- memory
 
-    def load(self, node: Expr) -> str:
+    def load(self, node: Expr) -> str | Load:
         w = self.w
         if node.arg in self.local:  # a row made in an earlier loop is computed again
             if len(node.src) > 1:
@@ -688,9 +679,8 @@ class Kernel:
                 return slid
             place = self.peeled.place(node.src[0]) or place
         if self.walk is not None and self.walk.may_be_whole(mask):
-            return self.walk.load(f"{self.pointer(node.arg)} + ({place})")
-        masked = f", {mask}, other=0" if mask else ""
-        return f"tl.load({address(self, node.arg, node.src[0], place)}{masked}{policy})"
+            return self.walk.load(f"{self.pointer(node.arg)} + ({place})", node.src[0])
+        return Load(address(self, node.arg, node.src[0], place), mask, policy)
 
     def _one_per_row(self, support: Support) -> bool:
         """Whether a load has one value for each row of a tile. As a column beside wide rows every
@@ -724,8 +714,7 @@ class Kernel:
         return found
 
     def maker(self, node: Expr) -> Store:
-        return next(s for m in self.shape.members for s in m.stores
-                    if s.buffer == node.arg and s.index is node.src[0])  # fmt: skip
+        return next(s for s in self.shape.stores if s.buffer == node.arg and s.index is node.src[0])
 
     def stores(self, members: Sequence[Nest]) -> None:
         for m in members:
@@ -780,15 +769,15 @@ class Kernel:
         policy = ', eviction_policy="evict_first"' if again else ""
         text = f"tl.store({place}, {value}{', ' + mask if mask else ''}{policy})"
         if self.walk is not None and self.walk.may_be_whole(mask):
-            self.walk.store(place, value)
+            self.walk.store(place, value, store.index)
             return
         if self.shape.row_programs and store.buffer in self.rewritten and not self._walks(support):
-            self.waiting.append(text)
+            self.exchange.waiting.append(text)
         else:
             w.line(text)
 
     def _loads_of(self, store: Store) -> list[Expr]:
         """Whole ones: from them come those of a local buffer that have a mask."""
-        return [load(n.arg, n.dtype, n.src[0]) for m in self.shape.members for n in loads(*m.exprs)
+        return [load(n.arg, n.dtype, n.src[0]) for n in self.shape.loads
                 if n.arg == store.buffer and n.src[0] is store.index
                 and (len(n.src) == 1 or n.arg in self.local)]  # fmt: skip

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from tilewright.codegen.triton.analysis.quantise import Whole, is_far_from_zero,
 from tilewright.codegen.triton.analysis.rounding import is_exact, rounded
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.tile.barriers import Barriers
+from tilewright.codegen.triton.tile.known import Known
 from tilewright.codegen.triton.tile.ops import (
     BY_FAR,
     BY_SHARED,
@@ -43,11 +46,52 @@ _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LITERALS = ("add", "sub", "mul", *_COMPARE)  # beside a tensor, a plain number takes its type
 
 
+@dataclass(frozen=True)
+class Numerics:
+    """How exactly operations of a kernel are computed, and which forms they have."""
+
+    rounds_pairs: frozenset[Axis] = frozenset()  # along which floats can be rounded two at a time
+    narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
+    fp8: Collection[torch.dtype] = ()  # types that the card itself converts
+    made: Mapping[str, Expr] = field(default_factory=dict[str, Expr])  # values of its buffers
+    coarse: Mapping[Expr, str] = field(default_factory=dict[Expr, str])
+    """Text of operations whose last bits will not be seen."""
+    joint: Mapping[Expr, tuple[str, Expr]] = field(default_factory=dict[Expr, tuple[str, Expr]])
+    """Functions of functions, as one."""
+    shares: frozenset[Expr] = frozenset()  # quotients by a sum that they are part of
+    seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
+    valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load from memory, of zeros where its mask does not hold."""
+
+    place: str
+    mask: str = ""
+    policy: str = ""  # of the cache
+
+    def __str__(self) -> str:
+        masked = f", {self.mask}, other=0" if self.mask else ""
+        return f"tl.load({self.place}{masked}{self.policy})"
+
+
+@dataclass
+class Blocks:
+    """The first point of the block at hand, of axes."""
+
+    starts: dict[Axis, str] = field(default_factory=dict[Axis, str])
+    rounds: dict[Axis, tuple[str, int]] = field(default_factory=dict[Axis, tuple[str, int]])
+    """Of a loop, with its largest block."""
+    programs: dict[Axis, tuple[str, int]] = field(default_factory=dict[Axis, tuple[str, int]])
+    """Of what each program has one of, with its largest block."""
+
+
 class Writer:
     """Text with indentation, and one scope of known values per open block."""
 
     def __init__(self, axes: list[Axis], rank: int, index_type: str,
-                 name: Callable[[Expr], str], load: Callable[[Expr], str],
+                 name: Callable[[Expr], str], load: Callable[[Expr], str | Load],
                  check: Callable[[str, Expr], None]) -> None:  # fmt: skip
         self.lines: list[str] = []
         self.barriers = Barriers(self.line)
@@ -55,25 +99,13 @@ class Writer:
         self.index_type = index_type
         self.masked: set[Axis] = set()
         self.ends: dict[Axis, Support] = {}  # what else decides where an axis ends
-        self.starts: dict[Axis, str] = {}  # the first point of the block at hand
-        self.rounds: dict[Axis, tuple[str, int]] = {}  # the same of a loop, and its largest block
-        self.programs: dict[Axis, tuple[str, int]] = {}  # the same of what each program has one of
+        self.blocks = Blocks()
         self.ends_of_rows: dict[Axis, tuple[str, str]] = {}  # block and mask of a tile of these
-        self.rounds_pairs: set[Axis] = set()  # along which floats can be rounded two at a time
-        self.narrow: frozenset[Expr] = frozenset()  # roundings to bfloat16 that are left to LLVM
-        self.fp8: Collection[torch.dtype] = ()  # types that the card itself converts
-        self.made: Mapping[str, Expr] = {}  # the values of buffers that the kernel makes
-        self.coarse: dict[Expr, str] = {}  # text of operations whose last bits will not be seen
-        self.joint: dict[Expr, tuple[str, Expr]] = {}  # functions of functions, as one
-        self.shares: frozenset[Expr] = frozenset()  # quotients by a sum that they are part of
-        self.seldom: tuple[Expr, ...] = ()  # choices that are not made for most tiles
-        self.valued: frozenset[Expr] = frozenset()  # symbols that are numbers, of 64 bits
-        self.blank: set[str] = set()  # names of what was loaded with zeros outside the tile's axes
+        self.numerics = Numerics()
         self._keep_rows = False
         self._axis = {axis.var: axis for axis in axes if axis.loops}
         self._depth = 1
-        self._scopes: list[dict[Expr, str]] = [{}]
-        self._wide: list[dict[Expr, str]] = [{}]
+        self._known = Known()
         self._name, self._load, self._check = name, load, check
         self._count = 0
         self._support: dict[Expr, Support] = {}
@@ -94,11 +126,9 @@ class Writer:
     @contextmanager
     def apart(self) -> Generator[None]:
         """What becomes known inside is forgotten after it."""
-        self._scopes.append({})
-        self._wide.append({})
+        self._known.enter()
         yield
-        self._wide.pop()
-        self._scopes.pop()
+        self._known.leave()
 
     def fresh(self, family: str = "t") -> str:
         self._count += 1
@@ -122,23 +152,23 @@ class Writer:
     def know(self, e: Expr, text: str) -> None:
         """From here on in this block, `e` is this text."""
         if e.op in ("reduce", "scan", "part") and self.known(e) is not None:
-            self._forget(lambda other: other is not e and any(n is e for n in walk(other)))
-        self._scopes[-1][e] = text
+            self._known.forget(lambda other: other is not e and any(n is e for n in walk(other)))
+        self._known.add(e, text)
 
     def forget(self, buffer: str) -> None:
         """From here on, what was computed from this buffer's old contents is not known."""
-        self._forget(lambda e: any(n.arg == buffer for n in loads(e)))
-
-    def _forget(self, which: Callable[[Expr], bool]) -> None:
-        for scope in (*self._scopes, *self._wide):
-            for e in [e for e in scope if which(e)]:
-                del scope[e]
+        self._known.forget(lambda e: any(n.arg == buffer for n in loads(e)))
 
     def known(self, e: Expr) -> str | None:
-        for scope in reversed(self._scopes):
-            if e in scope:
-                return scope[e]
-        return None
+        return self._known.name(e)
+
+    def know_blank(self, e: Expr, name: str) -> None:
+        """The same of what was loaded with zeros outside the tile's axes."""
+        self.know(e, name)
+        self._known.blank.add(name)
+
+    def is_blank(self, name: str) -> bool:
+        return name in self._known.blank
 
     def stand_in(self, axis: Axis, made: Expr, block: str) -> Expr:
         """A variable that runs along an axis in blocks of its own; their masks end in `mask`."""
@@ -151,12 +181,13 @@ class Writer:
     def elsewhere(self, axes: Support, kept: dict[Expr, str]) -> Generator[None]:
         """In another tile along axes: what changes along them is not known there, but `kept` is,
         and takes up what becomes known."""
-        scopes, wide = self._scopes, self._wide
-        common = {e: text for scope in scopes for e, text in scope.items()
-                  if not axes & self.support(e)}  # fmt: skip
-        self._scopes, self._wide = [common, kept], [{}]
-        yield
-        self._scopes, self._wide = scopes, wide
+        common = self._known.where(lambda e: not axes & self.support(e))
+        with self._known.only(dict(common), kept):
+            yield
+
+    def computes(self, **changed: Any) -> None:
+        """From here on, operations are computed so."""
+        self.numerics = replace(self.numerics, **changed)
 
     # ---- shapes
 
@@ -237,17 +268,16 @@ class Writer:
         text = self.value(e)
         if not is_index(e):
             return text
-        for scope in reversed(self._wide):
-            if e in scope:
-                return scope[e]
-        if e in self.valued:
+        if (known := self._known.wide_name(e)) is not None:
+            return known
+        if e in self.numerics.valued:
             wide = self.let(f"tl.full({self.shape(NOWHERE)}, 0, tl.int64) + {self._name(e)}")
-            self._wide[-1][e] = wide
+            self._known.add_wide(e, wide)
             return wide
         if e.op in ("iadd", "imul") or not self.support(e):
             text = f"({self.spread(text, self.support(e), NOWHERE)})"
         wide = self.let(f"{text}.to(tl.int64)") if self.index_type != "tl.int64" else text
-        self._wide[-1][e] = wide
+        self._known.add_wide(e, wide)
         return wide
 
     def index(self, e: Expr) -> str:
@@ -282,11 +312,12 @@ class Writer:
             return tuple(_atoms(node))
         if self._adds_seldom(node):
             return node.src[1], node.src[0].src[0]
-        if node in self.joint:
-            return self.joint[node][1:]
+        if node in self.numerics.joint:
+            return self.numerics.joint[node][1:]
         if (found := whole(node)) is not None:
             return found.source.src if self._is_whole_quotient(found) else (found.source,)
-        if node in self.seldom or (node in self.coarse and "{1}" not in self.coarse[node]):
+        coarse = self.numerics.coarse.get(node)
+        if node in self.numerics.seldom or (coarse is not None and "{1}" not in coarse):
             return node.src[:1]
         if drawn := _compared(node):
             return drawn.src
@@ -310,7 +341,7 @@ class Writer:
                     self.know(node, f"tl.full({one}, {literal}, {TYPE[node.dtype]})")
             case "sym" if node.dtype == INDEX:
                 name = self._name(node)
-                narrow = node in self.valued and self.index_type != "tl.int64"
+                narrow = node in self.numerics.valued and self.index_type != "tl.int64"
                 self.know(node, f"{name}.to({self.index_type})" if narrow else name)
             case "sym":
                 filled = f"tl.full({self.shape(NOWHERE)}, 0, {TYPE[node.dtype]})"
@@ -322,15 +353,13 @@ class Writer:
             case "ifloordiv" | "imod" | "imin" | "imax":
                 self.know(node, self.let(self._index_op(node)))
             case "load":
-                text = self._load(node)
+                made = self._load(node)
                 if self.known(node) is None:  # not yet with another
-                    name = self.let(text)
-                    self.know(node, name)
-                    if text.startswith("tl.load(") and text.endswith(", other=0)"):
-                        self.blank.add(name)
+                    blank = isinstance(made, Load) and made.mask and not made.policy
+                    (self.know_blank if blank else self.know)(node, self.let(str(made)))
             case "index":
                 self.know(node, self._checked(node))
-            case _ if node in self.seldom or self._adds_seldom(node):
+            case _ if node in self.numerics.seldom or self._adds_seldom(node):
                 self._branch(node)
             case op if op in OPS:
                 self.know(node, self.let(self._operation(node)))
@@ -356,23 +385,24 @@ class Writer:
         if (source := self._rounded(node)) is not None:
             text = self.operand(source)
             return text if is_exact(source) else f"tri.rounded({text})"
-        if node in self.joint:
-            return self.joint[node][0].format(self.operand(self.joint[node][1]))
-        if node in self.coarse:
-            text = self.coarse[node]
+        if node in self.numerics.joint:
+            return self.numerics.joint[node][0].format(self.operand(self.numerics.joint[node][1]))
+        if node in self.numerics.coarse:
+            text = self.numerics.coarse[node]
             if text == COARSE["div"] and self._is_shared(node.src[1], node):
-                text = BY_FAR if is_far_from_zero(node.src[1], self.made) else BY_SHARED
+                text = BY_FAR if is_far_from_zero(node.src[1], self.numerics.made) else BY_SHARED
             return text.format(*(self.operand(s) for s in self._needs(node)))
         if (found := whole(node)) is not None:
             return self._whole(found)
-        if node.op == "cast" and node.src[0].dtype in self.fp8:
+        if node.op == "cast" and node.src[0].dtype in self.numerics.fp8:
             return fp8_read(self.operand(node.src[0]), node.src[0].dtype, node.dtype)
-        if node.op == "cast" and node.dtype in self.fp8:
+        if node.op == "cast" and node.dtype in self.numerics.fp8:
             source = node.src[0]
-            return fp8_at_once(self.operand(source), source, node.dtype, self.made)
+            return fp8_at_once(self.operand(source), source, node.dtype, self.numerics.made)
         if node.op == "div" and node.dtype == torch.float32 and self._is_shared(node.src[1], node):
-            far = "div_by_far" if is_far_from_zero(node.src[1], self.made) else "div_by_shared"
-            name = "share" if node in self.shares else far
+            far = is_far_from_zero(node.src[1], self.numerics.made)
+            name = "div_by_far" if far else "div_by_shared"
+            name = "share" if node in self.numerics.shares else name
             return f"tri_rows.{name}({', '.join(self.operand(s) for s in node.src)})"
         plain = node.op in _LITERALS and node.src[0].dtype in (torch.float32, torch.int32)
         operands: list[str] = []
@@ -388,15 +418,15 @@ class Writer:
     def _is_whole_quotient(self, found: Whole) -> bool:
         """Whether an integer is made of floats that are divided by one they have in common."""
         e = found.source
-        shared = e.op == "div" and e not in self.coarse and self._is_shared(e.src[1], e)
+        shared = e.op == "div" and e not in self.numerics.coarse and self._is_shared(e.src[1], e)
         return shared and self.known(e) is None
 
     def _whole(self, found: Whole) -> str:
-        within = is_within(found, self.made)
+        within = is_within(found, self.numerics.made)
         if not self._is_whole_quotient(found):
             return found.text(f"tri.nearest({self.operand(found.source)})", within)
         operands = ", ".join(self.operand(s) for s in found.source.src)
-        far = is_far_from_zero(found.source.src[1], self.made)
+        far = is_far_from_zero(found.source.src[1], self.numerics.made)
         return found.text(f"tri_rows.nearest_quotient({operands}, {far}, {within})", within)
 
     def _is_shared(self, e: Expr, node: Expr) -> bool:
@@ -409,7 +439,8 @@ class Writer:
         source = rounded(node)
         if source is None or is_exact(source):
             return source
-        paired = self.rounds_pairs & self.support(node) and node.src[0] not in self.narrow
+        how = self.numerics
+        paired = how.rounds_pairs & self.support(node) and node.src[0] not in how.narrow
         return source if paired else None
 
     def _drawn_at_once(self, node: Expr, limit: float | None = None) -> str:
@@ -417,7 +448,11 @@ class Writer:
         and every block begins with a counter; else nothing. With a limit, which are below it."""
         place, count = node.src[1], PER_COUNTER[drawn(node)]
         axis = max(self.support(place), key=lambda a: a.dim, default=None)
-        if axis is None or axis not in self.starts or ix.coefficient(place, axis.var) is not ix.ONE:
+        if (
+            axis is None
+            or axis not in self.blocks.starts
+            or ix.coefficient(place, axis.var) is not ix.ONE
+        ):
             return ""
         rest = ix.sub(place, axis.var)
         if axis in self.support(rest, *node.src[2:]) or ix.mod(rest, count) is not ix.ZERO:
@@ -425,18 +460,19 @@ class Writer:
         where = ", ".join(":" if d == axis.dim else "None" for d in range(self.rank))
         lanes = f"tl.arange(0, {axis.block} // {count})" + (f"[{where}]" if self.rank > 1 else "")
         first = self.index(ix.floordiv(rest, count))
-        counter = self.let(f"({first}) + ({self.starts[axis]}) // {count} + {lanes}")
+        counter = self.let(f"({first}) + ({self.blocks.starts[axis]}) // {count} + {lanes}")
         seed, *bounds = (self.operand(s) for s in (node.src[0], *node.src[2:]))
         if limit is not None:
             return below_block(self.shape(self.support(place)), counter, seed, limit)
         return random_block(node, self.shape(self.support(place)), counter, seed, *bounds)
 
     def _adds_seldom(self, node: Expr) -> bool:
-        return node.op == "add" and node.src[0] in self.seldom and node.src[0].src[2].arg == 0
+        choices = self.numerics.seldom
+        return node.op == "add" and node.src[0] in choices and node.src[0].src[2].arg == 0
 
     def _branch(self, node: Expr) -> None:
         """A choice whose first value is computed for tiles with some of it, or a sum with it."""
-        choice = node if node in self.seldom else node.src[0]
+        choice = node if node in self.numerics.seldom else node.src[0]
         chosen, other = self.operand(choice.src[0]), number(choice.src[2].arg, node.dtype)
         tile = self.shape(self.covered(self.support(node)))
         before = f"tl.full({tile}, {other}, {TYPE[node.dtype]})"
@@ -459,7 +495,11 @@ class Writer:
         quotient is one number, and the remainder follows the lanes."""
         axis = self._axis.get(node.src[0])
         length = ix.value_of(node.src[1])
-        blocks = self.rounds | self.programs if node.op == "ifloordiv" else self.rounds
+        blocks = (
+            self.blocks.rounds | self.blocks.programs
+            if node.op == "ifloordiv"
+            else self.blocks.rounds
+        )
         if axis not in blocks or length is None or length % blocks[axis][1]:
             return None
         return axis if node.src[0] is axis.var else None  # not lanes that are two for each point
@@ -467,7 +507,7 @@ class Writer:
     def _index_op(self, node: Expr) -> str:
         a, b = (f"({self.index(s)})" for s in node.src)
         if node.op in ("ifloordiv", "imod") and (axis := self._stays(node)) is not None:
-            first, _ = self.rounds.get(axis) or self.programs[axis]
+            first, _ = self.blocks.rounds.get(axis) or self.blocks.programs[axis]
             first = f"tl.full({self.shape(NOWHERE)}, 0, {self.index_type}) + {first}"
             if node.op == "ifloordiv":
                 return f"({first}) // {b}"
@@ -489,7 +529,7 @@ class Writer:
         if node.op != "imod" or self.rank > 1:
             return None
         size = ix.value_of(node.src[1]) or 0
-        axis = next((a for a in self.rounds_pairs if a.var is node.src[0]), None)
+        axis = next((a for a in self.numerics.rounds_pairs if a.var is node.src[0]), None)
         if axis is None or size < 8 or size % 8 == 0:
             return None
         return axis if self.known(axis.var) == f"{axis.name}base" else None

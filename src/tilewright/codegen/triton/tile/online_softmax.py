@@ -22,9 +22,6 @@ from tilewright.ir.expr import Expr, free_vars, substitute, walk
 from tilewright.ir.program import Nest
 from tilewright.schedule.nests.segments import Segment
 
-SIDE = 8  # values a thread takes together: neighbours of a row
-ROWS = 4  # the same where memory runs across: rows apart of a column
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -103,7 +100,7 @@ def _weighted(shape: Shape, sums: Sequence[Expr], first: int, axis: Axis
         return []
     tops = [n for n in _folds([m for m in shape.segments[first][0].members if m.reduce])
             if n.arg.kind == "max"]  # fmt: skip
-    kept = frozenset[str]().union(*(m.writes for m in shape.members))
+    kept = shape.written
     matching = Matching(tops, lambda e: _made(shape, e), kept, axis.var)
     found = [matching.weighted(n) for n in sums]
     return found if len({w.largest for w in found if w}) == len(found) else []

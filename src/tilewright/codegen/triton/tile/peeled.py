@@ -19,17 +19,16 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.codegen.triton.analysis.operations import is_gathered
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
+from tilewright.target import PIECE
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.tile.kernel import Kernel
-
-PIECE = 8  # elements of those pieces that two others can have
-WIDEST = 4  # bytes of an element of these
 
 
 class Peeled:
@@ -103,9 +102,13 @@ class Peeled:
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
         return ix.mod(apart, self.axis.vector) is ix.ZERO and self.axis.var not in free_vars(apart)
 
+    def moves_at_once(self, index: Expr) -> bool:
+        """Whether an access is one of whole pieces."""
+        return not (self.whole or self.at_ends) and self.steps(index)
+
     def place(self, index: Expr) -> str:
         """An index as text that shows what it is a multiple of; nothing where it is none."""
-        if self.whole or self.at_ends or not self.steps(index):
+        if not self.moves_at_once(index):
             return ""
         a = self.axis.name
         apart = ix.sub(ix.sub(index, self.axis.var), self.start)
@@ -128,7 +131,7 @@ class Peeled:
             allowed = bool(shape.inner) and (single or not shape.persistent or bool(shape.chunk))
         if not allowed:
             return False
-        if node.dtype.itemsize > WIDEST or node.arg in self.kernel.local:
+        if node.dtype.itemsize > rules.PEELED_BYTES.limit or node.arg in self.kernel.local:
             return False
         return ix.coefficient(index, var) is ix.ONE and var not in free_vars(ix.sub(index, var))
 
@@ -210,11 +213,11 @@ class Peeled:
         with w.elsewhere(frozenset((self.axis,)), self.kept):
             w.know(self.axis.var, f"{a}at")
             w.ends_of_rows[self.axis] = str(self._lanes_of_ends), f"{a}edge"
-            starts, w.starts = w.starts, {}  # random numbers are drawn one by one
+            starts, w.blocks.starts = w.blocks.starts, {}  # random numbers are drawn one by one
             self.at_ends = True
             yield
             self.at_ends = False
-            w.starts = starts
+            w.blocks.starts = starts
             del w.ends_of_rows[self.axis]
 
     def fetch(self, ends: Callable[[], AbstractContextManager[None]]) -> None:

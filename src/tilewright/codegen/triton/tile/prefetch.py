@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from tilewright import rules
 from tilewright.ir.expr import Expr, free_vars, loads, walk
 from tilewright.ir.program import Nest
 
 if TYPE_CHECKING:
     from tilewright.codegen.triton.plan.tiling import Shape
-
-FEW = 8  # loads whose values a thread has room for
 
 
 def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
@@ -25,7 +24,7 @@ def early_loads(shape: Shape, local: frozenset[str]) -> list[Expr]:
     if shape.gathered and not shape.serial:
         several = len(results) > 1 and any(n.op == "index" for s in results for n in walk(s.index))
         return first(shape, _beside_looked_up(shape, found, several))
-    waits = len(results) > 1 and len(found) <= FEW and not shape.gathered
+    waits = len(results) > 1 and len(found) <= rules.EARLY_LOADS.limit and not shape.gathered
     if shape.serial or not (shape.inner or waits):
         return []
     return first(shape, [*found, *(e for e in _own_rows(shape) if e not in found)])
@@ -36,15 +35,15 @@ def _beside_looked_up(shape: Shape, found: Sequence[Expr], several: bool) -> lis
     floats, each pair in the parts of a step that is gathered, 47.6 us, 48.4 us). Where only
     stores go to such places, if there are `several`."""
     plain = [e for e in found if not any(n.op == "index" for n in walk(e))]
-    seldom = any(s.mask is not None for m in shape.members for s in m.stores)
-    if (len(plain) == len(found) and not several) or len(plain) > FEW or seldom:
+    seldom = any(s.mask is not None for s in shape.stores)
+    if (len(plain) == len(found) and not several) or len(plain) > rules.EARLY_LOADS.limit or seldom:
         return []
     return sorted(plain, key=lambda e: shape.parallel[-1].var in free_vars(e))
 
 
 def first(shape: Shape, found: Sequence[Expr]) -> list[Expr]:
     """Those loads that neither a reduction nor a store has to come before."""
-    made = frozenset[str]().union(*(m.writes for m in shape.members))
+    made = shape.written
     return [e for e in found
             if not any(n.op in ("reduce", "scan") or n.arg in made for n in walk(e))]  # fmt: skip
 
@@ -60,7 +59,7 @@ def _own_rows(shape: Shape) -> list[Expr]:
     moved = any(a.start is not None or a.vector for a in shape.inner)
     if not shape.persistent or shape.chunk or shape.packed or shape.misaligned or moved:
         return []
-    own = {v for axis in shape.inner for v in axis.loops}
+    own = shape.row_loops
     many = any(axis.likely > 1 for axis in shape.parallel)
 
     def along(members: Iterable[Nest]) -> list[Expr]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright import rules
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.tile.lower import NOWHERE, Writer
 from tilewright.codegen.triton.tile.ops import COMBINE, RUNNING, TYPE, cast, neutral
@@ -53,16 +54,13 @@ class ThreadLanes:
         return self.lengths[self.own]
 
 
-LONGEST_OF_LOGS = 4096  # elements of a row whose logarithms are scanned after its largest are
-
-
 def _vanishes(fold: Reduction | Scan, e: Expr) -> bool:
     """Whether a value is neutral outside the row as it is: what is loaded there is zero. To choose
     for each element takes registers (sum of columns of bfloat16: 68, 52 without)."""
     if fold.start not in ("0", "0.0"):
         return False
     if e.op == "load":
-        return fold.w.operand(e) in fold.w.blank and fold.axis in fold.w.support(e)
+        return fold.w.is_blank(fold.w.operand(e)) and fold.axis in fold.w.support(e)
     known = e.op in ("cast", "mul", "add", "sub", "neg")
     return known and all(_vanishes(fold, s) for s in e.src)
 
@@ -644,7 +642,7 @@ def scans_of(members: Sequence[Nest], axis: Axis, w: Writer, back: bool, whole: 
     placed = {n.src[0] for n in nodes if n.op == "part" and n.arg == 1}
     # of long rows in one block pairs are joined faster (H200: cumulative logarithms of 4394 rows of
     # 8192 bfloat16 106 us, 142 us so; 17578 of 2048 82 us)
-    joined = axis.start is None and axis.likely > LONGEST_OF_LOGS
+    joined = axis.start is None and axis.likely > rules.LOG_SCAN_ROW.limit
     kinds = {"sort": Sorting, "logsumexp": Scan if joined else Logarithms}
     return [kinds.get(node.arg.kind, Scan)(node, axis, w, back, node in placed or not whole)
             for node in dict.fromkeys(found)]  # fmt: skip
