@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs import check, leaf
 from tests.traffic import CASES, Case, count, tensors
+from tilewright.backend import count_schedules
+from tilewright.graph import partition
 from tilewright.graph.flow import INFINITE, Network
 from tilewright.testing import run_and_get_code
 
@@ -111,6 +114,36 @@ def test_parts_of_an_input_are_in_memory_anyway() -> None:
         torch.compile(function, backend="tilewright")(x)
     assert {t.untyped_storage().data_ptr() for t in kept} == {x.untyped_storage().data_ptr()}
     check(function, x)
+
+
+def test_what_is_asked_grows_with_the_steps_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes a row: what all rows of a tensor tell is not asked again for each of them."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        state = torch.zeros_like(x[0])
+        for a, b in zip(x, y, strict=True):
+            state = torch.sigmoid(state * a) + b
+        return state
+
+    asked = 0
+    sized = partition.size
+
+    def size(node: torch.fx.Node) -> int:
+        nonlocal asked
+        asked += 1
+        return sized(node)
+
+    monkeypatch.setattr(partition, "size", size)
+    counts: list[int] = []
+    for steps in (8, 16, 32):
+        torch._dynamo.reset()
+        asked = 0
+        with FakeTensorMode():
+            given = [torch.randn(steps, 5, requires_grad=True) for _ in range(2)]
+            decide = count_schedules(lambda role, plan: None)
+            torch.compile(function, backend=decide)(*given).sum().backward()
+        counts.append(asked)
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0
 
 
 def test_cross_entropy_keeps_statistics_not_probabilities() -> None:
