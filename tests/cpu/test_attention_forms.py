@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.attention import check, check_gradient, sdpa
-from tests.programs import compiled
+from tests.programs import compiled, counting
 from tilewright import metrics
 from tilewright.testing import run_and_get_code
 
@@ -269,3 +269,18 @@ def test_what_is_changed_between_the_products_is_left_as_it_is() -> None:
         found = compiled(fn)(q, k.clone(), v)
     assert not metrics.counters["attention"]
     torch.testing.assert_close(found, fn(q, k, v))
+
+
+def test_one_compilation_of_attention_written_out_for_all_lengths() -> None:
+    def fn(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        k = k.repeat_interleave(2, dim=1)
+        return torch.softmax(q @ k.mT * 0.25, -1) @ k
+
+    call, counter = counting(fn, dynamic=True)
+    metrics.reset()
+    for m, n in ((20, 30), (7, 9), (64, 65)):
+        q, k = torch.randn(B, 4, m, D), torch.randn(B, 2, n, D)
+        with torch.no_grad():
+            torch.testing.assert_close(call(q, k), fn(q, k), atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 1
+    assert metrics.counters["attention"] == {"recognised": 1, "CPP": 1}

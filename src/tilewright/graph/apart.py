@@ -512,9 +512,9 @@ def _fits(found: Found, key: Node, product: Node) -> bool:
     if not all(isinstance(t, torch.Tensor) and t.dim() == query.dim() for t in tensors):
         return False
     dims = query.dim()
-    attention.settle((query, turned, value))
     if dims not in (3, 4) or any(math.isnan(s[1]) for s in found.steps):
         return False
+    attention.settle((query, turned.transpose(-2, -1), value))
     lead = dims - 2
     if not query.shape[:lead] == turned.shape[:lead] == value.shape[:lead]:
         return False

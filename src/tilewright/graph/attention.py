@@ -176,15 +176,9 @@ def refused(operands: Operands, mask: torch.Tensor | None, dropout: float, causa
         return "a mask of more than four dimensions"
     if mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32):
         return "a mask of another type"
-    known: list[Any] = [
-        query.size(1),
-        key.size(1),
-        value.size(1),
-        query.size(3),
-        key.size(3),
-        value.size(3),
-    ]
-    if not all(isinstance(n, int) and n > 0 for n in known) or max(known[3:]) > WIDEST:
+    sizes = [t.size(1) for t in operands] + [t.size(3) for t in operands]
+    known = [known_int(n) or 0 for n in sizes]
+    if min(known) <= 0 or max(known[3:]) > WIDEST:
         return "heads or widths that are not known, or too wide"
     if known[1] != known[2] or (known[0] != known[1] and not grouped) or known[0] % known[1]:
         return "heads that do not fit each other"
