@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"bench.{options.name}")
     timing = importlib.import_module("bench.gpu_gemm")
     setattr(timing, "in_float64", nothing)  # noqa: B010
-    for where in (timing, module):
+    for where in (timing, importlib.import_module("bench.gpu_narrow"), module):
         for name, stub in STUBS.items():
             if hasattr(where, name):
                 setattr(where, name, stub)
