@@ -18,8 +18,6 @@ from tests.compile.as_cuda import CARD, _lower, as_cuda, as_fake_cuda
 from tests.compile.cubin import build
 from tilewright import config
 from tilewright.codegen.triton.launch import TritonKernel
-from tilewright.codegen.triton.plan import tiling
-from tilewright.schedule.fusion import row_column
 from tilewright.target import Target
 from tilewright.testing import limited, run_and_get_code
 
@@ -76,8 +74,8 @@ def test_programs_of_a_row_read_what_was_there_before_one_of_them_changes_it() -
     wanted = copy.deepcopy(module).double()
     x = torch.randn(3, rows, length, requires_grad=True)
     exact = x.detach().double().requires_grad_()
-    small = mock.patch.multiple(row_column, LARGE=1 << 12, SHARE=1 << 12)
-    with small, as_cuda(SMALL), config.patch({"triton.cooperative_reductions": True}):
+    with (limited("LARGE_WORK", 1 << 12), limited("SHARED_ROW_PART", 1 << 12), as_cuda(SMALL),
+          config.patch({"triton.cooperative_reductions": True})):  # fmt: skip
         result, code = run_and_get_code(torch.compile(module, backend="tilewright"), x)
         texts = [*code, *run_and_get_code(lambda: result.backward(x.detach()))[1]]
     other = wanted(exact)
@@ -192,8 +190,8 @@ FOLDED: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 def test_the_last_program_of_a_row_goes_on_alone(name: str) -> None:
     """None waits for another, so that they take no turns; counters are zero after a call."""
     fn, x = FOLDED[name]
-    long = mock.patch.multiple(tiling, MOST_KEPT=2048, LONGEST_PASS=512)
-    with long, limited("SPLIT_PART", 512), as_cuda():
+    with (limited("RESIDENT_ROW", 2048), limited("RESIDENT_ONE_PASS", 512),
+          limited("SPLIT_PART", 512), as_cuda()):  # fmt: skip
         compiled = torch.compile(fn, backend="tilewright")
         found, code = run_and_get_code(compiled, x)
         again = compiled(x)

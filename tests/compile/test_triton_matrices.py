@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
-from tilewright.codegen.triton.strategies import small_matrices
+from tilewright.testing import limited
 
 F16 = torch.float16
 WEIGHT = torch.randn(15, 1).to(F16)
@@ -26,7 +25,8 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_matrix_is_moved_as_one_piece(name: str) -> None:
     fn, size = CASES[name]
-    with mock.patch.multiple(small_matrices, LEAST=0, FEWEST=0, SHORTEST=0):
+    with (limited("MATRIX_ELEMENTS", 0), limited("MATRICES_PER_SM", 0),
+          limited("MATRIX_ROWS", 0)):  # fmt: skip
         (kernel,) = check(fn, torch.randn(size).to(F16), rtol=1e-2, atol=1e-2)
     assert "tri_rows.matrix(" in kernel.text
 

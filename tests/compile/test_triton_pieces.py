@@ -15,6 +15,7 @@ from tests.compile.cubin import build, kernels_of
 from tests.pretend import pretended
 from tilewright.codegen.triton.strategies import shifted_copy
 from tilewright.codegen.triton.strategies.misaligned_rows import misaligned_rows
+from tilewright.testing import limited
 
 
 def test_pieces_of_several_rows_move_sixteen_bytes_at_once() -> None:
@@ -41,7 +42,8 @@ MOVED: dict[str, Callable[..., Any]] = {
 def test_values_of_pieces_that_are_moved(name: str, dtype: torch.dtype) -> None:
     x, y = torch.randn(2, 2, 1301).to(dtype)
     wrapped = mock.Mock(wraps=misaligned_rows)
-    with mock.patch.multiple(shifted_copy, FEWEST=0, SHORTEST=512, misaligned_rows=wrapped):
+    wrap = mock.patch.object(shifted_copy, "misaligned_rows", wrapped)
+    with wrap, limited("SHIFTED_BYTES", 0), limited("SHIFTED_PIECE", 512):
         (found,) = results(MOVED[name], x, y)
     torch.testing.assert_close(found, MOVED[name](x, y), rtol=0, atol=0)
     assert wrapped.called

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.compile.cubin import build, kernels_of
 from tests.compile.interp import check
 from tests.pretend import pretended
-from tilewright.codegen.triton.strategies import preloaded_scan
 from tilewright.ir.expr import walk as nodes_of
 from tilewright.ir.program import Nest
 from tilewright.lower.graph import lower
@@ -131,7 +129,8 @@ UNDER_WAY: dict[str, Case] = {
 def test_all_of_a_row_is_under_way_before_it_is_scanned(name: str) -> None:
     fn, size, dtype = UNDER_WAY[name]
     most = 2 if "two" in name else 4
-    with mock.patch.multiple(preloaded_scan, SHORTEST=0, EVEN=0, FEWEST=0, MOST=most):
+    with (limited("PRELOADED_MISALIGNED", 0), limited("PRELOADED_ALIGNED", 0),
+          limited("PRELOADED_PER_SM", 0), limited("PRELOADED_CHUNKS", most)):  # fmt: skip
         (kernel,) = check(fn, _numbers(*size, dtype=dtype), rtol=2e-2, atol=2e-1)
     before, within = kernel.text.split("scan(", 1)
     assert before.count("tl.load(") == -(-(size[1] + 7) // kernel.config.kwargs["RBLOCK"])

@@ -35,7 +35,7 @@ def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended
     tmp_path: Path,
 ) -> None:
     out, page = tmp_path / "real.jsonl", tmp_path / "page.md"
-    first = suite("two_towers", "--work", "training", out=out)
+    first = suite("two_towers", "--work", "inference", out=out)
     assert first.returncode == 0, first.stdout + first.stderr
     lines = first.stdout.splitlines()
     assert lines[1] == "1 of 1 measured, 0 left for the next run, 0 failures"
@@ -46,11 +46,11 @@ def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended
         assert len(row["rounds_ms"]) == 3 and row["error"] < 1e-5 and row["peak_mb"] > 0
     assert set(record["speed"]) == {"eager", "inductor"} and record["failures"] == []
 
-    second = suite("two_towers", "--work", "training", "--markdown", str(page), out=out)
+    second = suite("two_towers", "--work", "inference", "--markdown", str(page), out=out)
     assert second.returncode == 0 and len(out.read_text().splitlines()) == 1
-    assert "| two_towers | training | default |" in page.read_text()
+    assert "| two_towers | inference | default |" in page.read_text()
 
-    nothing = suite("two_towers", "--work", "inference", "--budget", "0", out=out)
+    nothing = suite("two_towers", "--work", "training", "--budget", "0", out=out)
     left = "0 of 1 measured, 1 left for the next run, 0 failures"
     assert nothing.stdout.splitlines() == [left, *lines[2:]]  # of all that the file has
 

@@ -13,7 +13,7 @@ from tests.fuzz.forced import forced, templates
 from tests.fuzz.products import generate
 from tests.programs import compiled
 
-PROGRAMS = 16
+PROGRAMS = 8
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))

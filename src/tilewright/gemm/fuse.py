@@ -13,6 +13,7 @@ from itertools import product as every
 from typing import Any, Protocol
 
 import torch
+from torch._ops import OpOverload
 
 from tilewright import config
 from tilewright.gemm import convolution, grouped, narrow, parts, sparse, weights
@@ -78,7 +79,8 @@ class Posed(Protocol):
 
 
 def is_product(group: Group) -> bool:
-    return group.call is not None and group.call.target in OPS
+    return (group.call is not None and isinstance(group.call.target, OpOverload)
+            and group.call.target in OPS)  # fmt: skip
 
 
 def is_of_its_own(group: Group) -> bool:
