@@ -58,6 +58,8 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     operands = (query, key, value)
     if _is_foldable(operands, attn_mask, dropout_p):
         q, k, v = _folded(operands, enable_gqa)
+        if torch.is_grad_enabled() and k.requires_grad:
+            k.register_hook(_by_columns)
         found = attention(q, k, v, _mask_of(attn_mask, query, enable_gqa), dropout_p, is_causal,
                           scale=scale, enable_gqa=enable_gqa)  # fmt: skip
         return found.reshape(*query.shape[:-1], value.size(-1)).contiguous()  # as eager's
@@ -125,6 +127,11 @@ def _folded(operands: Operands, grouped: bool) -> tuple[torch.Tensor, ...]:
     if operands[0].dim() == 2:
         return tuple(t[None, None] for t in operands)
     return tuple(t.unsqueeze(0 if grouped else 1) for t in operands)
+
+
+def _by_columns(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of keys with the strides that eager's mathematical form gives it."""
+    return gradient.mT.contiguous().mT
 
 
 def _mask_of(mask: torch.Tensor | None, query: torch.Tensor, grouped: bool) -> torch.Tensor | None:
