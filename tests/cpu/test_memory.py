@@ -23,11 +23,11 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer, Nest, Store
 from tilewright.schedule.fusion.group import Group
-from tilewright.schedule.memory import peak, plan, profile, same_bytes
+from tilewright.schedule.memory import Step, peak, plan, profile, same_bytes
 from tilewright.schedule.order import defer
 from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
-from tilewright.schedule.pool import _Row
+from tilewright.schedule.pool import _Row, pooled
 from tilewright.testing import run_and_get_code
 
 __all__ = ["fresh_compiler"]
@@ -488,6 +488,26 @@ def test_a_slot_is_taken_once_it_is_free() -> None:
     assert row.taken == [("a", 0, 0), ("b", 1, 0), ("c", 2, 1), ("d", 1, 2), ("e", 0, 2),
                          ("f", 3, 5)]  # fmt: skip
     assert [ix.value_of(e) for e in row.starts()] == [0, 128, 192, 256, 448]
+
+
+def test_mp_1_where_the_buffers_of_a_pool_lie() -> None:
+    """MP-1: in whole lines, one behind the other; a place is free when what overwrote it in place
+    is dead; what is returned in the end is in none, and each device has pools of its own."""
+    b = Build()
+    a, d, e, f, g, h, other, result, out = (b.buffer((n,)) for n in (8, 8, 20, 8, 25, 8, 8, 8, 8))
+    b.program.buffers[other] = replace(b.program.buffers[other], device=torch.device("meta"))
+    b.returns(out)
+    steps = [Step(Group()), Step(Group(), [a, result]), Step(Group(), [e], [(d, a)]),
+             Step(Group(), [f, other], free=[e]), Step(Group(), [g], [(out, result)], [d]),
+             Step(Group(), [h], free=[f, g, h, other])]  # fmt: skip
+    pooled(b.program, steps)
+    assert [step.allocate for step in steps] == [[], [result], [], [], [], []]
+    pools = [[(p.name, p.device.type, ix.value_of(p.size)) for p in step.pools] for step in steps]
+    assert pools == [[], [("pool0", "cpu", 256)], [], [("pool1", "meta", 64)], [], []]
+    places = [[(s.buffer, s.pool, ix.value_of(s.start)) for s in step.carve] for step in steps]
+    assert places == [[], [(a, "pool0", 0)], [(e, "pool0", 64)],
+                      [(f, "pool0", 192), (other, "pool1", 0)], [(g, "pool0", 64)],
+                      [(h, "pool0", 0)]]  # fmt: skip
 
 
 def test_mp_4_a_pool_of_unknown_size_waits_for_it() -> None:
