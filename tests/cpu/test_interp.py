@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,8 +194,8 @@ def test_a_wrong_fusion_shows_only_when_fused() -> None:
     b.nest([i], Store(z, i, b.at(y, ix.sub(7, i))))
     program = b.returns(z)
     (first, second) = [s.group for s in schedule(program).steps]
-    first.members += second.members
-    steps = [Step(first, allocate=[y, z], free=[y])]
+    both = replace(first, members=(*first.members, *second.members))
+    steps = [Step(both, allocate=[y, z], free=[y])]
     given = torch.randn(8)
     want = given.exp().flip(0)
     assert torch.equal(interp.run_steps(program, steps, [given])[0], want)
