@@ -65,6 +65,15 @@ def test_sixteen_bits_are_rounded_as_in_eager() -> None:
     """Each product before the gate reads it."""
     assert "acc2" in code_of(gate, *operands(48, 32, 64, BF16), rtol=2e-2)
 
+    def wide(x: Tensor, w1: Tensor, w3: Tensor) -> Tensor:
+        return (x @ w1).float() + (x @ w3).float()
+
+    x, w1, w3 = operands(16, 16, 257, BF16)
+    for t, value in ((x, 1), (w1, 0), (w3, 1)):  # 257 has no place among numbers of sixteen bits
+        t.fill_(value)
+    for given in ((x, w1, w3), (x, w3, w1)):
+        assert "acc2" in code_of(wide, *given, rtol=0)
+
 
 def test_results_that_are_needed_are_stored() -> None:
     def both(x: Tensor, w1: Tensor, w3: Tensor) -> tuple[Tensor, ...]:

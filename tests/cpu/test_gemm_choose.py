@@ -410,6 +410,29 @@ def test_every_result_is_compared_and_has_to_be_written() -> None:
     assert bench.compare(run("b")).startswith("a: ")
 
 
+def test_what_is_written_behind_any_buffer_is_found_and_mended() -> None:
+    """Also behind what is only read; a run after it is not taken for it."""
+    x = Buffer("x", torch.float32, torch.device("cpu"), (ix.as_index(8),), (ix.ONE,))
+    out = replace(x, name="out", dtype=torch.int32)
+    memory = plan.Memory(plan.Described((x, out), (), ("out",), filled=("out",)))
+    bench = plan.Bench(memory, 1e-3)
+    first = memory.sets[0]
+
+    def run(*behind: str, writes: bool = True) -> Any:
+        def body(stream: int, which: int) -> None:
+            first["out"].fill_(0) if writes else None
+            for name in behind:
+                ctypes.memset(first[name].data_ptr() + first[name].nbytes, 0, 1)
+
+        return body
+
+    bench._expected = memory.results(run())
+    for behind in (("x",), ("out",), ("x", "out")):
+        assert bench.compare(run(*behind)) == f"it writes beyond the end of {', '.join(behind)}"
+        assert bench.compare(run()) == ""
+    assert bench.compare(run(writes=False)) == "out: 8 elements differ"
+
+
 def test_integers_are_compared_exactly() -> None:
     expected = torch.arange(100, dtype=torch.int32)
     assert plan.difference(expected.clone(), expected, 0.5) == ""

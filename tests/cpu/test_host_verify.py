@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+from tests.fuzz.build import Build
 from tests.programs import compiled
 from tilewright import config, metrics, pipeline
 from tilewright.host import verify
 from tilewright.host.program import KernelCall
 from tilewright.ir import index as ix
-from tilewright.ir.program import Opaque, Origin
+from tilewright.ir.program import Opaque, Origin, Store
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.memory import Pool, Slot, Step
 from tilewright.schedule.plan import Schedule
@@ -308,3 +309,47 @@ def test_buffers_of_a_pool_lie_apart() -> None:
     assert _fault(plan, calls) == ""
     step.carve[-1] = Slot("beside", "pool0", ix.sub(size, 4))
     assert f"beside lies where {name} is still needed" in _fault(plan, calls)
+
+
+def _passed_on() -> tuple[Build, list[Step], tuple[str, ...]]:
+    """A value in a pool is overwritten by the next, which is called otherwise; then the result is
+    written to the same place."""
+    b = Build()
+    x, one, two, last = b.input(8), *(b.buffer((8,)) for _ in range(3))
+    (i,) = b.loops(8)
+    stores = Store(one, i, b.at(x, i)), Store(one, i, b.at(one, i)), Store(last, i, b.at(x, i))
+    first, then, after = (Step(Group((b.nest([i], s),), (i,))) for s in stores)
+    first.pools.append(Pool("pool0", torch.device("cpu"), ix.as_index(32)))
+    first.carve.append(Slot(one, "pool0", ix.ZERO))
+    then.reuse.append((two, one))
+    then.free.append(two)
+    after.carve.append(Slot(last, "pool0", ix.ZERO))
+    b.returns(last)
+    return b, [first, then, after], (one, two, last)
+
+
+def test_a_place_in_a_pool_is_taken_until_what_is_there_dies() -> None:
+    """Whatever it is called meanwhile."""
+    b, steps, (_, two, last) = _passed_on()
+    assert verify.misused_memory(b.program, steps, [None] * 3) == ""
+    steps[1].free.clear()
+    reason = verify.misused_memory(b.program, steps, [None] * 3)
+    assert reason == f"nest3: {last} lies where {two} is still needed"
+
+
+def test_memory_by_another_name_holds_what_was_written_by_the_first() -> None:
+    """And nothing if that was not; a result has to be written."""
+    b, steps, (one, two, last) = _passed_on()
+    (i,) = b.loops(8)
+    steps[1].free.clear()
+    steps[2].carve.clear()
+    steps[2].allocate.append(last)
+    steps[2].group = Group((b.nest([i], Store(last, i, b.at(two, i))),), (i,))
+    assert verify.misused_memory(b.program, steps, [None] * 3) == ""
+    steps[1].group = Group((b.nest([i], Store(one, i, b.at(one, i))),), (i,))
+    for k, found in ((2, ""), (1, f"nest4: it reads {two}, which nothing has written")):
+        made = steps[k].group
+        steps[k].group = Group(call=replace(NOTHING, name="idle"))
+        reason = verify.misused_memory(b.program, steps, [None] * 3)
+        assert reason == (found or f"{last} is returned, and nothing writes it")
+        steps[k].group = made

@@ -194,7 +194,7 @@ def test_a_wrong_fusion_shows_only_when_fused() -> None:
     b.nest([i], Store(z, i, b.at(y, ix.sub(7, i))))
     program = b.returns(z)
     (first, second) = [s.group for s in schedule(program).steps]
-    both = replace(first, members=first.members + second.members)
+    both = replace(first, members=(*first.members, *second.members))
     steps = [Step(both, allocate=[y, z], free=[y])]
     given = torch.randn(8)
     want = given.exp().flip(0)

@@ -23,11 +23,11 @@ from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer, Nest, Store
 from tilewright.schedule.fusion.group import Group
-from tilewright.schedule.memory import peak, plan, profile, same_bytes
+from tilewright.schedule.memory import Step, peak, plan, profile, same_bytes
 from tilewright.schedule.order import defer
 from tilewright.schedule.order.peak_memory import ORDERS, Facts, orders
 from tilewright.schedule.plan import Schedule, schedule
-from tilewright.schedule.pool import _Row
+from tilewright.schedule.pool import _Row, pooled
 from tilewright.testing import run_and_get_code
 
 __all__ = ["fresh_compiler"]
@@ -71,6 +71,7 @@ def test_memory_with_gaps_is_nobody_elses() -> None:
     dense = replace(gaps, stride=(ix.as_index(8), ix.ONE))
     assert same_bytes(dense, replace(dense, name="b"))
     assert not same_bytes(gaps, replace(gaps, name="b"))
+    assert not same_bytes(gaps, dense) and not same_bytes(dense, gaps)
     assert not same_bytes(dense, replace(dense, device=torch.device("meta")))
     assert not same_bytes(dense, replace(dense, dtype=torch.float16))
 
@@ -132,6 +133,43 @@ def test_memory_is_not_kept_over_the_peak() -> None:
             made = plan_of(function, torch.randn(32, 32), torch.randn(320, 32))
             most.append(peak(made.program, made.steps))
     assert most[0] == most[1] >= 2 * 4 * 320 * 32
+
+
+def test_what_is_kept_counts_for_what_is_kept_after_it() -> None:
+    """Two values are dead before the step in the middle, which leaves room for one of them."""
+    b = Build()
+    x, first, second, sums, middle, p, q = b.input(64), *(
+        b.buffer((n,)) for n in (64, 64, 60, 100, 64, 64))  # fmt: skip
+
+    def filled(buffer: str, size: int, *reads: str) -> Group:
+        (i,) = b.loops(size)
+        read = [b.at(r, i) for r in reads]
+        value = build.op("add", *read) if len(read) == 2 else b.at(x, ix.mod(i, 64))
+        return Group((b.nest([i], Store(buffer, i, value)),), (i,))
+
+    groups = [filled(first, 64), filled(second, 64), filled(sums, 60, first, second),
+              filled(middle, 100), filled(p, 64), filled(q, 64)]  # fmt: skip
+    b.returns(p, q)
+    assert overwritten(b, *groups) == [[], [], [], [], [(p, second)], []]
+    assert profile(b.program, plan(b.program, groups)) == [
+        4 * n for n in (64, 128, 188, 164, 64, 128)]  # fmt: skip
+
+
+def test_memory_laid_out_alike_is_taken_before_what_died_last() -> None:
+    b = Build()
+    x, alike, other, out = b.input(8), b.buffer((8,)), b.buffer((2, 4)), b.buffer((8,))
+    (i,) = b.loops(8)
+    groups = [
+        Group((b.nest([i], Store(name, i, b.at(x, i))),), (i,)) for name in (alike, other, out)
+    ]
+    b.returns(out)
+    assert overwritten(b, *groups) == [[], [(other, alike)], [(out, other)]], "what there is"
+    (j,) = b.loops(2)
+    both = build.op("add", b.at(alike, j), b.at(other, j, 0))
+    end = b.buffer((2,))
+    groups.insert(2, Group((b.nest([j], Store(end, j, both)),), (j,)))
+    b.returns(out, end)
+    assert overwritten(b, *groups) == [[], [], [], [(out, alike)]]
 
 
 def test_other_shapes_of_as_many_bytes() -> None:
@@ -209,6 +247,8 @@ def test_one_value_gives_its_memory_to_one_result() -> None:
     both = b.nest([i], Store(p, i, b.at(value, i)), Store(q, i, build.op("neg", b.at(value, i))))
     b.returns(p, q)
     assert overwritten(b, call, Group((both,), (i,))) == [[], [(p, value)]]
+    (nest,) = plan(b.program, [call, Group((both,), (i,))])[1].group.members
+    assert [s.buffer for s in nest.stores] == [value, q]
 
 
 def test_only_the_last_to_read_a_value_overwrites_it() -> None:
@@ -248,6 +288,10 @@ def test_what_is_read_at_other_places_is_not_overwritten() -> None:
     plain = b.nest([i], Store(out, i, at))
     assert overwritten(b, call, Group((whole, plain)))[1] == [(out, value)]
     assert overwritten(b, call, Group((plain, whole)))[1] == []
+    rows = b.buffer((8,))
+    again = b.nest([i], Store(rows, i, build.reduce("sum", b.at(value, j))), reduce=[j])
+    assert overwritten(b, call, Group((again, plain)))[1] == [(out, value)]
+    assert overwritten(b, call, Group((again, plain), (i,)))[1] == [], "the next row reads it"
 
 
 def test_what_is_folded_is_not_overwritten_by_its_fold() -> None:
@@ -272,6 +316,33 @@ def test_what_a_call_may_have_kept_is_not_overwritten() -> None:
     assert call.call is not None
     assert overwritten(b, call, group) == [[], [(out, value)]]
     assert overwritten(b, Group(call=replace(call.call, aliases=True)), group) == [[], []]
+
+
+def test_what_a_call_may_have_kept_is_not_passed_on() -> None:
+    b = Build()
+    value, call = made(b, 8)
+    small, late = b.buffer((2,)), b.buffer((8,))
+    i, j = b.loops(8, 2)
+    last = Group((b.nest([j], Store(small, j, b.at(value, j))),), (j,))
+    after = Group((b.nest([i], Store(late, i, b.at(b.input(8), i))),), (i,))
+    b.returns(small, late)
+    assert call.call is not None
+    assert overwritten(b, call, last, after) == [[], [], [(late, value)]]
+    assert overwritten(b, Group(call=replace(call.call, aliases=True)), last, after) == [[]] * 3
+    b.program.buffers[late] = replace(b.program.buffers[late], device=torch.device("meta"))
+    assert overwritten(b, call, last, after) == [[]] * 3, "memory of another device"
+
+
+def test_what_would_not_be_one_kernel_any_more_overwrites_nothing() -> None:
+    b = Build()
+    value, call = made(b, 8)
+    (i,) = b.loops(8)
+    out = b.buffer((8,))
+    group = Group((b.nest([i], Store(out, i, b.at(value, i))),), (i,))
+    b.returns(out)
+    for reason, reuse in (("", [(out, value)]), ("it has no room", [])):
+        steps = plan(b.program, [call, group], lambda program, group, reason=reason: reason)
+        assert steps[1].reuse == reuse
 
 
 def test_kernels_of_one_launch_do_not_overwrite_what_another_reads() -> None:
@@ -488,6 +559,26 @@ def test_a_slot_is_taken_once_it_is_free() -> None:
     assert row.taken == [("a", 0, 0), ("b", 1, 0), ("c", 2, 1), ("d", 1, 2), ("e", 0, 2),
                          ("f", 3, 5)]  # fmt: skip
     assert [ix.value_of(e) for e in row.starts()] == [0, 128, 192, 256, 448]
+
+
+def test_mp_1_where_the_buffers_of_a_pool_lie() -> None:
+    """MP-1: in whole lines, one behind the other; a place is free when what overwrote it in place
+    is dead; what is returned in the end is in none, and each device has pools of its own."""
+    b = Build()
+    a, d, e, f, g, h, other, result, out = (b.buffer((n,)) for n in (8, 8, 20, 8, 25, 8, 8, 8, 8))
+    b.program.buffers[other] = replace(b.program.buffers[other], device=torch.device("meta"))
+    b.returns(out)
+    steps = [Step(Group()), Step(Group(), [a, result]), Step(Group(), [e], [(d, a)]),
+             Step(Group(), [f, other], free=[e]), Step(Group(), [g], [(out, result)], [d]),
+             Step(Group(), [h], free=[f, g, h, other])]  # fmt: skip
+    pooled(b.program, steps)
+    assert [step.allocate for step in steps] == [[], [result], [], [], [], []]
+    pools = [[(p.name, p.device.type, ix.value_of(p.size)) for p in step.pools] for step in steps]
+    assert pools == [[], [("pool0", "cpu", 256)], [], [("pool1", "meta", 64)], [], []]
+    places = [[(s.buffer, s.pool, ix.value_of(s.start)) for s in step.carve] for step in steps]
+    assert places == [[], [(a, "pool0", 0)], [(e, "pool0", 64)],
+                      [(f, "pool0", 192), (other, "pool1", 0)], [(g, "pool0", 64)],
+                      [(h, "pool0", 0)]]  # fmt: skip
 
 
 def test_mp_4_a_pool_of_unknown_size_waits_for_it() -> None:

@@ -18,6 +18,7 @@ from tests.fuzz.stages import capture, first_wrong
 from tests.limits import limit
 from tests.programs import compiled
 from tilewright import metrics
+from tilewright.ir import index as ix
 from tilewright.schedule.fusion import group
 from tilewright.schedule.plan import Schedule
 from tilewright.schedule.split import apply
@@ -109,6 +110,28 @@ def test_rows_and_columns(kind: str, rows: int) -> None:
 @pytest.mark.usefixtures("for_a_card")
 def test_rows_and_columns_on_a_card(kind: str, rows: int) -> None:
     plans(FOLDS[kind], with_nan(rows, 20))
+
+
+@pytest.mark.parametrize("kind", ["sum", "variance", "positions", "stored too"])
+@pytest.mark.usefixtures("for_a_card")
+def test_rows_that_are_in_no_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RD-4: rows that are dealt to chunks in turn, and one more: what folds the chunks' results
+    takes it as a chunk of its own, with no deviation from itself."""
+    for name, value in (("LARGE_WORK", 1 << 12), ("SPLIT_WORK", 1 << 12), ("CYCLIC_WORK", 1 << 10)):
+        limit(monkeypatch, name, value)
+    functions: dict[str, Callable[[Tensor], Any]] = {
+        "sum": lambda x: x.float().sum(0), "variance": lambda x: torch.var_mean(x.float(), 0),
+        "positions": lambda x: (x.argmax(0), x.amin(0)),
+        "stored too": lambda x: (x * 2, (x * 2).float().sum(0)),
+    }  # fmt: skip
+    x = whole_numbers(601, 21).bfloat16()
+    x[600, ::2] += 1000.0
+    (plan,) = plans(functions[kind], x)
+    parts = [b for b in plan.program.buffers.values() if "_part" in b.name]
+    assert 8 in {ix.value_of(b.size[0]) for b in parts}, "601 is eight times 75 and one"
+    (plan,) = plans(lambda x: x.float().sum(1), whole_numbers(5, 640, 21).bfloat16())
+    sizes = [b.size for b in plan.program.buffers.values() if "_part" in b.name]
+    assert [[ix.value_of(n) for n in size] for size in sizes] == [[5, 8, 21]], "as they are read"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])

@@ -90,6 +90,8 @@ def test_the_last_of_stores_that_meet_is_any_of_them() -> None:
 
     bench.expected = bench.results(fill(1))
     assert not bench.difference(fill(2))
+    beside = bench.difference(lambda stream, which: bench.sets[which][1].fill_(9))
+    assert beside == "8 of 8 elements are off", "what does not meet is compared all the same"
 
 
 def test_positions_are_spread_over_all_places() -> None:
@@ -115,11 +117,14 @@ def test_one_wrong_element_of_a_kernel_is_found() -> None:
         found = torch.ones(4096)
         found[77] = wrong
         assert said in kernels.difference(found, torch.ones(4096))
+    expected = torch.ones(4096)
+    expected[0] = 4096.0  # which hides no error of the others: the scale is the mean, of 2
+    assert kernels.difference(torch.where(expected == 1, 1.01, expected), expected)
     places = torch.arange(9)
-    assert kernels.difference(places.roll(0), places) == ""
-    assert (
-        kernels.difference(torch.where(places == 3, 4, places), places) == "1 of 9 elements differ"
-    )
+    assert kernels.difference(places.clone(), places) == ""
+    for wrong in (2, 4):
+        found = torch.where(places == 3, wrong, places)
+        assert kernels.difference(found, places) == "1 of 9 elements differ"
 
 
 def test_every_other_configuration_is_compared_with_the_models() -> None:

@@ -394,8 +394,12 @@ class _Evaluation:
         flat = [v.expand([*outer, *inner]).reshape([*outer, -1]) for v in values]
         kind = node.arg.kind
         if kind in ("argmin", "argmax"):
-            found = getattr(torch, kind)(flat[0], -1, keepdim=True)
-            result: Any = torch.gather(flat[1], -1, found).squeeze(-1)
+            # the smallest position of all that are extreme: they need not come in their order
+            value, position = flat
+            extreme = REDUCTIONS[kind.removeprefix("arg")].ref(value, -1).unsqueeze(-1)
+            found = (value == extreme) | ((value != value) & (extreme != extreme))
+            last = torch.iinfo(position.dtype).max
+            result: Any = position.where(found, last).amin(-1)
         else:
             result = REDUCTIONS[kind].ref(*flat, -1)
         results = result if isinstance(result, tuple) else (result,)
