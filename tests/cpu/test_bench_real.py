@@ -31,6 +31,7 @@ def suite(*args: str, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
 
 
+@pytest.mark.slow  # three backends compile a model
 def test_a_model_is_measured_once_and_a_second_run_goes_on_where_the_first_ended(
     tmp_path: Path,
 ) -> None:

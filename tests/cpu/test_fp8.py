@@ -279,5 +279,4 @@ def test_f8_7_micro_scales() -> None:
     for each operand; operands keep their strides."""
 
     x, w = torch.randn(128, 256).to(BF16), torch.randn(128, 256).to(BF16)
-    assert same(micro, x, dynamic=False) == 1
     assert same(lambda x, w: (*micro(x), *micro(w)), x, w, dynamic=False) == 2

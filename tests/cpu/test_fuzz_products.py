@@ -13,7 +13,7 @@ from tests.fuzz.forced import forced, templates
 from tests.fuzz.products import generate
 from tests.programs import compiled
 
-PROGRAMS = 8
+PROGRAMS = 4
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
