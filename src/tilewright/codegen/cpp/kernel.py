@@ -273,14 +273,17 @@ class Kernel:
         return max(sizes, key=lambda s: hint_product([s]))
 
     def _lanes(self) -> int:
-        """Wide tiles read whole cache lines one after the other; enough tiles keep threads busy."""
+        """Wide tiles read whole cache lines one after the other; enough tiles keep threads busy.
+        One tile would leave all to one thread: the least still is a cache line of floats."""
         assert self.lane is not None
+        alone = self.threads() == "never"
         extent = hint(self.lane.src[0])
         rows = hint_product(v.src[0] for v in self.outer[:-1])
         longest = max(1, *(hint_product(v.src[0] for v in s.inner) for s in self.shape.segments))
         fits = SCRATCH // longest if any(self._keeps_row(m) for m in self.members) else LANES[0]
         for lanes in LANES:
             busy = lanes <= 64 or rows * (extent // lanes) >= FEWEST_TILES
+            busy &= alone or rows * -(-extent // lanes) > 1
             if busy and lanes <= max(fits, 64) and extent > lanes // 2:
                 return lanes
         return LANES[-1]
