@@ -117,6 +117,11 @@ ROWS_OF_PROGRAM = most(4, "rows that one program has", "fuse what reduces them")
 ACCUMULATORS = most(
     1 << 15, "results of a reduction over rows", "accumulate them: more do not stay near"
 )
+COLUMNS_OF_THREADS = least(
+    1 << 16,
+    "elements of columns that a CPU's thread would have alone",
+    "reduce them by all threads",
+)
 ORDERED_ROW = least(16, "elements of a row", "run rows one after the other")
 ORDERED_SMALL = most(1 << 13, "iterations of all members", "run short rows one after the other too")
 CHUNK_ROWS = least(16, "rows of a chunk that leaves a row of results", "split rows into chunks")

@@ -55,6 +55,30 @@ def counted(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tu
     return metrics.num_bytes_accessed // 4, metrics.generated_kernel_count
 
 
+# ---- columns that are read again
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernels"),
+    [
+        ((2, 96, 14, 14), 1),  # a cache keeps what a thread has
+        ((4, 96, 56, 56), 2),
+        ((1, 16, 48, 48), 1),  # few of one thread
+        ((1, 16, 64, 64), 2),
+    ],
+)
+def test_channels_are_one_kernel_while_a_cache_has_them(
+    shape: tuple[int, ...], kernels: int
+) -> None:
+    x = torch.randn(shape).to(memory_format=torch.channels_last)
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.relu(x - x.mean((0, 2, 3), keepdim=True))
+
+    read_again = x.numel() + 2 * shape[1] if kernels == 2 else 0
+    assert counted(fn, x) == (2 * x.numel() + read_again, kernels)
+
+
 # ---- concatenation and padding
 
 

@@ -159,14 +159,14 @@ def _is_read_twice(fit: Fit, target: Target) -> bool:
     rows = ix.value_of(ix.product(v.src[0] for v in fit.outer))
     if not rows or rows >= target.sms or contiguous(fit.members) in fit.outer:
         return False
-    longest, widths = _walked_again(fit, rows)
+    longest, widths = walked_again(fit, rows)
     return (
         longest > rules.MEETING_ROW.limit
         and rows * longest * sum(widths) <= rules.READ_TWICE.limit * target.l2
     )
 
 
-def _walked_again(fit: Fit, rows: int) -> tuple[int, list[int]]:
+def walked_again(fit: Fit, rows: int) -> tuple[int, list[int]]:
     """Elements of a row that is walked again after its reductions, and bytes of one of each
     buffer."""
     longest = max((work(m) for m in dependents(fit.members)), default=0) // rows
@@ -235,7 +235,7 @@ def ticketed_programs(fit: Fit, target: Target) -> int:
         return 0
     if contiguous(fit.members) in fit.outer:
         return 0
-    longest, walked = _walked_again(fit, rows)
+    longest, walked = walked_again(fit, rows)
     if longest < rules.CACHED_ROW.limit:
         return 0
     few = rows < target.sms
