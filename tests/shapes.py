@@ -1,10 +1,10 @@
 """The patterns whose traffic is specified, over sizes and types that are not: each with the bytes
-it may move, as a formula.
+it moves, as a formula.
 
 Sizes are named in the inputs (`f[A,B] i[C]`) and in the formula, in which `f` and `i` are the bytes
 of a number and of an index. Inputs of type `f` are of the type that is tried. In a `low` precision
 a product is rounded before it is added to: there is no accumulating form. Where sizes are
-`dynamic`, what folds rows and columns at once leaves partial results.
+`dynamic`, what folds rows and columns at once leaves partial results: of both on a `card`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INDEX = torch.int32
 @dataclass(frozen=True)
 class Pattern:
     name: str  # the id of what is specified
-    most: str
+    formula: str
     program: Callable[..., Any]
     inputs: str
     train: bool = False
@@ -45,10 +45,11 @@ class Pattern:
     def exists(self, dtype: torch.dtype) -> bool:
         return self.narrow or dtype.itemsize > 2
 
-    def bound(self, dtype: torch.dtype, sizes: Mapping[str, int], dynamic: bool) -> int:
+    def bytes(self, dtype: torch.dtype, sizes: Mapping[str, int], device: str, dynamic: bool
+              ) -> int:  # fmt: skip
         names = {**sizes, "f": dtype.itemsize, "i": INDEX.itemsize, "low": dtype.itemsize < 4,
-                 "dynamic": dynamic}  # fmt: skip
-        return int(eval(self.most, {}, names))
+                 "card": device == "cuda", "dynamic": dynamic}  # fmt: skip
+        return int(eval(self.formula, {}, names))
 
     def tensors(self, dtype: torch.dtype, sizes: Mapping[str, int], device: str) -> list[Tensor]:
         found = re.findall(r"(\w)\[([^\]]*)\]", self.inputs)
@@ -134,7 +135,7 @@ PATTERNS = [
             lambda a, b: F.pad(cat([a @ a, b]), (2, 2), value=0.5), "f[A,A] f[B,A]"),
     Pattern("PF-06", "2*11*A*B*f", lambda *x: cat([F.gelu(t) for t in x]) + 10, "f[A,B]" * 11),
     Pattern("PF-07", "2*11*A*B*f", lambda *x: cat([F.relu(t) for t in x]) + 10, "f[A,B]" * 11),
-    Pattern("PF-09", "(A + B)*f + B*i", lambda a, i: a[i], "f[A] i[B]"),
+    Pattern("PF-09", "(min(A, B) + B)*f + B*i", lambda a, i: a[i], "f[A] i[B]"),
     Pattern("PF-11", "(2*A*B + A)*f", lambda a: (a.sum(1), a.cos()), "f[A,B]"),
     Pattern("PF-11 of rank 3", "(2*A*B*C + 2*B)*f", inner, "f[A,B,C]"),
     Pattern("PF-12", "(A*B + 2*A)*f", lambda a: (a.sum(1), a.amax(1)), "f[A,B]"),
@@ -153,8 +154,8 @@ PATTERNS = [
     Pattern("PF-22", "(4*A + 4*B + A)*f", traffic.squares, "f[A,1,4] f[1,B,4]", held=True),
     Pattern("PF-23", "A*f", lambda x: (ones(x.shape[1], x) + torch.ones(
         x.shape, dtype=x.dtype)).sum(-1), "f[A,B]"),
-    Pattern("PF-24", "(A*B + C*B)*f + C*i", lambda a, i: a[i].cos(), "f[A,B] i[C]"),
-    Pattern("PF-25", "(A*B + C)*f + C*i", lambda a, i: a[i].cos().sum(1), "f[A,B] i[C]"),
+    Pattern("PF-24", "(min(A, C)*B + C*B)*f + C*i", lambda a, i: a[i].cos(), "f[A,B] i[C]"),
+    Pattern("PF-25", "(min(A, C)*B + C)*f + C*i", lambda a, i: a[i].cos().sum(1), "f[A,B] i[C]"),
     Pattern("PF-26", "5*A*B*f", traffic.add_into_both, "f[A,B]" * 3),
     Pattern("PF-27", "2*A*(B + C)*f", copy_cat, "f[A,B+C] f[A,B] f[A,C]"),
     Pattern("PF-31", "(6 + low)*A*A*f", traffic.choice1, "f[A,A]", options=EVERY_OP),
@@ -174,8 +175,8 @@ PATTERNS = [
     Pattern("PF-40", "12*A*A*f", traffic.unremat, "f[A,A]", train=True),
     Pattern("PF-41", "(22 + 4*low)*A*A*f", traffic.two_kept, "f[A,A]", train=True,
             options={"pattern_matcher": False}),
-    Pattern("PF-42", "(5*A + 3*B + dynamic*(2*A + B))*f", lambda a, b: (a * b).cos().sum(1),
-            "f[A,1] f[1,B]", train=True),
+    Pattern("PF-42", "(5*A + 3*B + dynamic*(2*A + B if card else 2*B))*f",
+            lambda a, b: (a * b).cos().sum(1), "f[A,1] f[1,B]", train=True),
     Pattern("PF-43", "(4*A + 2*B + A)*f", lambda a, b: cat([a.tanh(), b]), "f[A] f[B]",
             train=True),
     Pattern("PF-44", "4*A*B*f + 2*A*B", lambda x: x.relu(), "f[A,B]", train=True),
@@ -187,7 +188,7 @@ PATTERNS = [
     Pattern("PF-51", "2*A*i", lambda x: opaque(x.ceil().floor().round().pow(1)), "i[A]"),
     Pattern("PF-52a", "2*A*B*f", lambda x: opaque(cat([x], 1)), "f[A,B]"),
     Pattern("PF-52b", "2*A*B*f", lambda x: cat([cat([x])]), "f[A,B]"),
-    Pattern("PF-53a", "(2*A + 2*B)*f + B*i", traffic.ones_at, "f[A] i[B]"),
+    Pattern("PF-53a", "(2*A + 2*min(A, B))*f + B*i", traffic.ones_at, "f[A] i[B]"),
     Pattern("PF-54", "2*A*C*f + C*i", traffic.ones_in_columns, "f[A,B] i[C]"),
     Pattern("PF-55", "6*A*f", user.Sin.apply, "f[A]", train=True, narrow=False),
     Pattern("PF-57", "7*A*f", traffic.two_written, "f[A]"),
