@@ -74,6 +74,10 @@ def _isolated() -> Iterator[None]:
         logging.getLogger("torch.__trace").propagate = True
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()
+            # What Dynamo does after each graph for its statistics and for long-lived processes is a
+            # twelfth of a test's own time: it flushes caches to time its guards, and collects.
+            dynamo.guards.profile_guard_manager = lambda *_: 0.0
+            dynamo.config.run_gc_after_compile = False
     before = config.snapshot()
     with ours():
         yield
