@@ -35,7 +35,9 @@ def growth_suite(options: Options) -> Table:
         for size in QUICK_SIZES if options.quick else SIZES:
             label = f"{family} {size}"
             options.progress(label)
-            result = Result(extra=deciding_seconds(build(size)))
+            given = build(size)
+            gc.collect()
+            result = Result(extra=deciding_seconds(given))
             if before is not None:
                 result.extra["ratio"] = result.extra["seconds"] / before.extra["seconds"]
                 if result.extra["ratio"] > MOST_PER_DOUBLING:
@@ -49,7 +51,6 @@ def growth_suite(options: Options) -> Table:
 
 def deciding_seconds(gm: torch.fx.GraphModule) -> dict[str, float]:
     """Processor seconds of this process in each stage up to the memory plan."""
-    gc.collect()
     marks = [time.process_time()]
 
     def mark() -> None:

@@ -24,7 +24,8 @@ if "TILEWRIGHT_CACHE_DIR" not in os.environ:
     _OWN_CACHE = os.environ["TILEWRIGHT_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilewright_tests_")
 os.environ.setdefault("TILEWRIGHT_VERIFY_IR", "1")
 
-from tests import sizes  # noqa: E402
+from bench.dynamo import without_statistics  # noqa: E402
+from tests import fewer, sizes  # noqa: E402
 from tests.ours import ours  # noqa: E402
 from tilewright import config, metrics  # noqa: E402
 
@@ -43,6 +44,11 @@ def pytest_sessionfinish() -> None:
 def pytest_unconfigure() -> None:
     if _OWN_CACHE is not None:
         shutil.rmtree(_OWN_CACHE, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    fewer.mark_slow(items)
 
 
 SLOWEST = 30  # files, whose seconds a run ends with
@@ -74,10 +80,7 @@ def _isolated() -> Iterator[None]:
         logging.getLogger("torch.__trace").propagate = True
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()
-            # What Dynamo does after each graph for its statistics and for long-lived processes is a
-            # twelfth of a test's own time: it flushes caches to time its guards, and collects.
-            dynamo.guards.profile_guard_manager = lambda *_: 0.0
-            dynamo.config.run_gc_after_compile = False
+            without_statistics()
     before = config.snapshot()
     with ours():
         yield

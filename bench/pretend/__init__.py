@@ -26,6 +26,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
+from bench.dynamo import without_statistics
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -91,6 +93,7 @@ def _no_main_module() -> Iterator[None]:
 
 def _call(name: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     module, function = name
+    without_statistics()
     found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
     return getattr(found, "__wrapped__", found)(*args, **kwargs)
 

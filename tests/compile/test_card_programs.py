@@ -140,6 +140,7 @@ def test_what_a_row_is_computed_from_again_is_not_overwritten(
         assert difference(replace(program, outputs=(3, 4), exact=(True,) + 4 * (False,))) == ""
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("number", range(4))
 def test_random_programs(number: int) -> None:

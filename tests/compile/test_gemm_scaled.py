@@ -74,6 +74,7 @@ def close(made: Made, wanted: Tensor, tolerance: float = 1e-2, name: str = "c") 
     torch.testing.assert_close(found, wanted, atol=tolerance * scale, rtol=tolerance)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", list(TEMPLATES))
 def test_f8_4_scales_of_every_kind(kind: str, template: str) -> None:

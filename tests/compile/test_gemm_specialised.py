@@ -84,6 +84,7 @@ def stores_of(code: str, tma_store: bool) -> int:
     return len(re.findall(r"desc_to_\w+\.store\(|tl\.store\(", kernel))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("layout", "dynamic", "tma_store", "pieces"), with_the_rest(GRID))
 def test_ma_e1_e3_mm(layout: tuple[bool, bool], dynamic: bool, tma_store: bool,
                      pieces: int) -> None:  # fmt: skip
@@ -94,6 +95,7 @@ def test_ma_e1_e3_mm(layout: tuple[bool, bool], dynamic: bool, tma_store: bool,
     assert stores_of(code, tma_store) == pieces and "warp_specialize=WARP_SPECIALIZE" in code
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("layout", "dynamic", "tma_store", "pieces"), with_the_rest(GRID[::3]))
 def test_ma_e2_e3_addmm(layout: tuple[bool, bool], dynamic: bool, tma_store: bool,
                         pieces: int) -> None:  # fmt: skip

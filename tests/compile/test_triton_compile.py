@@ -89,6 +89,7 @@ SCATTERED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.
              torch.int16, torch.uint8)  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("mode", ["sum", "prod", "amax"])
 def test_atomics_of_every_type(mode: str, target: str) -> None:

@@ -56,6 +56,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("fn", "args"), CASES)
 def test_rows_are_loaded_once(fn: Callable[..., Any], args: tuple[Tensor, ...],
                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

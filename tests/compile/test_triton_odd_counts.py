@@ -157,6 +157,7 @@ FOLDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", FOLDS)
 def test_folds_of_all_begin_where_memory_is_read_best(name: str) -> None:
     x = _random(1511, 1537, dtype=F32)  # too much for programs to hold

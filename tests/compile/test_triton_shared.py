@@ -132,6 +132,7 @@ def _extremes() -> Tensor:
     return x
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [None, 3])
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_a_cut_softmax_reads_its_row_twice(name: str, rows: int | None) -> None:

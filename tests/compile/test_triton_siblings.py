@@ -59,6 +59,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, "RESIDENT_ONE_PASS", 256)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", CASES)
 def test_programs_of_a_row_meet_once(name: str) -> None:

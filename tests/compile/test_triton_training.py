@@ -96,6 +96,7 @@ def _twice_normed(x: Tensor, w: Tensor, b: Tensor) -> Any:
     return F.layer_norm(F.rms_norm(x, x.shape[-1:], w), x.shape[-1:], b)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [128, 300])
 @pytest.mark.parametrize("f", [_softmax_of_a_norm, _norm_of_gelu, _twice_normed])
 def test_gradients_of_norms_whose_rows_run_in_order(f: Callable[..., Any], size: int) -> None:

@@ -25,6 +25,7 @@ EACH = 4  # programs of one test
 SEED = int(os.environ.get("TILEWRIGHT_FUZZ_SEED") or time.time_ns() % 1_000_000_007)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("batch", range(4))
 def test_random_programs(batch: int) -> None:

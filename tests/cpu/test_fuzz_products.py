@@ -16,6 +16,7 @@ from tests.programs import compiled
 PROGRAMS = 4
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_random_products(seed: int) -> None:
     """By the library, then each with a kernel of ours."""
@@ -24,6 +25,7 @@ def test_random_products(seed: int) -> None:
         assert not difference(generate(seed))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("seed", range(len(templates("card"))))
 def test_random_products_of_a_card(seed: int) -> None:
     """Every Triton template once, in the interpreter."""

@@ -372,6 +372,7 @@ def test_the_depth_that_caches_hold_is_tried_first() -> None:
     assert depth(1024, 3072, 768) == 768
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("way", "m", "n", "k", "layout"), [
     ("packed", 151, 173, 301, "t"), ("packed", 13, 700, 3500, "t"), ("packed", 151, 380, 301, "n"),
     ("dot", 5, 2003, 301, "t"), ("stream", 5, 2003, 301, "n"),

@@ -96,6 +96,7 @@ TRAINED: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_gradients_of_laid_out_convolutions_are_eagers(

@@ -70,6 +70,7 @@ PADS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("mode", "pad"), PADS)
 def test_pad(mode: str, pad: tuple[int, ...], dynamic: bool) -> None:

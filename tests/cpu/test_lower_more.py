@@ -84,6 +84,7 @@ def test_an_index_outside_the_table_is_an_error() -> None:
 # ---- grid sampling
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])

@@ -52,6 +52,7 @@ def test_nearest(mode: str, size: tuple[int, ...]) -> None:
     check(lambda t: F.interpolate(t, size=[int(1.6 * n) for n in size], mode=mode), x)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("mode", "corners"), SMOOTH)
 def test_smooth(mode: str, corners: bool) -> None:
     size = SIZES[mode]

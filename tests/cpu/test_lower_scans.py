@@ -35,6 +35,7 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", INPUTS)
 def test_scans(name: str, dynamic: bool) -> None:

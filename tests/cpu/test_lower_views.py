@@ -40,6 +40,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", VIEWS)
 def test_view_and_its_gradient(name: str, dynamic: bool) -> None:

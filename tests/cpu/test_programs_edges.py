@@ -162,6 +162,7 @@ AFTER_NORM: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", AFTER_NORM)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rows_that_are_read_elsewhere(name: str, dynamic: bool) -> None:
