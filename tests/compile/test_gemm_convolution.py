@@ -82,6 +82,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_ma_g7_convolutions_as_products(form: str) -> None:
     """One kernel; nothing of the image is copied."""

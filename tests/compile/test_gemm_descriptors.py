@@ -127,6 +127,7 @@ def padded(rows: int, columns: int, dtype: torch.dtype = F16) -> Tensor:
     return r(rows, -(-columns // 16) * 16, dtype=dtype)[:, :columns]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transposed", BOTH)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_ma_d3_the_strides_are_those_of_the_tensors(
@@ -487,6 +488,7 @@ def test_what_an_epilogue_stores_has_to_be_a_matrix() -> None:
 # ---- without descriptors
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transposed", BOTH)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_ma_d20_persistent_without_descriptors(
@@ -498,6 +500,7 @@ def test_ma_d20_persistent_without_descriptors(
     assert "make_tensor_descriptor" not in code and "turn * NUM_SMS" in code
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transposed", BOTH)
 def test_ma_d21_persistent_addmm_without_descriptors(transposed: tuple[bool, bool]) -> None:
     _, (a, b) = tiled_mm(transposed)

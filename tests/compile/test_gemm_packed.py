@@ -38,6 +38,7 @@ def _fused() -> Iterator[None]:
     select.clear_preprocessing_fns()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "rows"), [*((name, 1) for name in LAYERS), ("between", 17)])
 def test_weights_are_unpacked_where_they_are_read(name: str, rows: int) -> None:
     """One kernel, which reads the weights as they are in memory; as near to float64 as eager."""

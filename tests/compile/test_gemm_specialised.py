@@ -195,6 +195,7 @@ def test_ma_e6_too_few_warps_or_stages(warps: int, stages: int, apart: bool) -> 
     torch.testing.assert_close(found, a @ b, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("arch", ["sm_100", "sm_90"])
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("tma_store", [False, True])

@@ -25,6 +25,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_both_targets_draw_the_same_numbers(name: str) -> None:
     fn = NUMBERS[name]

@@ -104,6 +104,7 @@ ROWS = sorted(set(TABLE) - set(rows.SPECIAL))
 AT_ONCE = 12  # rows of one test: those of a type read the same, and are one kernel
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("names", [ROWS[k : k + AT_ONCE] for k in range(0, len(ROWS), AT_ONCE)],
                          ids=lambda names: f"{names[0]} to {names[-1]}")  # fmt: skip
 def test_every_row_compiles(names: list[str]) -> None:

@@ -239,6 +239,7 @@ def test_blocks_of_rotations_of_pairs(head: int, block: int) -> None:
     assert kernel.config.kwargs == {"XBLOCK": block}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [
     (517, 301), (260, 259), (304, 301), (14, 24, 17, 19), (257, 3, 67), (301, 2, 150), (305, 70),

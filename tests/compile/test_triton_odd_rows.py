@@ -78,6 +78,7 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_odd_rows(name: str) -> None:
     fn, make = ROWS[name]

@@ -43,6 +43,7 @@ def compiled(fn: Callable[..., Any], *args: Tensor) -> tuple[Any, str]:
     return found, "\n".join(code)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FOLDS)
 def test_one_launch_folds_one_row(name: str) -> None:
     """RD-9: any fold of a huge row is one launch; the length is no power of two."""

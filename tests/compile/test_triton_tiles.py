@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, "SHORT_ROWS_ELEMENTS", 0)

@@ -34,6 +34,7 @@ def by_kernel(calls: int = 1) -> None:
 # ---- flex_attention
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_flex_attention_of_functions_and_masks_drawn_at_random(seed: int) -> None:
     case = Case(seed)

@@ -30,6 +30,7 @@ def batches(kind: str) -> int:
     return metrics.counters["batch_fusion"][kind]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

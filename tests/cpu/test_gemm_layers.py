@@ -236,6 +236,7 @@ BATCHED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", BATCHED)
 def test_cg_9_batched_products(name: str, dynamic: bool) -> None:

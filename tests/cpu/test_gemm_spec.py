@@ -148,6 +148,7 @@ def test_operands_in_columns_with_gaps(ids: str, function: Callable[..., Any], r
         torch.testing.assert_close(found, function(*args), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("space", ["DEFAULT", "EXHAUSTIVE"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_ma_i1_empty_sums_of_products(dynamic: bool, space: str) -> None:

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_stage_agrees_with_eager(name: str, dynamic: bool) -> None:

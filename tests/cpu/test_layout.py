@@ -135,6 +135,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("size", [(2, 3, 10, 9), (1, 3, 10, 12)])
 def test_values_and_strides_are_eagers(name: str, size: tuple[int, ...]) -> None:

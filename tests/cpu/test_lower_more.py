@@ -107,6 +107,7 @@ def test_grid_sample_gradients_of_volumes(mode: str) -> None:
 # ---- margins and distances
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_margin_losses(reduction: str, dynamic: bool) -> None:

@@ -20,6 +20,7 @@ def limits(dtype: torch.dtype) -> dict[str, float]:
     return HALF if dtype == BF16 else CLOSE
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("x_type", "w_type"), [(F32, F32), (BF16, BF16), (BF16, F32)])
 class TestTypes:
@@ -164,6 +165,7 @@ def channels(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return scaled * w[:, None, None], x.amax((2, 3)), (x * scaled).sum((2, 3)).softmax(-1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [(3, 64, 7, 9), (2, 96, 5, 4), (1, 40, 33, 31), (2, 12, 3, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_channels_that_are_last_are_folded_side_by_side(

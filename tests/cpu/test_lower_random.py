@@ -34,6 +34,7 @@ def close(value: Any, expected: float, within: float) -> None:
     assert abs(float(value) - expected) < within, (float(value), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_uniform_and_normal(dtype: torch.dtype) -> None:
     torch.manual_seed(1)

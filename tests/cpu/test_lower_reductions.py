@@ -237,6 +237,7 @@ def test_a_label_out_of_range_is_an_error() -> None:
             run(x, torch.tensor([0, 4, 1, label]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_elementwise_losses(reduction: str, dtype: torch.dtype) -> None:

@@ -90,6 +90,7 @@ def test_torch_is_left_as_it_was() -> None:
     assert op.py_kernels == before
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("corners", [False, True])

@@ -194,6 +194,7 @@ def test_zero_dimensional_tensors() -> None:
     check(lambda x: (x * 2).exp(), leaf())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "make",
     [
