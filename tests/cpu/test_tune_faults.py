@@ -32,6 +32,7 @@ from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Kernel
 from tilewright.testing import fresh_cache
 from tilewright.tune import memory, purse, records, select
+from tilewright.tune.choices import ChoiceCaller
 from tilewright.tune.clock import CpuClock
 
 __all__ = ["register"]
@@ -198,7 +199,8 @@ def test_a_provider_that_raises_offers_nothing(register: Any, where: str, error:
 
 
 def test_who_is_not_of_this_package_is_timed_elsewhere(register: Any) -> None:
-    assert select.is_foreign(Foreign()) and not select.is_foreign(Fake("a", 1.0))
+    theirs, ours = ChoiceCaller(cast("Any", Foreign())), ChoiceCaller(Fake("a", 1.0))
+    assert theirs.is_foreign and not ours.is_foreign
     register(ToyProvider(toy(), None))
     alone = {**DEFAULT, "max_autotune_gemm_backends": "TOY"}
     metrics.reset()

@@ -20,7 +20,7 @@ from tests.cpu import tuning_jobs
 from tests.cpu.tuning_jobs import TestBenchmarkRequest as Request
 from tilewright import config, metrics
 from tilewright.testing import fresh_cache
-from tilewright.tune import child, pool, select
+from tilewright.tune import child, pool, select, spread
 from tilewright.tune.pool import AsyncAutotuner, AutotuneProcessPool, TuningProcessPool
 
 
@@ -93,28 +93,51 @@ def test_cu_g6_g7_ma_m13_what_harms_a_card_restarts_its_process(said, restarts):
     made.shutdown()
 
 
+def machine(monkeypatch: pytest.MonkeyPatch, kinds: str, named: str | None) -> None:
+    """One with cards of these kinds, a letter each, of which a program is to see those named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(pool, "kind", lambda card: kinds[card])
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+
+
 def test_ma_m9_which_cards_are_timed_on(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine(monkeypatch, "aaaa", None)
     assert TuningProcessPool.get_device_list() == [None]
     with config.patch(autotune_multi_device=True):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         assert TuningProcessPool.get_device_list() == [0, 1, 2, 3]
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+        machine(monkeypatch, "aa", "2,3")
         assert TuningProcessPool.get_device_list() == [2, 3]
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        machine(monkeypatch, "aa", " 1, GPU-7f,")
+        assert TuningProcessPool.get_device_list() == [1, "GPU-7f"]
+        machine(monkeypatch, "a", "2,3")
         with pytest.raises(ValueError, match="more cards than the 1 there are"):
             TuningProcessPool.get_device_list()
+
+
+def test_ma_m9_cards_of_one_kind_alone_are_timed_on(monkeypatch):
+    """Of a machine with several kinds those that are like the card of the program."""
+    with config.patch(autotune_multi_device=True):
+        machine(monkeypatch, "abba", None)
+        assert TuningProcessPool.get_device_list() == [0, 3]
+        assert TuningProcessPool.get_device_list(2) == [1, 2]
+        machine(monkeypatch, "abb", "5,GPU-1,GPU-2")
+        assert TuningProcessPool.get_device_list(1) == ["GPU-1", "GPU-2"]
+        assert spread.several(torch.device("cuda", 2)) == ["GPU-1", "GPU-2"]
+        assert spread.several(torch.device("cuda", 0)) == [], "it is alone"
+        assert spread.several(torch.device("cpu")) == []
+    assert spread.several(torch.device("cuda", 2)) == [], "nobody asks for several"
 
 
 @pytest.mark.parametrize("named", [None, "1,2", "0"])
 @pytest.mark.parametrize("many", [False, True])
 def test_ma_m9_each_process_sees_its_card_alone(monkeypatch, named, many):
     """And without several, whatever the program itself sees."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    if named is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    machine(monkeypatch, "aa", named)
     with config.patch(autotune_multi_device=many):
         made = TuningProcessPool()
     try:
@@ -129,8 +152,7 @@ def test_ma_m9_each_process_sees_its_card_alone(monkeypatch, named, many):
 
 def test_ma_m12_several_cards_each_with_its_own_process(monkeypatch):
     """CU-G12 too."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    machine(monkeypatch, "aa", "1,2")
     with config.patch(autotune_multi_device=True):
         made = TuningProcessPool()
     assert made.devices == [1, 2]

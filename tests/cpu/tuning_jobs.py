@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from tilewright import config
 
@@ -115,3 +118,71 @@ class TestBenchmarkRequest:
 
 def answer() -> int:
     return 42
+
+
+def imports() -> None:
+    """What every look needs."""
+    importlib.import_module("tilewright.tune.clock")
+
+
+def index(device: object) -> object:
+    return getattr(device, "index", None)
+
+
+def held() -> tuple[str, int]:
+    """The site whose memory a process that times has, and the sites of plans."""
+    from tilewright.gemm import plan
+    from tilewright.tune import child
+
+    return child._table.site, len(plan._here)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A candidate as it is sent to several cards. It says in a file which card it is run on, and
+    takes as long as it is told to; on a card that is `slow` twice as long."""
+
+    key: str
+    us: float
+    file: str
+    how: str = ""
+    slow: str = ""
+    site: str = "site"
+    sets: int = 1
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def open(self) -> Looked:
+        from tilewright.tune import child
+
+        card = visible()
+        with open(self.file, "a") as said:
+            said.write(f"{card} {self.key}\n")
+        if self.how == "crash":
+            os._exit(3)
+        if self.how == "hang":
+            sleep()
+        if self.how == f"fails on {card}":
+            raise RuntimeError("CUDA error: unknown error")
+        if self.how.startswith("fails"):
+            time.sleep(0.05)  # the card that fails takes the next one meanwhile
+        child._table.clock = cast("Any", self)
+        return self
+
+    def run(self, stream: int, which: int) -> None: ...
+
+    def check(self) -> str:
+        return ""
+
+    def bench(self, run: Any, sets: int) -> Looked:
+        """Its own clock."""
+        return run.__self__
+
+    waited = 0.0
+
+    def sample(self) -> float:
+        return self.us * (2.0 if visible() == self.slow else 1.0)

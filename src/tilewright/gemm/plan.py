@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from tilewright.ir.program import Buffer
 from tilewright.runtime import cxx, launch, store, triton_build
 from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import Built, TritonSource
-from tilewright.tune import clock
+from tilewright.tune import child, clock
 from tilewright.tune.memory import room
 
 Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
@@ -89,6 +89,14 @@ class Part:
             case _:
                 call = self.source
                 return lambda _, which: call(*sets[which])
+
+    def on(self, device: torch.device) -> Part:
+        """The same part for memory on another card of the same kind."""
+        there = getattr(self.source, "device", None)
+        if not isinstance(there, int) or device.index in (None, there):
+            return self
+        source: Any = self.source  # a kernel that says by number where it will be launched
+        return replace(self, source=replace(source, device=device.index))
 
     def _own(self, memory: Memory) -> dict[str, torch.Tensor]:
         if self.kernel is None:
@@ -389,14 +397,19 @@ class RemotePlan:
         if _here.get("site") != self.site:
             bench = Bench(Memory(self.memory), self.tolerance)
             bench.memory.count = self.sets  # as many as who asked counts on
-            bench.library = Assembly(self.library, bench)
+            bench.library = Assembly(self._there(self.library), bench)
             _here.update(site=self.site, bench=bench)
-        made = Assembly(self.parts, _here["bench"])
+        made = Assembly(self._there(self.parts), _here["bench"])
         made.finish()
         return made
 
+    def _there(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """For this card, which the process that times may know by another number."""
+        return tuple(part.on(self.device) for part in parts)
+
 
 _here: dict[str, Any] = {}  # in the process that times: the site's memory, which plans share
+child.on_release.append(_here.clear)
 
 
 def _identity(source: Source) -> str:

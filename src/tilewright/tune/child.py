@@ -12,11 +12,13 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import io
 import os
 import pickle
 import secrets
 import select
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -38,6 +40,7 @@ if TYPE_CHECKING:  # the process starts in a tenth of a second; torch comes with
 START = 120.0  # seconds: a Python process that imports torch on a busy machine
 DEFAULT_TIMEOUT = 120.0
 TAKES = 30.0  # seconds for a process that has nothing to do to read what it is to do
+BESIDE = 3  # samples of what is looked at beside another
 LAST = 5.0  # of a process that has closed its end, for its end to be known
 FOR_EVER = 1e6  # as long as can be waited for at once
 LONGEST = 1 << 28  # bytes of an answer
@@ -56,16 +59,22 @@ _PRECISION = ("fp32_precision", "allow_fp16_reduced_precision_reduction",
 _PR_SET_PDEATHSIG = 1
 
 Job = Callable[[], Any]
+Device = int | str | None
 
 
 class TuningProcess:
     """`put` a picklable function, `get` what it returns or raises. `device` is the only card it is
-    to see; none: all of them."""
+    to see, by number or by what else CUDA calls it; none: all of them. Whichever it is to who asks,
+    there it is the first."""
 
-    def __init__(self, device: int | None = None) -> None:
+    def __init__(self, device: Device = None) -> None:
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = os.getpid()
+
+    @property
+    def device(self) -> Device:
+        return self._device
 
     @property
     def pid(self) -> int | None:
@@ -166,7 +175,8 @@ class TuningProcess:
         if self._device is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(self._device)
         greeting = secrets.token_hex(16)
-        main = f"from {__name__} import main; main({os.getpid()}, {greeting!r})"
+        alone = self._device is not None
+        main = f"from {__name__} import main; main({os.getpid()}, {greeting!r}, {alone})"
         try:
             self._process = _begin([sys.executable, "-c", main], env)
             assert self._process.stdin is not None
@@ -272,8 +282,8 @@ class Settings:
 # ---- in the process
 
 
-def main(parent: int, greeting: str) -> None:
-    """Serve until there is nobody to serve."""
+def main(parent: int, greeting: str, alone: bool = False) -> None:
+    """Serve until there is nobody to serve; `alone` with one card."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while a job hangs
     if os.getppid() != parent:
@@ -290,7 +300,7 @@ def main(parent: int, greeting: str) -> None:
         size = asked.read(8)
         if len(size) < 8:
             return
-        data = _answer(asked.read(int.from_bytes(size, "little")))
+        data = _answer(asked.read(int.from_bytes(size, "little")), _FirstCard if alone else None)
         if os.getpid() != me:  # a job has forked, and the other one answers
             os._exit(0)
         os.fchdir(folder)
@@ -298,9 +308,23 @@ def main(parent: int, greeting: str) -> None:
         answers.flush()
 
 
-def _answer(asked: bytes) -> bytes:
+class _FirstCard(pickle.Unpickler):
+    """Who sees one card knows it as the first one, whatever it is to who sends this."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _first_card if (module, name) == ("torch", "device") else found
+
+
+def _first_card(kind: str, *index: int) -> torch.device:
+    import torch
+
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind, *index)
+
+
+def _answer(asked: bytes, reader: type[pickle.Unpickler] | None) -> bytes:
     try:
-        job, settings = pickle.loads(asked)
+        job, settings = (reader or pickle.Unpickler)(io.BytesIO(asked)).load()
         settings.take()
         with config.patch(dict(settings.options)):
             return pickle.dumps((True, job()))
@@ -349,11 +373,12 @@ class _Table:
         self.site = ""
         self.opened: dict[str, Opened] = {}
         self.benches: dict[str, Bench] = {}
+        self.took: dict[str, float] = {}  # microseconds of what others are compared with
         self.clock: Clock | None = None
 
     def open(self, remote: Remote) -> Opened:
         if remote.site != self.site:
-            self.site, self.opened, self.benches = remote.site, {}, {}
+            self.site, self.opened, self.benches, self.took = remote.site, {}, {}, {}
             self.clock = _clock(remote.device)
         if remote.key not in self.opened:
             self.opened[remote.key] = remote.open()
@@ -374,6 +399,7 @@ def _clock(device: torch.device) -> Clock:
 
 
 _table = _Table()
+on_release: list[Callable[[], object]] = []  # called when memory is given up
 
 
 def ready(remote: Remote) -> None:
@@ -393,6 +419,38 @@ def whole(remote: Remote, samples: int) -> tuple[list[float], str]:
         return [], wrong
     bench = _table.bench(remote)
     return [bench.sample() for _ in range(samples)], ""
+
+
+def look(remote: Remote, beside: Remote | None, enough: float) -> tuple[list[float], float]:
+    """The first samples of a candidate, one alone where that is over `enough` times what the other
+    one takes; and what that takes, or zero. All in microseconds."""
+    _table.open(remote)
+    took = 0.0 if beside is None else _taken(beside)
+    bench = _table.bench(remote)
+    samples = [bench.sample()]
+    if not took or samples[0] <= enough * took:
+        samples.append(bench.sample())
+    return samples, took
+
+
+def _taken(beside: Remote) -> float:
+    """What others are compared with, of the same site, takes here; zero where it does not run."""
+    if beside.key not in _table.took:
+        _table.took[beside.key] = 0.0
+        with contextlib.suppress(Exception):
+            bench = _table.bench(beside)
+            _table.took[beside.key] = statistics.median(bench.sample() for _ in range(BESIDE))
+    return _table.took[beside.key]
+
+
+def release() -> None:
+    """Give up the memory of the site that was tuned: the program needs it."""
+    _table.__init__()
+    for also in on_release:
+        also()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def level(remote: Remote, us: float) -> None:
@@ -437,23 +495,31 @@ def harms(error: Exception) -> bool:
 def asked(job: Job, seconds: float | None = None) -> Any:
     """What a job gives in the process that times. Raises `Crashed` where it took the process with
     it, or had to be ended."""
-    seconds = seconds or config.max_autotune_subproc_result_timeout_seconds
     with _asking:
-        return _asked(job, seconds)
+        return answered(_process, job, seconds)
 
 
-def _asked(job: Job, seconds: float) -> Any:
+def answered(process: TuningProcess, job: Job, seconds: float | None = None) -> Any:
+    """The same of one process, which nobody else asks meanwhile."""
+    seconds = seconds or config.max_autotune_subproc_result_timeout_seconds
     try:
-        _process.put(job)
-        return _process.get(seconds)
+        process.put(job)
+        return process.get(seconds)
     except TimeoutError:
         raise Crashed(f"it took more than {seconds:g} s in its own process") from None
     except EOFError as error:
         raise Crashed(f"it brought its own process down: {error}") from None
     except RuntimeError as error:
         if harms(error):
-            _process.restart()
+            process.restart()
         raise
+
+
+def tidied() -> None:
+    """Have the process that times, if there is one, give up the memory it timed on."""
+    with _asking, contextlib.suppress(Exception):  # one that cannot is started anew
+        if _process.is_alive:
+            answered(_process, release)
 
 
 @caches.register
@@ -462,6 +528,13 @@ def forget() -> None:
     _Table.epoch += 1
 
 
+def _in_a_fork() -> None:
+    """Nobody is left there who lets go of them."""
+    global _asking, _lock
+    _asking, _lock = threading.RLock(), threading.Lock()
+
+
 _asking = threading.RLock()  # one question at a time: an answer belongs to the one before it
 _process = TuningProcess()
 atexit.register(_process.kill)
+os.register_at_fork(after_in_child=_in_a_fork)
