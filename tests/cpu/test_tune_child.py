@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import select as select_
 import signal
 import sys
 import threading
@@ -102,6 +103,16 @@ def test_a_process_that_is_stopped(process: TuningProcess, monkeypatch: Any) -> 
     monkeypatch.undo()
     process.put(functools.partial(tuning_jobs.length, "x" * (1 << 20)))
     assert process.get(30) == 1 << 20
+
+
+def test_who_asks_may_have_been_stopped_meanwhile(process: TuningProcess) -> None:
+    """With Ctrl-Z, say: an answer that is there is taken, whatever the clock says by now."""
+    process.put(tuning_jobs.number)
+    assert process.get(30) == 3.14
+    process.put(tuning_jobs.number)
+    assert process._process is not None and process._process.stdout is not None
+    assert child._ready(process._process.stdout.fileno(), select_.POLLIN, time.monotonic() + 30)
+    assert process.get(-1.0) == 3.14
 
 
 def test_it_outlives_the_thread_that_first_asked() -> None:

@@ -213,11 +213,12 @@ class TuningProcess:
 
 
 def _ready(fd: int, event: int, end: float) -> bool:
-    """Whether it can be read or written before that time; `select` has no numbers over 1023."""
-    left = end - time.monotonic()
+    """Whether it can be read or written before that time, or after it now: who asks may have been
+    stopped meanwhile. `select` has no numbers over 1023."""
+    left = max(0.0, end - time.monotonic())
     waiting = select.poll()
     waiting.register(fd, event)
-    return left > 0 and bool(waiting.poll(1000 * min(FOR_EVER, left)))
+    return bool(waiting.poll(1000 * min(FOR_EVER, left)))
 
 
 class NotStarted(RuntimeError):
