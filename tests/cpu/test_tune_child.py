@@ -136,6 +136,15 @@ def test_it_outlives_the_thread_that_first_asked() -> None:
         process.kill()
 
 
+def test_what_the_main_file_defines_is_to_be_in_a_module(process: TuningProcess) -> None:
+    """Of a script or a notebook: the reason says what to do, and the process goes on."""
+    with pytest.raises(LookupError, match="define it in a module") as raised:
+        child.answered(process, tuning_jobs.of_main())
+    assert "autotune_in_subproc" in str(raised.value) and "'mine'" in str(raised.value)
+    assert explained(raised.value)[1] is False
+    assert child.answered(process, tuning_jobs.number) == 3.14
+
+
 def test_paths_of_the_users_program_may_be_of_any_type(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), 3])
     process = TuningProcess()

@@ -323,9 +323,21 @@ def _first_card(kind: str, *index: int) -> torch.device:
     return torch.device(kind, 0) if kind == "cuda" else torch.device(kind, *index)
 
 
+def _read(asked: bytes, reader: type[pickle.Unpickler]) -> tuple[Job, Settings]:
+    try:
+        return reader(io.BytesIO(asked)).load()
+    except AttributeError as error:
+        if "__main__" not in str(error):
+            raise
+        raise LookupError(
+            f"what the program's main file defines is not known here ({error}): define it in a "
+            "module, or set config.autotune_in_subproc = False"
+        ) from error
+
+
 def _answer(asked: bytes, reader: type[pickle.Unpickler] | None) -> bytes:
     try:
-        job, settings = (reader or pickle.Unpickler)(io.BytesIO(asked)).load()
+        job, settings = _read(asked, reader or pickle.Unpickler)
         settings.take()
         with config.patch(dict(settings.options)):
             return pickle.dumps((True, job()))
