@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -55,6 +56,17 @@ def test_ma_m2_an_exception_costs_the_choice_and_not_the_process(one):
     raises = Choice(Request(exc=ValueError("no")))
     assert one.benchmark([raises, good]) == {raises: math.inf, good: 2.0}
     assert one._all[0].pid == before
+
+
+def test_ma_m2_a_choice_that_raises_is_the_end_of_a_process_of_its_own(tmp_path):
+    """One that nobody made for many: it says so with its exit code, and who began it goes on."""
+    for how, code in (("", 0), ("fails on None", 1)):
+        sent = tuning_jobs.Looked("a", 3.0, str(tmp_path / "said"), how)
+        alone = multiprocessing.get_context("spawn").Process(target=child.whole, args=(sent, 3))
+        alone.start()
+        alone.join(60)
+        assert alone.exitcode == code
+    assert (tmp_path / "said").read_text() == "None a\n" * 2
 
 
 class Process:
@@ -184,6 +196,11 @@ def test_ma_m15_m16_it_ends_when_nobody_asks(monkeypatch):
     made.shutdown()
 
 
+# The library and one kernel of ours: each is built by a compiler.
+FEW: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,CPP",
+                       "test_configs.max_mm_configs": 1}  # fmt: skip
+
+
 def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.relu(a @ b)
 
@@ -193,7 +210,7 @@ def test_ma_m14_m17_m18_m19_products_are_timed_in_the_background(monkeypatch):
     candidate."""
     AsyncAutotuner.clear()
     AutotuneProcessPool._shutdown_for_inactivity = False
-    options = {"max_autotune": True, "pipeline_max_autotune_gemm": True}
+    options = {**FEW, "pipeline_max_autotune_gemm": True}
     a, b, c = torch.randn(48, 32), torch.randn(32, 64), torch.randn(64, 40)
     with fresh_cache():
         metrics.reset()
@@ -227,7 +244,7 @@ def test_ma_m14_m17_m18_m19_products_are_timed_in_the_background(monkeypatch):
 def test_ma_m1_cu_g13_what_is_sent_holds_no_tensor():
     """And the overhead of asking is not that of making inputs again."""
     seen: list[bytes] = []
-    with fresh_cache(), config.patch(max_autotune=True):
+    with fresh_cache(), config.patch(FEW):
         choose = select.AlgorithmSelectorCache.__call__
 
         def spy(self, subject, trials):
@@ -260,7 +277,7 @@ def test_ma_m1_the_librarys_sum_of_two_products_in_another_process(monkeypatch):
     monkeypatch.setattr(select.AlgorithmSelectorCache, "__call__", spy)
     given = [torch.randn(2, 3), torch.randn(3, 2), torch.randn(2, 3), torch.randn(3, 2)]
     with fresh_cache():
-        done = torch.compile(two, backend="tilewright", options={"max_autotune": True})(*given)
+        done = torch.compile(two, backend="tilewright", options=FEW)(*given)
         torch.testing.assert_close(done, two(*given))
         plan = next(t for t in found if all(f"{s}" in repr(t.remote()) for s in "ab"))
         memory = plan.remote().memory
@@ -279,8 +296,7 @@ def test_ma_m1_the_librarys_sum_of_two_products_in_another_process(monkeypatch):
 def test_ma_m3_a_product_of_what_is_computed_first(dynamic):
     """Timed in the other process: sizes that vary, and a producer that may be fused."""
     a, b = torch.randn(100, 10), torch.randn(10, 100)
-    options = {"max_autotune": True, "autotune_in_subproc": True,
-               "max_autotune_gemm_backends": "ATEN,CPP"}  # fmt: skip
+    options = {**FEW, "autotune_in_subproc": True}
     asked: list[Any] = []
     ask = child.asked
     with fresh_cache(), pytest.MonkeyPatch.context() as patch:
@@ -298,10 +314,7 @@ def test_ma_m14_two_problems_of_two_choices_are_four_timings():
     AsyncAutotuner.clear()
     AutotuneProcessPool._shutdown_for_inactivity = False
     a, b, c = torch.randn(128, 64), torch.randn(64, 256), torch.randn(256, 128)
-    options: dict[str, Any] = {
-        "max_autotune_gemm": True, "pipeline_max_autotune_gemm": True,
-        "max_autotune_gemm_backends": "ATEN,CPP", "test_configs.max_mm_configs": 1,
-    }  # fmt: skip
+    options = {**FEW, "max_autotune_gemm": True, "pipeline_max_autotune_gemm": True}
 
     def three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return a @ b, a.clone() @ b, c @ a

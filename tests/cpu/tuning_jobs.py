@@ -93,6 +93,23 @@ def option() -> int:
     return config.max_fusion_size
 
 
+def settings() -> list[Any]:
+    """Of torch's, on which a library's call depends; and they are left as something else."""
+    import torch
+
+    of = torch.backends
+    found = [of.mkldnn.matmul.fp32_precision, of.cudnn.benchmark, torch.get_num_threads(),
+             torch.are_deterministic_algorithms_enabled()]  # fmt: skip
+    of.mkldnn.matmul.fp32_precision, of.cudnn.benchmark = "ieee", False
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+def set_option() -> None:
+    config.max_fusion_size = 5
+
+
 class TestBenchmarkRequest:
     """A benchmark that sleeps, raises, ends the process or gives its result; it may insist on the
     card it sees."""

@@ -391,7 +391,7 @@ def _compiler_version(compiler: str) -> str:
         return known.decode()
     asked_for = (compiler, "--version")
     try:
-        done = compilers.run(asked_for, timeout=_TIMEOUT)
+        done = subprocess.run(asked_for, capture_output=True, text=True, check=False)
     except OSError as error:
         raise BuildError(f"the C++ compiler cannot be started: {error}", command=asked_for,
                          stderr="", hint=_TOO_MANY) from error  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import functools
 import io
@@ -54,8 +55,15 @@ _HARMFUL = ("illegal memory access", "cudaerrorillegaladdress",
             "not supported on global/shared address space", "cudaerrorinvalidaddressspace",
             "invalid program counter", "cudaerrorinvalidpc",
             "launch failure", "cudaerrorlaunchfailure")  # fmt: skip
-_PRECISION = ("fp32_precision", "allow_fp16_reduced_precision_reduction",
-              "allow_bf16_reduced_precision_reduction")  # fmt: skip
+# Of `torch.backends`: what libraries compute, and how long they take, depends on them.
+_FLAGS = {
+    "cuda.matmul": ("fp32_precision", "allow_fp16_reduced_precision_reduction",
+                    "allow_bf16_reduced_precision_reduction"),
+    "cudnn": ("benchmark", "deterministic", "enabled"),
+    "cudnn.conv": ("fp32_precision",),
+    "mkldnn.matmul": ("fp32_precision",),
+    "mkldnn.conv": ("fp32_precision",),
+}  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 
 Job = Callable[[], Any]
@@ -102,7 +110,7 @@ class TuningProcess:
     @staticmethod
     def packed(job: Job) -> bytes:
         """The job as it is sent, with the options of who asks."""
-        return pickle.dumps((job, Settings.now()))
+        return pickle.dumps((job, _settings_now()))
 
     def send(self, packed: bytes) -> None:
         """Raises `NotStarted` where there is no process to be had, and `TimeoutError`, having
@@ -254,7 +262,8 @@ class Settings:
     """What results and times depend on beside the job."""
 
     options: tuple[tuple[str, Any], ...]
-    precision: tuple[tuple[str, Any], ...]
+    flags: tuple[tuple[str, str, Any], ...]
+    deterministic: tuple[bool, bool]  # and whether a warning is enough
     threads: int
     epoch: int  # counts how often all was forgotten that is kept in memory
 
@@ -262,9 +271,12 @@ class Settings:
     def now(cls) -> Settings:
         import torch
 
-        flags = [(name, getattr(torch.backends.cuda.matmul, name)) for name in _PRECISION]
-        return cls(tuple(config.snapshot().items()), tuple(flags), torch.get_num_threads(),
-                   _Table.epoch)  # fmt: skip
+        flags = [(where, name, getattr(_flags(where), name))
+                 for where, names in _FLAGS.items() for name in names]  # fmt: skip
+        deterministic = (torch.are_deterministic_algorithms_enabled(),
+                         torch.is_deterministic_algorithms_warn_only_enabled())  # fmt: skip
+        return cls(tuple(config.snapshot().items()), tuple(flags), deterministic,
+                   torch.get_num_threads(), _Table.epoch)  # fmt: skip
 
     def take(self) -> None:
         """For what was unpickled with them: without torch there is nothing to set."""
@@ -274,10 +286,31 @@ class Settings:
         torch = sys.modules.get("torch")
         if torch is None:
             return
-        for name, value in self.precision:
-            setattr(torch.backends.cuda.matmul, name, value)
+        for where, name, value in self.flags:
+            if getattr(_flags(where), name) != value:
+                setattr(_flags(where), name, value)
+        enabled, warned = self.deterministic
+        torch.use_deterministic_algorithms(enabled, warn_only=warned)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
+
+
+def _flags(where: str) -> Any:
+    import torch
+
+    return functools.reduce(getattr, where.split("."), cast("Any", torch.backends))
+
+
+def _settings_now() -> bytes:
+    """As they are sent; equal ones as equal bytes, by which they are known there."""
+    global _sent
+    now = Settings.now()
+    if _sent is None or _sent[0] != now:
+        _sent = now, pickle.dumps(now)
+    return _sent[1]
+
+
+_sent: tuple[Settings, bytes] | None = None
 
 
 # ---- in the process
@@ -323,7 +356,7 @@ def _first_card(kind: str, *index: int) -> torch.device:
     return torch.device(kind, 0) if kind == "cuda" else torch.device(kind, *index)
 
 
-def _read(asked: bytes, reader: type[pickle.Unpickler]) -> tuple[Job, Settings]:
+def _read(asked: bytes, reader: type[pickle.Unpickler]) -> tuple[Job, bytes]:
     try:
         return reader(io.BytesIO(asked)).load()
     except AttributeError as error:
@@ -335,12 +368,36 @@ def _read(asked: bytes, reader: type[pickle.Unpickler]) -> tuple[Job, Settings]:
         ) from error
 
 
+class _Options:
+    """What jobs run with. To set all options takes as long as a sample of a short kernel; mostly
+    they are those of the job before."""
+
+    def __init__(self) -> None:
+        self._packed = b""
+        self._settings: Settings | None = None
+        self._context = contextvars.Context()
+
+    def run(self, job: Job, packed: bytes) -> Any:
+        if packed != self._packed or self._settings is None:
+            self._settings = pickle.loads(packed)
+            self._context = contextvars.copy_context()
+            self._context.run(config.patch(dict(self._settings.options)).__enter__)
+            self._packed = packed
+        self._settings.take()
+        try:
+            return self._context.copy().run(job)
+        finally:
+            if tuple(self._context.run(config.snapshot).items()) != self._settings.options:
+                self._settings = None  # the job has set some itself
+
+
+_options = _Options()
+
+
 def _answer(asked: bytes, reader: type[pickle.Unpickler] | None) -> bytes:
     try:
-        job, settings = _read(asked, reader or pickle.Unpickler)
-        settings.take()
-        with config.patch(dict(settings.options)):
-            return pickle.dumps((True, job()))
+        job, packed = _read(asked, reader or pickle.Unpickler)
+        return pickle.dumps((True, _options.run(job, packed)))
     except Exception as error:
         try:
             data = pickle.dumps((False, error))
@@ -424,6 +481,14 @@ def sample(remote: Remote) -> tuple[float, float]:
     return bench.sample(), bench.waited
 
 
+def again(site: str, key: str) -> tuple[float, float] | None:
+    """A sample of a candidate that is known here; none of one that is not."""
+    if _table.site != site or key not in _table.benches:
+        return None
+    bench = _table.benches[key]
+    return bench.sample(), bench.waited
+
+
 def whole(remote: Remote, samples: int) -> tuple[list[float], str]:
     """Some samples, in microseconds, and why the result is wrong, or nothing: all there is to know
     of a candidate, in one request."""
@@ -485,11 +550,18 @@ class Sampler:
         self._remote = remote
         self._seconds = seconds
         self.waited = 0.0
+        self._is_known = False
         if seconds is not None:
             asked(functools.partial(ready, remote), START)
 
     def sample(self) -> float:
-        us, self.waited = asked(functools.partial(sample, self._remote), self._seconds)
+        remote, taken = self._remote, None
+        if self._is_known:
+            taken = asked(functools.partial(again, remote.site, remote.key), self._seconds)
+        if taken is None:  # the first, or it is another process by now
+            taken = asked(functools.partial(sample, remote), self._seconds)
+            self._is_known = True
+        us, self.waited = taken
         return us
 
     def level(self, us: float) -> None:

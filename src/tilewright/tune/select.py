@@ -338,13 +338,12 @@ class _Tuning:
                 choice.timing, choice.remembered, choice.final = row.timing, True, row.final
 
     def missing(self, choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
-        """Those to measure: without a time, or with one that was interrupted and may yet win. Where
-        others use the machine, what comes anew meets who was the fastest."""
+        """Those to measure: without a time, or with one that was interrupted and may yet win. What
+        comes anew meets who was the fastest: a machine is not what it was then."""
         timed = [c for c in choices if c.time.samples and not c.reason]
         best = min((c.time.median_us for c in timed), default=math.inf)
         anew = len(timed) < len(choices)
-        apart = anew and not self.clock.is_quiet
-        open_ = [c for c in timed if c.remembered and (apart or not c.final)
+        open_ = [c for c in timed if c.remembered and (anew or not c.final)
                  and c.time.median_us <= (race.FINAL + c.time.noise) * best]  # fmt: skip
         if len(open_) > 1 or anew:
             for choice in open_:
