@@ -306,6 +306,7 @@ SUBPROC = {
     "max_autotune": True,
     "max_autotune_gemm_backends": "ATEN,TOY",
     "autotune_in_subproc": True,
+    "autotune_budget_seconds": 300.0,  # on a busy machine a process takes long to start
 }
 
 

@@ -126,7 +126,7 @@ def several_processes_look_at_candidates() -> None:
         return looked[-1]
 
     a, b = cuda(512, 256, dtype=BF16), cuda(256, 384, dtype=BF16)
-    several = mock.patch.object(spread, "several", lambda device: cards)
+    several = mock.patch.object(spread, "several", return_value=cards)
     with fresh_cache(), several, mock.patch.object(TuningProcessPool, "submit", seen):
         measured(lambda a, b: torch.relu(a @ b), a, b, autotune_multi_device=True, **BOTH)
         assert looked and all(f.exception() is None for f in looked), looked
