@@ -365,7 +365,8 @@ autotune_in_subproc: bool | None = option(
 )
 autotune_multi_device: bool = option(
     False,
-    "Have `tilewright.tune` measure on every card, each in a process of its own.",
+    "Look at candidates on every card of the same kind at once, each by a process of its own; and "
+    "have `tilewright.tune` measure on all of them.",
     affects_code=False,
 )
 autotune_rank_timeout_seconds: float = option(

@@ -24,6 +24,7 @@ import torch
 from tilewright import caches, config, metrics, monitor
 from tilewright.errors import TilewrightError
 from tilewright.tune import child, records, select
+from tilewright.tune.failures import Crashed
 from tilewright.tune.pool import TuningProcessPool
 from tilewright.tune.results import Subject, Trial, Verdict
 
@@ -181,7 +182,7 @@ def _local(questions: Sequence[Question]) -> list[Any]:
     try:
         answers = pool.run(questions, LONGEST)
         for _ in range(ATTEMPTS - 1):
-            lost = [k for k, a in enumerate(answers) if isinstance(a, (EOFError, TimeoutError))]
+            lost = [k for k, a in enumerate(answers) if isinstance(a, Crashed)]
             for k, again in zip(lost, pool.run([questions[k] for k in lost], LONGEST), strict=True):
                 answers[k] = again
         return answers

@@ -212,6 +212,43 @@ def test_a_compiler_killed_twice_is_an_error(tmp_path: Path) -> None:
     assert "compile_threads" in caught.value.hint
 
 
+def test_a_compiler_waits_for_room_for_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has a limit on processes, and compilers of one process may reach it: for a while,
+    here and inside the compiler, is no error; for good is one that says what to do."""
+    begin, refused = subprocess.Popen.__init__, [0]
+
+    def crowded(self: Any, *args: Any, **more: Any) -> None:
+        refused[0] -= 1
+        if refused[0] >= 0:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        begin(self, *args, **more)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", crowded)
+    monkeypatch.setattr(compilers, "CROWDED", 0.5)
+    refused[0] = 2
+    check(cxx.build([source()])[0])
+    refused[0] = 1 << 30
+    with pytest.raises(BuildError, match="temporarily unavailable") as raised:
+        cxx.build([source(2.0)])
+    assert "ulimit -u" in str(raised.value)
+    caches.clear()
+    with config.patch({"cpp.cxx": fake_compiler(tmp_path, "")}):
+        with pytest.raises(BuildError, match="cannot be started") as raised:
+            cxx.build([source(2.0)])
+        assert "ulimit -u" in str(raised.value)
+    refused[0] = 0
+    once = f"""
+        if [ "$1" != --version ] && mkdir {tmp_path}/once 2> /dev/null; then
+            echo "g++: fatal error: cannot execute cc1plus: Resource temporarily unavailable" >&2
+            exit 1
+        fi
+    """
+    with config.patch({"cpp.cxx": fake_compiler(tmp_path, once)}):
+        check(cxx.build([source(3.0)])[0], 3.0)
+
+
 # ------------------------------------------------------------------------------------- the store
 
 

@@ -433,6 +433,40 @@ def test_what_is_written_behind_any_buffer_is_found_and_mended() -> None:
     assert bench.compare(run(writes=False)) == "out: 8 elements differ"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_who_writes_to_what_it_reads_is_found_and_costs_nobody_else(dtype: torch.dtype) -> None:
+    """By whatever it puts there: what was there before, in another order; and not a number, which
+    any result of it would be equal to."""
+    x = Buffer("x", dtype, torch.device("cpu"), (ix.as_index(1001),), (ix.ONE,))
+    y = replace(x, name="y", dtype=torch.int64)
+    out = replace(x, name="out", dtype=torch.float32)
+    described = plan.Described((x, y, out), (), ("out",), filled=("out",),
+                               contents=(("y", (3, 1, 2)),))  # fmt: skip
+    bench = plan.Bench(plan.Memory(described), 1e-3)
+    first = bench.memory.sets[0]
+    before = first["x"].clone()
+
+    def run(harm: Callable[[], object]) -> Any:
+        def body(stream: int, which: int) -> None:
+            first["out"].copy_(first["x"] + first["y"])
+            harm()
+
+        return body
+
+    def turned() -> None:
+        first["y"].copy_(first["y"].flip(0))
+
+    good = run(lambda: None)
+    bench._expected = bench.memory.results(good)
+    assert bench.compare(run(turned)) == "it writes to its inputs y"
+    for bad in (lambda: first["x"][-1:].copy_(first["x"][-1:] == 0), lambda: first["x"].fill_(1)):
+        assert bench.compare(run(bad)) == "it writes to its inputs x"
+        assert bench.compare(good) == ""
+    run(lambda: first["x"].fill_(float("nan") if dtype.is_floating_point else 1))(0, 0)  # timed
+    assert bench.compare(good) == ""
+    assert torch.equal(first["x"], before) and first["y"][:4].tolist() == [3, 1, 2, 0]
+
+
 def test_integers_are_compared_exactly() -> None:
     expected = torch.arange(100, dtype=torch.int32)
     assert plan.difference(expected.clone(), expected, 0.5) == ""

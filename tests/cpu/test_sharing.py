@@ -281,7 +281,8 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        word = ":a%20word@" if "--requirepass" in self.more else ""
+        return f"redis://{word}127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
         self.process = subprocess.Popen(
@@ -454,6 +455,42 @@ def test_a_server_that_is_full_is_still_read(tmp_path):
             assert remote.get("first") == b"one"
     finally:
         small.stop()
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:{port}/0", "redis://:wrong@127.0.0.1:{port}/0",
+                                 "redis://:a%20word@127.0.0.1:{port}/99", "unix://{folder}/none",
+                                 "localhost:6379", "redis://h:abc/0", ""])  # fmt: skip
+def test_an_address_that_leads_to_nothing_costs_nothing(guarded, url):
+    """Without its password, to a database that is not there, to no server, or no address at all."""
+    asked = url.format(port=guarded.port, folder=guarded.folder)
+    with through(asked), config.patch(remote_cache_timeout_seconds=5.0):
+        remote.put("key", b"value")
+        assert remote.get("key") is None and remote.get("key") is None
+        assert remote.stats.errors >= remote.FAILURES and not remote._reads.is_open
+
+
+def test_what_a_server_forgot_or_never_had_of_us_is_not_there(guarded):
+    """By its password, and by its socket: a value that was evicted, and one of another kind."""
+    for url in (guarded.url, f"unix://:a%20word@{guarded.folder}/socket"):
+        with through(url), config.patch(remote_cache_timeout_seconds=5.0):
+            client = remote._backend()
+            remote.put("key", b"value")
+            assert remote.get("key") == b"value"
+            cast("Any", client).flushall()
+            assert remote.get("key") is None
+            cast("Any", client).rpush(remote.PREFIX + "key", b"value")
+            assert remote.get("key") is None
+            assert (remote.stats.hits, remote.stats.misses, remote.stats.errors) == (1, 2, 1)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server with a password and a socket."""
+    folder = tmp_path_factory.mktemp("guarded")
+    made = Server(folder, "--requirepass", "a word", "--unixsocket", f"{folder}/socket")
+    made.start()
+    yield made
+    made.stop()
 
 
 def test_a_client_that_is_told_to_give_text_is_not_believed():

@@ -32,6 +32,7 @@ from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Kernel
 from tilewright.testing import fresh_cache
 from tilewright.tune import memory, purse, records, select
+from tilewright.tune.choices import ChoiceCaller
 from tilewright.tune.clock import CpuClock
 
 __all__ = ["register"]
@@ -44,7 +45,7 @@ def clock(monkeypatch: Any) -> Any:
 
 
 DEFAULT = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,TOY",
-           "max_autotune_subproc_result_timeout_seconds": 8.0,
+           "max_autotune_subproc_result_timeout_seconds": 3.0,
            "autotune_budget_seconds": 300.0}  # fmt: skip
 
 
@@ -107,7 +108,7 @@ EXPECTED = {
     "segfault": "signal 11",
     "exit": "exit code 3",
     "system exit": "process",
-    "hang": "more than 8 s",
+    "hang": "more than 3 s",
     "flood": "",  # what it says goes nowhere, and it is too slow to be looked at further
     "memory": "memory",
     "raise": "nobody expects it",
@@ -198,7 +199,8 @@ def test_a_provider_that_raises_offers_nothing(register: Any, where: str, error:
 
 
 def test_who_is_not_of_this_package_is_timed_elsewhere(register: Any) -> None:
-    assert select.is_foreign(Foreign()) and not select.is_foreign(Fake("a", 1.0))
+    theirs, ours = ChoiceCaller(cast("Any", Foreign())), ChoiceCaller(Fake("a", 1.0))
+    assert theirs.is_foreign and not ours.is_foreign
     register(ToyProvider(toy(), None))
     alone = {**DEFAULT, "max_autotune_gemm_backends": "TOY"}
     metrics.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -20,7 +21,7 @@ from tests.cpu import tuning_jobs
 from tests.cpu.tuning_jobs import TestBenchmarkRequest as Request
 from tilewright import config, metrics
 from tilewright.testing import fresh_cache
-from tilewright.tune import child, pool, select
+from tilewright.tune import child, pool, select, spread
 from tilewright.tune.pool import AsyncAutotuner, AutotuneProcessPool, TuningProcessPool
 
 
@@ -55,6 +56,17 @@ def test_ma_m2_an_exception_costs_the_choice_and_not_the_process(one):
     raises = Choice(Request(exc=ValueError("no")))
     assert one.benchmark([raises, good]) == {raises: math.inf, good: 2.0}
     assert one._all[0].pid == before
+
+
+def test_ma_m2_a_choice_that_raises_is_the_end_of_a_process_of_its_own(tmp_path):
+    """One that nobody made for many: it says so with its exit code, and who began it goes on."""
+    for how, code in (("", 0), ("fails on None", 1)):
+        sent = tuning_jobs.Looked("a", 3.0, str(tmp_path / "said"), how)
+        alone = multiprocessing.get_context("spawn").Process(target=child.whole, args=(sent, 3))
+        alone.start()
+        alone.join(60)
+        assert alone.exitcode == code
+    assert (tmp_path / "said").read_text() == "None a\n" * 2
 
 
 class Process:
@@ -93,28 +105,51 @@ def test_cu_g6_g7_ma_m13_what_harms_a_card_restarts_its_process(said, restarts):
     made.shutdown()
 
 
+def machine(monkeypatch: pytest.MonkeyPatch, kinds: str, named: str | None) -> None:
+    """One with cards of these kinds, a letter each, of which a program is to see those named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(pool, "kind", lambda card: kinds[card])
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+
+
 def test_ma_m9_which_cards_are_timed_on(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine(monkeypatch, "aaaa", None)
     assert TuningProcessPool.get_device_list() == [None]
     with config.patch(autotune_multi_device=True):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         assert TuningProcessPool.get_device_list() == [0, 1, 2, 3]
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+        machine(monkeypatch, "aa", "2,3")
         assert TuningProcessPool.get_device_list() == [2, 3]
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        machine(monkeypatch, "aa", " 1, GPU-7f,")
+        assert TuningProcessPool.get_device_list() == [1, "GPU-7f"]
+        machine(monkeypatch, "a", "2,3")
         with pytest.raises(ValueError, match="more cards than the 1 there are"):
             TuningProcessPool.get_device_list()
+
+
+def test_ma_m9_cards_of_one_kind_alone_are_timed_on(monkeypatch):
+    """Of a machine with several kinds those that are like the card of the program."""
+    with config.patch(autotune_multi_device=True):
+        machine(monkeypatch, "abba", None)
+        assert TuningProcessPool.get_device_list() == [0, 3]
+        assert TuningProcessPool.get_device_list(2) == [1, 2]
+        machine(monkeypatch, "abb", "5,GPU-1,GPU-2")
+        assert TuningProcessPool.get_device_list(1) == ["GPU-1", "GPU-2"]
+        assert spread.several(torch.device("cuda", 2)) == ["GPU-1", "GPU-2"]
+        assert spread.several(torch.device("cuda", 0)) == [], "it is alone"
+        assert spread.several(torch.device("cpu")) == []
+    assert spread.several(torch.device("cuda", 2)) == [], "nobody asks for several"
 
 
 @pytest.mark.parametrize("named", [None, "1,2", "0"])
 @pytest.mark.parametrize("many", [False, True])
 def test_ma_m9_each_process_sees_its_card_alone(monkeypatch, named, many):
     """And without several, whatever the program itself sees."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    if named is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    machine(monkeypatch, "aa", named)
     with config.patch(autotune_multi_device=many):
         made = TuningProcessPool()
     try:
@@ -129,8 +164,7 @@ def test_ma_m9_each_process_sees_its_card_alone(monkeypatch, named, many):
 
 def test_ma_m12_several_cards_each_with_its_own_process(monkeypatch):
     """CU-G12 too."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    machine(monkeypatch, "aa", "1,2")
     with config.patch(autotune_multi_device=True):
         made = TuningProcessPool()
     assert made.devices == [1, 2]
@@ -162,6 +196,11 @@ def test_ma_m15_m16_it_ends_when_nobody_asks(monkeypatch):
     made.shutdown()
 
 
+# The library and one kernel of ours: each is built by a compiler.
+FEW: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,CPP",
+                       "test_configs.max_mm_configs": 1}  # fmt: skip
+
+
 def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.relu(a @ b)
 
@@ -171,7 +210,7 @@ def test_ma_m14_m17_m18_m19_products_are_timed_in_the_background(monkeypatch):
     candidate."""
     AsyncAutotuner.clear()
     AutotuneProcessPool._shutdown_for_inactivity = False
-    options = {"max_autotune": True, "pipeline_max_autotune_gemm": True}
+    options = {**FEW, "pipeline_max_autotune_gemm": True}
     a, b, c = torch.randn(48, 32), torch.randn(32, 64), torch.randn(64, 40)
     with fresh_cache():
         metrics.reset()
@@ -205,7 +244,7 @@ def test_ma_m14_m17_m18_m19_products_are_timed_in_the_background(monkeypatch):
 def test_ma_m1_cu_g13_what_is_sent_holds_no_tensor():
     """And the overhead of asking is not that of making inputs again."""
     seen: list[bytes] = []
-    with fresh_cache(), config.patch(max_autotune=True):
+    with fresh_cache(), config.patch(FEW):
         choose = select.AlgorithmSelectorCache.__call__
 
         def spy(self, subject, trials):
@@ -238,7 +277,7 @@ def test_ma_m1_the_librarys_sum_of_two_products_in_another_process(monkeypatch):
     monkeypatch.setattr(select.AlgorithmSelectorCache, "__call__", spy)
     given = [torch.randn(2, 3), torch.randn(3, 2), torch.randn(2, 3), torch.randn(3, 2)]
     with fresh_cache():
-        done = torch.compile(two, backend="tilewright", options={"max_autotune": True})(*given)
+        done = torch.compile(two, backend="tilewright", options=FEW)(*given)
         torch.testing.assert_close(done, two(*given))
         plan = next(t for t in found if all(f"{s}" in repr(t.remote()) for s in "ab"))
         memory = plan.remote().memory
@@ -257,8 +296,7 @@ def test_ma_m1_the_librarys_sum_of_two_products_in_another_process(monkeypatch):
 def test_ma_m3_a_product_of_what_is_computed_first(dynamic):
     """Timed in the other process: sizes that vary, and a producer that may be fused."""
     a, b = torch.randn(100, 10), torch.randn(10, 100)
-    options = {"max_autotune": True, "autotune_in_subproc": True,
-               "max_autotune_gemm_backends": "ATEN,CPP"}  # fmt: skip
+    options = {**FEW, "autotune_in_subproc": True}
     asked: list[Any] = []
     ask = child.asked
     with fresh_cache(), pytest.MonkeyPatch.context() as patch:
@@ -276,10 +314,7 @@ def test_ma_m14_two_problems_of_two_choices_are_four_timings():
     AsyncAutotuner.clear()
     AutotuneProcessPool._shutdown_for_inactivity = False
     a, b, c = torch.randn(128, 64), torch.randn(64, 256), torch.randn(256, 128)
-    options: dict[str, Any] = {
-        "max_autotune_gemm": True, "pipeline_max_autotune_gemm": True,
-        "max_autotune_gemm_backends": "ATEN,CPP", "test_configs.max_mm_configs": 1,
-    }  # fmt: skip
+    options = {**FEW, "max_autotune_gemm": True, "pipeline_max_autotune_gemm": True}
 
     def three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return a @ b, a.clone() @ b, c @ a

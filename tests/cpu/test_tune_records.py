@@ -242,6 +242,23 @@ def test_problems_whose_sizes_are_no_numbers_are_like_nobody(folder):
     assert records._parsed("[" * 100_000) == {}
 
 
+def test_many_records_do_not_make_a_product_wait(folder):
+    """The choices of a kind of machine are looked at from the last one on, and not sorted; also in
+    a file that was begun without the means for it."""
+    records.keep(subject(), [row("a")])
+    records._file.close()
+    with sqlite3.connect(folder / "tuning.db") as db:
+        db.execute("drop index latest")
+    records.keep(subject(), [row("a")])
+    asked: list[str] = []
+    records._file.connection().set_trace_callback(asked.append)
+    records.nearest(subject("new", op="mm", dtype="f", sizes=[3, 4, 5]))
+    with sqlite3.connect(folder / "tuning.db") as db:
+        (plan,) = [db.execute(f"explain query plan {q}").fetchall() for q in asked if "join" in q]
+    told = [step[3] for step in plan]
+    assert any("latest" in step for step in told) and not any("TEMP" in step for step in told), told
+
+
 def test_read_only_folders_may_have_any_name(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/100%25 of#it?\xe9")
     with config.patch(cache_dir=folder):

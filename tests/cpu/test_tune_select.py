@@ -107,12 +107,43 @@ def test_nothing_is_built_or_timed_twice():
     assert verdict.times["mm"].median_us == pytest.approx(100.0)
 
 
-def test_a_new_candidate_costs_one_measurement():
-    choose(aten(100.0), Fake("triton_mm_0", 50.0))
-    trials = [aten(100.0), Fake("triton_mm_0", 50.0), Fake("triton_mm_1", 40.0)]
+def test_ma_n3_a_new_candidate_meets_who_was_the_fastest():
+    """Those far behind are not measured again; their times are expressed in what the others take
+    now."""
+    choose(aten(100.0), Fake("triton_mm_0", 50.0), Fake("triton_mm_2", 80.0))
+    trials = [aten(100.0), Fake("triton_mm_0", 60.0), Fake("triton_mm_2", 80.0),
+              Fake("triton_mm_1", 40.0)]  # fmt: skip
     verdict = choose(*trials)
-    assert verdict.winner is trials[2] and verdict.source == "measured"
-    assert {name for what, name in trials[0].log if what == "run"} == {"triton_mm_1"}
+    assert verdict.winner is trials[3] and verdict.source == "measured"
+    ran = {name for what, name in trials[0].log if what == "run"}
+    assert ran == {"triton_mm_0", "triton_mm_1"}
+    assert verdict.times["triton_mm_2"].median_us == pytest.approx(96.0)
+
+
+def test_what_the_nearest_problem_chose_is_tried_first():
+    """After the library, whatever the model thinks of it."""
+    facts = {"op": "mm", "dtype": "float32"}
+    tiles = [(f"triton_mm_{k}", f"BLOCK={2**k}") for k in range(4)]
+    for m, best in ((64, 3), (4096, 1)):
+        trials = [Fake(n, 50.0 if k == best else 80.0, description=d, estimate=40.0 + k)
+                  for k, (n, d) in enumerate(tiles)]  # fmt: skip
+        choose(aten(100.0), *trials, key=f"{m}", sizes=[m, 64, 64], **facts)
+    for m, first in ((100, "triton_mm_3"), (3000, "triton_mm_1")):
+        trials = [Fake(n, 60.0, description=d, estimate=40.0 + k)
+                  for k, (n, d) in enumerate(tiles)]  # fmt: skip
+        choose(aten(100.0), *trials, key=f"new {m}", sizes=[m, 64, 64], **facts)
+        ran = [name for what, name in trials[0].log if what == "run"]
+        assert ran[:2] == ["mm", first]
+
+
+@pytest.mark.parametrize("now", [0.8, 1.25])
+@pytest.mark.parametrize("gain", [0.9, 1.1])
+def test_ma_n3_a_machine_that_is_slower_by_now_decides_nothing(now, gain):
+    """A card may have been cooler when the others were measured."""
+    choose(aten(100.0), Fake("triton_mm_0", 50.0))
+    trials = [aten(100.0 * now), Fake("triton_mm_0", 50.0 * now),
+              Fake("triton_mm_1", 50.0 * now * gain)]  # fmt: skip
+    assert choose(*trials).winner is trials[2 if gain < 1 else 1]
 
 
 def test_ma_n3_without_the_local_cache_everything_is_measured_again():
@@ -646,7 +677,7 @@ def test_ma_q5_any_error_rejects():
                      Fake("b", 1.0, crash=OutOfResources("shared memory")))  # fmt: skip
     assert verdict.winner.name == "mm" and "shared memory" in verdict.rejected["b"]
     for error in (TypeError("one"), KeyError("one"), AssertionError("one"), SystemExit(3)):
-        verdict = choose(aten(100.0), Fake("c", 1.0, crash=error))
+        verdict = choose(aten(100.0), Fake("c", 1.0, crash=error), key=repr(error))
         assert verdict.winner.name == "mm"
         assert ("one" if str(error) != "3" else "exit code 3") in verdict.rejected["c"]
 

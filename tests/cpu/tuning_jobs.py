@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from tilewright import config
 
@@ -90,6 +93,23 @@ def option() -> int:
     return config.max_fusion_size
 
 
+def settings() -> list[Any]:
+    """Of torch's, on which a library's call depends; and they are left as something else."""
+    import torch
+
+    of = torch.backends
+    found = [of.mkldnn.matmul.fp32_precision, of.cudnn.benchmark, torch.get_num_threads(),
+             torch.are_deterministic_algorithms_enabled()]  # fmt: skip
+    of.mkldnn.matmul.fp32_precision, of.cudnn.benchmark = "ieee", False
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+def set_option() -> None:
+    config.max_fusion_size = 5
+
+
 class TestBenchmarkRequest:
     """A benchmark that sleeps, raises, ends the process or gives its result; it may insist on the
     card it sees."""
@@ -115,3 +135,82 @@ class TestBenchmarkRequest:
 
 def answer() -> int:
     return 42
+
+
+def imports() -> None:
+    """What every look needs."""
+    importlib.import_module("tilewright.tune.clock")
+
+
+def index(device: object) -> object:
+    return getattr(device, "index", None)
+
+
+def held() -> tuple[str, int]:
+    """The site whose memory a process that times has, and the sites of plans."""
+    from tilewright.gemm import plan
+    from tilewright.tune import child
+
+    return child._table.site, len(plan._here)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A candidate as it is sent to several cards. It says in a file which card it is run on, and
+    takes as long as it is told to; on a card that is `slow` twice as long."""
+
+    key: str
+    us: float
+    file: str
+    how: str = ""
+    slow: str = ""
+    site: str = "site"
+    sets: int = 1
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def open(self) -> Looked:
+        from tilewright.tune import child
+
+        card = visible()
+        with open(self.file, "a") as said:
+            said.write(f"{card} {self.key}\n")
+        if self.how == "crash":
+            os._exit(3)
+        if self.how == "hang":
+            sleep()
+        if self.how == f"fails on {card}":
+            raise RuntimeError("CUDA error: unknown error")
+        if self.how.startswith("fails"):
+            time.sleep(0.05)  # the card that fails takes the next one meanwhile
+        child._table.clock = cast("Any", self)
+        return self
+
+    def run(self, stream: int, which: int) -> None: ...
+
+    def check(self) -> str:
+        return ""
+
+    def bench(self, run: Any, sets: int) -> Looked:
+        """Its own clock."""
+        return run.__self__
+
+    waited = 0.0
+
+    def sample(self) -> float:
+        return self.us * (2.0 if visible() == self.slow else 1.0)
+
+
+def of_main() -> Any:
+    """A job that a program's main file defines, as it is sent from there."""
+    main = sys.modules["__main__"]
+
+    def mine() -> None: ...
+
+    mine.__module__, mine.__qualname__ = "__main__", "mine"
+    cast("Any", main).mine = mine
+    return mine

@@ -6,6 +6,7 @@ fails there. Their twins without a card are `tests/cpu/test_tune_pool.py`, `test
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from tilewright import caches, config
 from tilewright.gemm.templates import TritonTemplate
 from tilewright.runtime import remote
 from tilewright.testing import fresh_cache
-from tilewright.tune import child, kernels, pool, select
+from tilewright.tune import child, kernels, pool, select, spread
 from tilewright.tune.pool import AsyncAutotuner, AutotuneProcessPool, TuningProcessPool
 
 BOTH = {"max_autotune_gemm_backends": "ATEN,TRITON"}
@@ -64,7 +65,7 @@ def a_small_sum_of_products_is_timed_by_a_process() -> None:
 
 @case
 def what_a_process_is_asked_may_fail() -> None:
-    """MA-M2: the candidate is lost, and the process goes on."""
+    """The candidate is lost, and the process goes on."""
     made = TuningProcessPool()
     try:
         good, bad = Choice(Request(2.0)), Choice(Request(exc=ValueError("no")))
@@ -108,6 +109,39 @@ def each_card_has_its_own_process() -> None:
         assert set(made.run([tuning_jobs.visible] * 8, 60)) <= {str(d) for d in made.devices}
     finally:
         made.shutdown()
+
+
+@case
+def several_processes_look_at_candidates() -> None:
+    """MA-C2: of one card, where there is no other; who wins is timed by this process. They give up
+    the memory they had."""
+    named = os.environ.get(pool.VISIBLE, "0").split(",")[0].strip()
+    with config.patch(autotune_multi_device=True):
+        cards = spread.several(torch.device("cuda", 0)) or [named, named]
+    looked: list[Any] = []
+    submit = TuningProcessPool.submit
+
+    def seen(self: TuningProcessPool, job: Any, *more: Any) -> Any:
+        looked.append(submit(self, job, *more))
+        return looked[-1]
+
+    a, b = cuda(512, 256, dtype=BF16), cuda(256, 384, dtype=BF16)
+    several = mock.patch.object(spread, "several", return_value=cards)
+    with fresh_cache(), several, mock.patch.object(TuningProcessPool, "submit", seen):
+        measured(lambda a, b: torch.relu(a @ b), a, b, autotune_multi_device=True, **BOTH)
+        assert looked and all(f.exception() is None for f in looked), looked
+        with spread._kept.pool(cards) as made:
+            assert set(made.run([tuning_jobs.held] * 2, 60)) == {("", 0)}
+
+
+@case
+def a_product_of_the_second_card_is_looked_at_on_both() -> None:
+    """MA-B12, MA-C2: each process knows its card as the first."""
+    if torch.cuda.device_count() < 2:
+        raise SkipTest("there is one card, and this is about the second")
+    a, b = (cuda(512, 512, dtype=BF16).to("cuda:1") for _ in range(2))
+    with fresh_cache():
+        measured(torch.mm, a, b, autotune_multi_device=True, **BOTH)
 
 
 @case

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from tilewright.ir.program import Buffer
 from tilewright.runtime import cxx, launch, store, triton_build
 from tilewright.runtime.cxx import CxxSource
 from tilewright.runtime.triton_build import Built, TritonSource
-from tilewright.tune import clock
+from tilewright.tune import child, clock
 from tilewright.tune.memory import room
 
 Run = Callable[[int, int], None]  # (raw stream, which set of buffers)
@@ -90,6 +90,14 @@ class Part:
                 call = self.source
                 return lambda _, which: call(*sets[which])
 
+    def on(self, device: torch.device) -> Part:
+        """The same part for memory on another card of the same kind."""
+        there = getattr(self.source, "device", None)
+        if not isinstance(there, int) or device.index in (None, there):
+            return self
+        source: Any = self.source  # a kernel that says by number where it will be launched
+        return replace(self, source=replace(source, device=device.index))
+
     def _own(self, memory: Memory) -> dict[str, torch.Tensor]:
         if self.kernel is None:
             return {}
@@ -124,7 +132,7 @@ class Described:
 
 
 class Beyond(Exception):
-    """A run wrote where it must not."""
+    """A run wrote where it must not: beyond a buffer's end, or to what it is to read."""
 
 
 class Memory:
@@ -156,6 +164,7 @@ class Memory:
                                 max(clock.sets_beyond_cache(size, self.device),
                                     self._places())))  # fmt: skip
         self._sets: list[dict[str, torch.Tensor]] = []
+        self._read: dict[str, torch.Tensor] = {}  # sums of the first set's inputs, as they were
 
     def _places(self) -> int:
         if self.device.type == "cpu":
@@ -164,7 +173,7 @@ class Memory:
         return int(min(most, 2 * clock.SAMPLE / max(self.described.estimate, 1.0)))
 
     def release(self) -> None:
-        self._sets = []
+        self._sets, self._read = [], {}
 
     @property
     def sets(self) -> list[dict[str, torch.Tensor]]:
@@ -172,15 +181,36 @@ class Memory:
             generator = torch.Generator(self.device).manual_seed(0)
             one: dict[str, torch.Tensor] = {}  # what all sets have in common
             for _ in range(self.count):
-                self._sets.append({b.name: one[b.name] if b.name in one
-                                   else _filled(b, self._counts[b.name], generator)
-                                   for b in self.described.buffers})  # fmt: skip
+                self._sets.append(self._made(generator, one))
                 one = {name: self._sets[0][name] for name in self.described.filled}
-                for name, values in self.described.contents:
-                    held = self._sets[-1][name]
-                    whole = len(values) == 1  # the same everywhere
-                    held[: None if whole else len(values)] = torch.tensor(values).to(held)
+            self._read = self._sums()
         return self._sets
+
+    def _made(self, generator: torch.Generator, one: Mapping[str, torch.Tensor]
+              ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """A set of buffers, filled but for those that there are."""
+        made = {b.name: one[b.name] if b.name in one
+                else _filled(b, self._counts[b.name], generator)
+                for b in self.described.buffers}  # fmt: skip
+        for name, values in self.described.contents:
+            whole = len(values) == 1  # the same everywhere
+            made[name][: None if whole else len(values)] = torch.tensor(values).to(made[name])
+        return made
+
+    def _sums(self) -> dict[str, torch.Tensor]:
+        """Of what is only read, in the first set."""
+        return {name: _sum(held) for name, held in self._sets[0].items()
+                if name not in self.described.filled and name not in self.written}  # fmt: skip
+
+    def _changed(self) -> list[str]:
+        """Inputs of the first set that somebody wrote to; they are again what they were."""
+        sums = self._sums()
+        changed = [name for name, known in self._read.items() if not torch.equal(sums[name], known)]
+        if changed:
+            fresh = self._made(torch.Generator(self.device).manual_seed(0), {})
+            for name in changed:
+                self._sets[0][name].copy_(fresh[name])
+        return changed
 
     def arguments(self, names: Sequence[Argument], which: int,
                   own: Mapping[str, torch.Tensor]) -> list[Any]:  # fmt: skip
@@ -190,6 +220,7 @@ class Memory:
     def results(self, run: Run) -> dict[str, torch.Tensor]:
         """What a run writes into the first set; the set is afterwards as before."""
         first = self.sets[0]
+        self._changed()  # by who was timed before
         kept = {name: first[name].clone() for name in self.written}
         for name in self.written:
             _poison(first[name])
@@ -207,6 +238,9 @@ class Memory:
             for name in beyond:
                 margins[name][:] = _UNTOUCHED
             raise Beyond(f"it writes beyond the end of {', '.join(beyond)}")
+        changed = self._changed()
+        if changed:
+            raise Beyond(f"it writes to its inputs {', '.join(changed)}")
         return found
 
 
@@ -240,6 +274,19 @@ def _margin(held: torch.Tensor) -> torch.Tensor:
     size = held.numel() * held.itemsize
     whole = torch.empty(0, dtype=torch.uint8, device=held.device).set_(held.untyped_storage())
     return whole[size:]
+
+
+def _sum(held: torch.Tensor) -> torch.Tensor:
+    """Another one if a buffer changes: of its words, each times its place in a piece."""
+    words = held.view(torch.uint8)
+    words = words[: words.numel() // 8 * 8].view(torch.int64)
+    rest = held.view(torch.uint8)[words.numel() * 8 :].to(torch.int64)
+    most = CACHED if held.device.type == "cpu" else 512 * CACHED
+    places = torch.arange(1, min(most, max(8, words.numel())) + 1, device=held.device)
+    total = (rest * places[: rest.numel()]).sum()
+    for piece in words.split(most):
+        total = 31 * total + (piece * places[: piece.numel()]).sum()
+    return total
 
 
 def _poison(memory: torch.Tensor) -> None:
@@ -389,14 +436,19 @@ class RemotePlan:
         if _here.get("site") != self.site:
             bench = Bench(Memory(self.memory), self.tolerance)
             bench.memory.count = self.sets  # as many as who asked counts on
-            bench.library = Assembly(self.library, bench)
+            bench.library = Assembly(self._there(self.library), bench)
             _here.update(site=self.site, bench=bench)
-        made = Assembly(self.parts, _here["bench"])
+        made = Assembly(self._there(self.parts), _here["bench"])
         made.finish()
         return made
 
+    def _there(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """For this card, which the process that times may know by another number."""
+        return tuple(part.on(self.device) for part in parts)
+
 
 _here: dict[str, Any] = {}  # in the process that times: the site's memory, which plans share
+child.on_release.append(_here.clear)
 
 
 def _identity(source: Source) -> str:

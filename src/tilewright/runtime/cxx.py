@@ -60,7 +60,9 @@ FLAGS = (
 # An undefined symbol is to fail here, where the source is at hand, and not when loading.
 LINK = ("-nostdlib", "-Wl,-z,defs", "-lm", "-lc", "-lgcc")
 _TIMEOUT = 600.0
-_NO_ROOM = os.strerror(errno.ENOSPC)
+_NO_ROOM, _CROWDED = os.strerror(errno.ENOSPC), os.strerror(errno.EAGAIN)
+_TOO_MANY = ("there may be no more processes: lower config.compile_threads, or raise the limit "
+             "(ulimit -u, or the container's)")  # fmt: skip
 
 _CTYPES: dict[ArgKind, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double]] = {
     "ptr": ctypes.c_void_p,
@@ -260,7 +262,9 @@ def _run(source: CxxSource, order: _Order, output: Path) -> None:
                 f"the C++ compiler could not build {source.name}: {error}",
                 command=command,
                 stderr="",
-                hint=f"the source is {order.source}",
+                hint=_TOO_MANY
+                if isinstance(error, BlockingIOError)
+                else f"the source is {order.source}",
             ) from error
         if done.returncode == 0:
             return
@@ -272,8 +276,10 @@ def _run(source: CxxSource, order: _Order, output: Path) -> None:
 
 
 def _worth_retrying(done: subprocess.CompletedProcess[str], output: Path) -> bool:
-    """Whether it failed for a reason outside the source: killed, or the folder was deleted."""
-    killed = done.returncode < 0 or "Killed" in done.stderr or "fatal signal" in done.stderr
+    """Whether it failed for a reason outside the source: killed, without room for a process of its
+    own, or the folder was deleted."""
+    outside = ("Killed", "fatal signal", _CROWDED)
+    killed = done.returncode < 0 or any(said in done.stderr for said in outside)
     return killed or not output.parent.exists()
 
 
@@ -283,7 +289,9 @@ def _refused(
     command: Sequence[str],
     done: subprocess.CompletedProcess[str],
 ) -> BuildError:
-    if _worth_retrying(done, order.library):
+    if _CROWDED in done.stderr:
+        message, hint = f"the C++ compiler could not build {source.name}: {_CROWDED}", _TOO_MANY
+    elif _worth_retrying(done, order.library):
         message = f"the C++ compiler was killed twice while building {source.name}"
         hint = "the machine may be short of memory: lower config.compile_threads"
     else:
@@ -381,11 +389,16 @@ def _compiler_version(compiler: str) -> str:
     known = store.get(kept)
     if known:
         return known.decode()
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    asked_for = (compiler, "--version")
+    try:
+        done = subprocess.run(asked_for, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"the C++ compiler cannot be started: {error}", command=asked_for,
+                         stderr="", hint=_TOO_MANY) from error  # fmt: skip
     if done.returncode != 0:
         raise BuildError(
             f"{compiler} does not answer to --version",
-            command=(compiler, "--version"),
+            command=asked_for,
             stderr=done.stderr,
             hint="set config.cpp.cxx to a GNU C++ compiler",
         )

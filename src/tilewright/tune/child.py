@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import functools
+import io
 import os
 import pickle
 import secrets
 import select
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -38,6 +41,7 @@ if TYPE_CHECKING:  # the process starts in a tenth of a second; torch comes with
 START = 120.0  # seconds: a Python process that imports torch on a busy machine
 DEFAULT_TIMEOUT = 120.0
 TAKES = 30.0  # seconds for a process that has nothing to do to read what it is to do
+BESIDE = 3  # samples of what is looked at beside another
 LAST = 5.0  # of a process that has closed its end, for its end to be known
 FOR_EVER = 1e6  # as long as can be waited for at once
 LONGEST = 1 << 28  # bytes of an answer
@@ -51,21 +55,34 @@ _HARMFUL = ("illegal memory access", "cudaerrorillegaladdress",
             "not supported on global/shared address space", "cudaerrorinvalidaddressspace",
             "invalid program counter", "cudaerrorinvalidpc",
             "launch failure", "cudaerrorlaunchfailure")  # fmt: skip
-_PRECISION = ("fp32_precision", "allow_fp16_reduced_precision_reduction",
-              "allow_bf16_reduced_precision_reduction")  # fmt: skip
+# Of `torch.backends`: what libraries compute, and how long they take, depends on them.
+_FLAGS = {
+    "cuda.matmul": ("fp32_precision", "allow_fp16_reduced_precision_reduction",
+                    "allow_bf16_reduced_precision_reduction"),
+    "cudnn": ("benchmark", "deterministic", "enabled"),
+    "cudnn.conv": ("fp32_precision",),
+    "mkldnn.matmul": ("fp32_precision",),
+    "mkldnn.conv": ("fp32_precision",),
+}  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 
 Job = Callable[[], Any]
+Device = int | str | None
 
 
 class TuningProcess:
     """`put` a picklable function, `get` what it returns or raises. `device` is the only card it is
-    to see; none: all of them."""
+    to see, by number or by what else CUDA calls it; none: all of them. Whichever it is to who asks,
+    there it is the first."""
 
-    def __init__(self, device: int | None = None) -> None:
+    def __init__(self, device: Device = None) -> None:
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = os.getpid()
+
+    @property
+    def device(self) -> Device:
+        return self._device
 
     @property
     def pid(self) -> int | None:
@@ -93,7 +110,7 @@ class TuningProcess:
     @staticmethod
     def packed(job: Job) -> bytes:
         """The job as it is sent, with the options of who asks."""
-        return pickle.dumps((job, Settings.now()))
+        return pickle.dumps((job, _settings_now()))
 
     def send(self, packed: bytes) -> None:
         """Raises `NotStarted` where there is no process to be had, and `TimeoutError`, having
@@ -166,7 +183,8 @@ class TuningProcess:
         if self._device is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(self._device)
         greeting = secrets.token_hex(16)
-        main = f"from {__name__} import main; main({os.getpid()}, {greeting!r})"
+        alone = self._device is not None
+        main = f"from {__name__} import main; main({os.getpid()}, {greeting!r}, {alone})"
         try:
             self._process = _begin([sys.executable, "-c", main], env)
             assert self._process.stdin is not None
@@ -203,11 +221,12 @@ class TuningProcess:
 
 
 def _ready(fd: int, event: int, end: float) -> bool:
-    """Whether it can be read or written before that time; `select` has no numbers over 1023."""
-    left = end - time.monotonic()
+    """Whether it can be read or written before that time, or after it now: who asks may have been
+    stopped meanwhile. `select` has no numbers over 1023."""
+    left = max(0.0, end - time.monotonic())
     waiting = select.poll()
     waiting.register(fd, event)
-    return left > 0 and bool(waiting.poll(1000 * min(FOR_EVER, left)))
+    return bool(waiting.poll(1000 * min(FOR_EVER, left)))
 
 
 class NotStarted(RuntimeError):
@@ -243,7 +262,8 @@ class Settings:
     """What results and times depend on beside the job."""
 
     options: tuple[tuple[str, Any], ...]
-    precision: tuple[tuple[str, Any], ...]
+    flags: tuple[tuple[str, str, Any], ...]
+    deterministic: tuple[bool, bool]  # and whether a warning is enough
     threads: int
     epoch: int  # counts how often all was forgotten that is kept in memory
 
@@ -251,9 +271,12 @@ class Settings:
     def now(cls) -> Settings:
         import torch
 
-        flags = [(name, getattr(torch.backends.cuda.matmul, name)) for name in _PRECISION]
-        return cls(tuple(config.snapshot().items()), tuple(flags), torch.get_num_threads(),
-                   _Table.epoch)  # fmt: skip
+        flags = [(where, name, getattr(_flags(where), name))
+                 for where, names in _FLAGS.items() for name in names]  # fmt: skip
+        deterministic = (torch.are_deterministic_algorithms_enabled(),
+                         torch.is_deterministic_algorithms_warn_only_enabled())  # fmt: skip
+        return cls(tuple(config.snapshot().items()), tuple(flags), deterministic,
+                   torch.get_num_threads(), _Table.epoch)  # fmt: skip
 
     def take(self) -> None:
         """For what was unpickled with them: without torch there is nothing to set."""
@@ -263,17 +286,38 @@ class Settings:
         torch = sys.modules.get("torch")
         if torch is None:
             return
-        for name, value in self.precision:
-            setattr(torch.backends.cuda.matmul, name, value)
+        for where, name, value in self.flags:
+            if getattr(_flags(where), name) != value:
+                setattr(_flags(where), name, value)
+        enabled, warned = self.deterministic
+        torch.use_deterministic_algorithms(enabled, warn_only=warned)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
+
+
+def _flags(where: str) -> Any:
+    import torch
+
+    return functools.reduce(getattr, where.split("."), cast("Any", torch.backends))
+
+
+def _settings_now() -> bytes:
+    """As they are sent; equal ones as equal bytes, by which they are known there."""
+    global _sent
+    now = Settings.now()
+    if _sent is None or _sent[0] != now:
+        _sent = now, pickle.dumps(now)
+    return _sent[1]
+
+
+_sent: tuple[Settings, bytes] | None = None
 
 
 # ---- in the process
 
 
-def main(parent: int, greeting: str) -> None:
-    """Serve until there is nobody to serve."""
+def main(parent: int, greeting: str, alone: bool = False) -> None:
+    """Serve until there is nobody to serve; `alone` with one card."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while a job hangs
     if os.getppid() != parent:
@@ -290,7 +334,7 @@ def main(parent: int, greeting: str) -> None:
         size = asked.read(8)
         if len(size) < 8:
             return
-        data = _answer(asked.read(int.from_bytes(size, "little")))
+        data = _answer(asked.read(int.from_bytes(size, "little")), _FirstCard if alone else None)
         if os.getpid() != me:  # a job has forked, and the other one answers
             os._exit(0)
         os.fchdir(folder)
@@ -298,12 +342,62 @@ def main(parent: int, greeting: str) -> None:
         answers.flush()
 
 
-def _answer(asked: bytes) -> bytes:
+class _FirstCard(pickle.Unpickler):
+    """Who sees one card knows it as the first one, whatever it is to who sends this."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _first_card if (module, name) == ("torch", "device") else found
+
+
+def _first_card(kind: str, *index: int) -> torch.device:
+    import torch
+
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind, *index)
+
+
+def _read(asked: bytes, reader: type[pickle.Unpickler]) -> tuple[Job, bytes]:
     try:
-        job, settings = pickle.loads(asked)
-        settings.take()
-        with config.patch(dict(settings.options)):
-            return pickle.dumps((True, job()))
+        return reader(io.BytesIO(asked)).load()
+    except AttributeError as error:
+        if "__main__" not in str(error):
+            raise
+        raise LookupError(
+            f"what the program's main file defines is not known here ({error}): define it in a "
+            "module, or set config.autotune_in_subproc = False"
+        ) from error
+
+
+class _Options:
+    """What jobs run with. To set all options takes as long as a sample of a short kernel; mostly
+    they are those of the job before."""
+
+    def __init__(self) -> None:
+        self._packed = b""
+        self._settings: Settings | None = None
+        self._context = contextvars.Context()
+
+    def run(self, job: Job, packed: bytes) -> Any:
+        if packed != self._packed or self._settings is None:
+            self._settings = pickle.loads(packed)
+            self._context = contextvars.copy_context()
+            self._context.run(config.patch(dict(self._settings.options)).__enter__)
+            self._packed = packed
+        self._settings.take()
+        try:
+            return self._context.copy().run(job)
+        finally:
+            if tuple(self._context.run(config.snapshot).items()) != self._settings.options:
+                self._settings = None  # the job has set some itself
+
+
+_options = _Options()
+
+
+def _answer(asked: bytes, reader: type[pickle.Unpickler] | None) -> bytes:
+    try:
+        job, packed = _read(asked, reader or pickle.Unpickler)
+        return pickle.dumps((True, _options.run(job, packed)))
     except Exception as error:
         try:
             data = pickle.dumps((False, error))
@@ -349,11 +443,12 @@ class _Table:
         self.site = ""
         self.opened: dict[str, Opened] = {}
         self.benches: dict[str, Bench] = {}
+        self.took: dict[str, float] = {}  # microseconds of what others are compared with
         self.clock: Clock | None = None
 
     def open(self, remote: Remote) -> Opened:
         if remote.site != self.site:
-            self.site, self.opened, self.benches = remote.site, {}, {}
+            self.site, self.opened, self.benches, self.took = remote.site, {}, {}, {}
             self.clock = _clock(remote.device)
         if remote.key not in self.opened:
             self.opened[remote.key] = remote.open()
@@ -374,6 +469,7 @@ def _clock(device: torch.device) -> Clock:
 
 
 _table = _Table()
+on_release: list[Callable[[], object]] = []  # called when memory is given up
 
 
 def ready(remote: Remote) -> None:
@@ -385,6 +481,14 @@ def sample(remote: Remote) -> tuple[float, float]:
     return bench.sample(), bench.waited
 
 
+def again(site: str, key: str) -> tuple[float, float] | None:
+    """A sample of a candidate that is known here; none of one that is not."""
+    if _table.site != site or key not in _table.benches:
+        return None
+    bench = _table.benches[key]
+    return bench.sample(), bench.waited
+
+
 def whole(remote: Remote, samples: int) -> tuple[list[float], str]:
     """Some samples, in microseconds, and why the result is wrong, or nothing: all there is to know
     of a candidate, in one request."""
@@ -393,6 +497,38 @@ def whole(remote: Remote, samples: int) -> tuple[list[float], str]:
         return [], wrong
     bench = _table.bench(remote)
     return [bench.sample() for _ in range(samples)], ""
+
+
+def look(remote: Remote, beside: Remote | None, enough: float) -> tuple[list[float], float]:
+    """The first samples of a candidate, one alone where that is over `enough` times what the other
+    one takes; and what that takes, or zero. All in microseconds."""
+    _table.open(remote)
+    took = 0.0 if beside is None else _taken(beside)
+    bench = _table.bench(remote)
+    samples = [bench.sample()]
+    if not took or samples[0] <= enough * took:
+        samples.append(bench.sample())
+    return samples, took
+
+
+def _taken(beside: Remote) -> float:
+    """What others are compared with, of the same site, takes here; zero where it does not run."""
+    if beside.key not in _table.took:
+        _table.took[beside.key] = 0.0
+        with contextlib.suppress(Exception):
+            bench = _table.bench(beside)
+            _table.took[beside.key] = statistics.median(bench.sample() for _ in range(BESIDE))
+    return _table.took[beside.key]
+
+
+def release() -> None:
+    """Give up the memory of the site that was tuned: the program needs it."""
+    _table.__init__()
+    for also in on_release:
+        also()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def level(remote: Remote, us: float) -> None:
@@ -414,11 +550,18 @@ class Sampler:
         self._remote = remote
         self._seconds = seconds
         self.waited = 0.0
+        self._is_known = False
         if seconds is not None:
             asked(functools.partial(ready, remote), START)
 
     def sample(self) -> float:
-        us, self.waited = asked(functools.partial(sample, self._remote), self._seconds)
+        remote, taken = self._remote, None
+        if self._is_known:
+            taken = asked(functools.partial(again, remote.site, remote.key), self._seconds)
+        if taken is None:  # the first, or it is another process by now
+            taken = asked(functools.partial(sample, remote), self._seconds)
+            self._is_known = True
+        us, self.waited = taken
         return us
 
     def level(self, us: float) -> None:
@@ -437,23 +580,31 @@ def harms(error: Exception) -> bool:
 def asked(job: Job, seconds: float | None = None) -> Any:
     """What a job gives in the process that times. Raises `Crashed` where it took the process with
     it, or had to be ended."""
-    seconds = seconds or config.max_autotune_subproc_result_timeout_seconds
     with _asking:
-        return _asked(job, seconds)
+        return answered(_process, job, seconds)
 
 
-def _asked(job: Job, seconds: float) -> Any:
+def answered(process: TuningProcess, job: Job, seconds: float | None = None) -> Any:
+    """The same of one process, which nobody else asks meanwhile."""
+    seconds = seconds or config.max_autotune_subproc_result_timeout_seconds
     try:
-        _process.put(job)
-        return _process.get(seconds)
+        process.put(job)
+        return process.get(seconds)
     except TimeoutError:
         raise Crashed(f"it took more than {seconds:g} s in its own process") from None
     except EOFError as error:
         raise Crashed(f"it brought its own process down: {error}") from None
     except RuntimeError as error:
         if harms(error):
-            _process.restart()
+            process.restart()
         raise
+
+
+def tidied() -> None:
+    """Have the process that times, if there is one, give up the memory it timed on."""
+    with _asking, contextlib.suppress(Exception):  # one that cannot is started anew
+        if _process.is_alive:
+            answered(_process, release)
 
 
 @caches.register
@@ -462,6 +613,13 @@ def forget() -> None:
     _Table.epoch += 1
 
 
+def _in_a_fork() -> None:
+    """Nobody is left there who lets go of them."""
+    global _asking, _lock
+    _asking, _lock = threading.RLock(), threading.Lock()
+
+
 _asking = threading.RLock()  # one question at a time: an answer belongs to the one before it
 _process = TuningProcess()
 atexit.register(_process.kill)
+os.register_at_fork(after_in_child=_in_a_fork)

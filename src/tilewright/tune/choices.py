@@ -12,12 +12,15 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tilewright import config
 from tilewright.tune.clock import WAITED, Bench
 from tilewright.tune.failures import SHORT
 from tilewright.tune.results import ADVANTAGE, Subject, Timing, Trial, timing
+
+if TYPE_CHECKING:
+    from tilewright.tune.child import Remote
 
 Effort = Literal["none", "quick", "default", "max"]
 # For each effort: how far beyond the best estimate is still tried, and how many at most.
@@ -73,6 +76,11 @@ class ChoiceCaller:
     @property
     def provider(self) -> str:
         return self.trial.provider
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether somebody else's code is tried: it may do anything."""
+        return bool(getattr(self.trial, "is_foreign", False))
 
     def hash_key(self) -> str:
         return self.trial.key
@@ -225,6 +233,21 @@ def _distinct(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
 
 
 # ---- the order, and the cut
+
+
+def remote_of(choice: ChoiceCaller, to_be_ended: bool = False) -> Remote | None:
+    """The choice as it is sent to the process that times, where that is wanted and it can be: by
+    the options, or for who is not ours, or where a run may have to be ended."""
+    made = getattr(choice.trial, "remote", None)
+    wanted = config.autotune_in_subproc
+    if wanted is None:
+        wanted = to_be_ended or choice.is_foreign
+    return made() if made is not None and wanted else None
+
+
+def own_first(choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
+    """What may harm the card, or this process, is tried last: there is something to take then."""
+    return sorted(choices, key=lambda c: c.is_foreign)
 
 
 def effort() -> Effort:

@@ -1,32 +1,45 @@
 """Several processes that time, one for each card; and one that times in the background.
 
-`TuningProcessPool` has candidates timed on every card at once (`config.autotune_multi_device`):
-each process sees one card, takes the next candidate when it is free, and is started again
-after one that brought it down. `AutotuneProcessPool` is one process beside the compiler, for
-`config.pipeline_max_autotune_gemm`: what it is asked for is fetched when somebody needs it, and it
-ends when nobody has asked for a while.
+`TuningProcessPool` has candidates timed on every card of a kind at once
+(`config.autotune_multi_device`): each process sees one card, takes the next candidate when it is
+free, and is started again after one that brought it down. What fails on one card is tried on
+another before anybody believes it; a card on which alone things fail is left out.
+`AutotuneProcessPool` is one process beside the compiler, for `config.pipeline_max_autotune_gemm`:
+what it is asked for is fetched when somebody needs it, and it ends when nobody has asked for a
+while.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextvars
+import functools
 import importlib
 import logging
 import math
 import os
-import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from tilewright import config
-from tilewright.tune.child import START, Job, TuningProcess, harms
+from tilewright.tune.child import (
+    START,
+    Device,
+    Job,
+    NotStarted,
+    TuningProcess,
+    answered,
+    harms,
+    release,
+)
 
 log = logging.getLogger("tilewright.tune")
 AUTOTUNE_POOL_INACTIVITY_TIMEOUT = 600.0  # seconds; 0: it does not end
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FAULTS = 2  # of a card's own, after which nothing is timed on it
 
 
 class Request(Protocol):
@@ -51,30 +64,33 @@ T = TypeVar("T")
 class TuningProcessPool:
     """Choices timed by one process for each card."""
 
-    def __init__(self) -> None:
-        self.devices = self.get_device_list()
-        self.processes: queue.Queue[TuningProcess] = queue.Queue()
+    def __init__(self, devices: Sequence[Device] | None = None) -> None:
+        self.devices = self.get_device_list() if devices is None else list(devices)
         self._all = [TuningProcess(device) for device in self.devices]
-        for process in self._all:
-            self.processes.put(process)
+        self.processes = _Idle(self._all)
+        self._faults: Counter[TuningProcess] = Counter()
+        self.is_open = True
         self._threads = ThreadPoolExecutor(len(self._all), thread_name_prefix="tilewright-tune")
         atexit.register(self.shutdown)
 
     @staticmethod
-    def get_device_list() -> list[int | None]:
-        """The cards to time on: none in particular, unless several are asked for."""
+    def get_device_list(card: int | None = None) -> list[Device]:
+        """The cards to time on: none in particular, unless several are asked for; then all that
+        this process sees which are of one kind with `card`, or with the current one."""
         if not config.autotune_multi_device:
             return [None]
         import torch
 
-        count = torch.cuda.device_count()
-        named = os.environ.get(VISIBLE)
-        if named is None:
-            return list(range(count)) or [None]
-        devices = [int(d) for d in named.split(",") if d.strip().isdigit()]
-        if len(devices) > max(count, 1) and count:
-            raise ValueError(f"{VISIBLE}={named} names more cards than the {count} there are")
-        return list(devices) or [None]
+        count, text = torch.cuda.device_count(), os.environ.get(VISIBLE)
+        named: list[Device] = list(range(count))
+        if text is not None:
+            named = [_device(d) for d in text.split(",") if d.strip()]
+        if len(named) > max(count, 1) and count:
+            raise ValueError(f"{VISIBLE}={text} names more cards than the {count} there are")
+        if count > 1:
+            like = kind(torch.cuda.current_device() if card is None else card)
+            named = [d for k, d in enumerate(named) if kind(k) == like]
+        return named or [None]
 
     def benchmark(self, choices: Sequence[C]) -> dict[C, float]:
         """Milliseconds of each; infinite for one that raised, crashed or did not end."""
@@ -82,12 +98,17 @@ class TuningProcessPool:
 
     def _each(self, work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """All at once, with the options of who asks."""
-        waiting = [self._threads.submit(contextvars.copy_context().run, work, i) for i in items]
+        waiting = [self._begun(work, item) for item in items]
         return [w.result() for w in waiting]
+
+    def _begun(self, work: Callable[[Any], T], item: Any) -> Future[T]:
+        return self._threads.submit(contextvars.copy_context().run, work, item)
 
     def target(self, choice: Requested) -> float:
         """One choice, by the next process that is free."""
         process = self.processes.get()
+        if process is None:
+            return math.inf
         try:
             process.put(choice.bmreq.benchmark)
             return float(process.get(config.max_autotune_subproc_result_timeout_seconds))
@@ -108,23 +129,122 @@ class TuningProcessPool:
         """What each job gives, or the exception it ended with; all cards work on them at once."""
 
         def one(job: Job) -> Any:
-            process = self.processes.get()
             try:
-                process.put(job)
-                return process.get(seconds)
+                return self._asked(job, seconds)
             except Exception as error:
-                if harms(error):
-                    process.restart()
                 return error
-            finally:
-                self.processes.put(process)
 
         return self._each(one, jobs)
 
+    def submit(self, job: Job, seconds: float | None = None) -> Future[Any]:
+        """What a job gives, or raises on two cards: what one alone raises is that card's fault."""
+        return self._begun(functools.partial(self._asked, seconds=seconds), job)
+
+    def _asked(self, job: Job, seconds: float | None) -> Any:
+        failed: dict[TuningProcess, Exception] = {}
+        while len(failed) < 2:
+            process = self.processes.get(without=failed)
+            if process is None:
+                break
+            try:
+                answer = answered(process, job, seconds)
+            except NotStarted as error:  # it says nothing of the job
+                self._at_fault(process, str(error))
+            except Exception as error:
+                failed[process] = error
+            else:
+                for other, error in failed.items():
+                    self._at_fault(other, str(error))
+                return answer
+            finally:
+                self.processes.put(process)
+        if not failed:
+            raise NotStarted("there is no card left to time on")
+        raise next(iter(failed.values()))
+
+    def tidied(self) -> None:
+        """Have every process that is there and free give up the memory it timed on."""
+        for process in self.processes.idle():
+            try:
+                if process.is_alive:
+                    answered(process, release)
+            except Exception:
+                process.kill()
+            finally:
+                self.processes.put(process)
+
+    def _at_fault(self, process: TuningProcess, why: str) -> None:
+        """A card that fails again and again, where others do not, is left out."""
+        self._faults[process] += 1
+        if self._faults[process] >= FAULTS and self.processes.leave_out(process):
+            log.warning("card %s is not tuned on any more: %s", process.device, why)
+            process.kill()
+
     def shutdown(self) -> None:
+        self.is_open = False
+        atexit.unregister(self.shutdown)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.kill()
+
+
+class _Idle:
+    """Processes that wait for something to do, of those that take part."""
+
+    def __init__(self, processes: Iterable[TuningProcess]) -> None:
+        self._waiting = list(processes)
+        self._part = set(self._waiting)
+        self._out = set[TuningProcess]()
+        self._changed = threading.Condition()
+
+    def get(self, without: Collection[TuningProcess] = ()) -> TuningProcess | None:
+        """The next that is free; none where no other takes part."""
+        with self._changed:
+            while True:
+                for process in self._waiting:
+                    if process not in without:
+                        self._waiting.remove(process)
+                        return process
+                if not self._part - set(without):
+                    return None
+                self._changed.wait()
+
+    def idle(self) -> list[TuningProcess]:
+        """All that are free, which nobody else has until they are put back."""
+        with self._changed:
+            found, self._waiting = self._waiting, []
+            return found
+
+    def put(self, process: TuningProcess) -> None:
+        with self._changed:
+            if process not in self._out:
+                self._waiting.append(process)
+            self._changed.notify_all()
+
+    def qsize(self) -> int:
+        return len(self._waiting)
+
+    def leave_out(self, process: TuningProcess) -> bool:
+        with self._changed:
+            found = process in self._part
+            self._part.discard(process)
+            self._out.add(process)
+            self._changed.notify_all()
+            return found
+
+
+def _device(text: str) -> Device:
+    """A card by its number, or by what else CUDA calls it (`GPU-`, `MIG-`)."""
+    text = text.strip()
+    return int(text) if text.isdigit() else text
+
+
+def kind(card: int) -> tuple[Any, ...]:
+    """What two cards have in common on which times can be compared."""
+    import torch
+
+    found = torch.cuda.get_device_properties(card)
+    return (found.name, found.major, found.minor, found.multi_processor_count, found.total_memory)
 
 
 # ---- in the background
@@ -240,3 +360,12 @@ class AsyncAutotuner:
     @classmethod
     def clear(cls) -> None:
         cls.choice_hash_to_future.clear()
+
+
+def _in_a_fork() -> None:
+    """It has neither the threads nor the processes of its parent, and nobody lets go of locks."""
+    AutotuneProcessPool._instance, AutotuneProcessPool._lock = None, threading.RLock()
+    AsyncAutotuner.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)

@@ -51,6 +51,9 @@ create table if not exists choices (
     primary key (subject, offered, environment));
 create table if not exists subjects (subject text primary key, title text, facts text);
 """
+# What was chosen last is looked for before anything is measured: among 300 000 choices for 0.4 s,
+# with this for 0.06 s (EPYC). It is no part of the tables: a file without it gets it.
+_INDEX = "create index if not exists latest on choices (environment, at)"
 _FILES = ("-wal", "-shm", "")  # of the database, by what their names end with
 T = TypeVar("T")
 
@@ -489,6 +492,10 @@ def _opened(path: Path) -> sqlite3.Connection:
         if found == 0:
             db.executescript(f"begin immediate; {_TABLES} pragma user_version = {VERSION}; commit;")
         _look_at_tables(db)
+        db.execute("pragma busy_timeout = 0")
+        with contextlib.suppress(sqlite3.OperationalError):  # somebody writes: next time
+            db.execute(_INDEX)
+        db.execute(f"pragma busy_timeout = {int(1000 * _PATIENCE)}")
     except BaseException:
         db.close()
         raise

@@ -19,7 +19,7 @@ from typing import Any
 from tilewright import caches, config, metrics, monitor
 from tilewright.errors import BuildError, NoValidChoicesError, TilewrightError
 from tilewright.runtime import store
-from tilewright.tune import child, clock, display, memory, pool, purse, race, ranks, records
+from tilewright.tune import child, clock, display, memory, pool, purse, race, ranks, records, spread
 from tilewright.tune import choices as trying
 from tilewright.tune.choices import ChoiceCaller, Effort, Preprocessing, Saver, caller
 from tilewright.tune.clock import Clock
@@ -86,6 +86,7 @@ class AlgorithmSelectorCache:
                                     "and the next run goes on from there") from None  # fmt: skip
         finally:
             tuning.keep()
+            child.tidied()
 
     def count(self, what: str, number: int = 1) -> None:
         metrics.counters["inductor"][what] += number
@@ -337,13 +338,12 @@ class _Tuning:
                 choice.timing, choice.remembered, choice.final = row.timing, True, row.final
 
     def missing(self, choices: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
-        """Those to measure: without a time, or with one that was interrupted and may yet win. Where
-        others use the machine, what comes anew meets who was the fastest."""
+        """Those to measure: without a time, or with one that was interrupted and may yet win. What
+        comes anew meets who was the fastest: a machine is not what it was then."""
         timed = [c for c in choices if c.time.samples and not c.reason]
         best = min((c.time.median_us for c in timed), default=math.inf)
         anew = len(timed) < len(choices)
-        apart = anew and not self.clock.is_quiet
-        open_ = [c for c in timed if c.remembered and (apart or not c.final)
+        open_ = [c for c in timed if c.remembered and (anew or not c.final)
                  and c.time.median_us <= (race.FINAL + c.time.noise) * best]  # fmt: skip
         if len(open_) > 1 or anew:
             for choice in open_:
@@ -372,10 +372,12 @@ class _Tuning:
         self.shown.started(len(order))
         clock = self.clock
         self._count_builds(order)
-        in_turn = _own_first(order)
+        in_turn = trying.own_first(order)
         try:
             hopeful = self._hopeful(in_turn) if clock.is_quiet else in_turn
-            self._look(self._built(hopeful, all_first=not clock.is_quiet))
+            built = self._built(hopeful, all_first=not clock.is_quiet)
+            cards = spread.several(self.subject.device)
+            self._look(self._sifted(built, cards) if cards else built)
             tried = [c for c in order if c.samples and not c.reason]
             if self._once(tried):
                 return {c: _milliseconds(c) for c in order}
@@ -480,12 +482,27 @@ class _Tuning:
                 continue
             race.look(choice, best, self._take, self.clock.is_quiet)
             best = min(best, choice.time.median_us) if not choice.reason else best
-            if choice.reason and is_foreign(choice.trial) and _remote(choice) is None:
+            if choice.reason and choice.is_foreign and trying.remote_of(choice) is None:
                 failed.add(choice.trial.provider)
             self.shown.tried(choice)
             if self._late() and math.isfinite(best):
                 self._cut()
                 return
+
+    def _sifted(self, built: Iterable[ChoiceCaller], cards: Sequence[child.Device]
+                ) -> list[ChoiceCaller]:  # fmt: skip
+        """Without those that are far slower than others on cards like this one."""
+        near, far = spread.sifted(built, self.choices, cards, self._guarded, self._waited)
+        for choice in far:
+            self._changed(choice)
+            self.shown.tried(choice)
+        return near
+
+    def _waited(self, seconds: float) -> bool:
+        """For other cards; whether time is up."""
+        self.spent += seconds
+        purse.spend(seconds)
+        return self._late()
 
     def _built(self, order: Sequence[ChoiceCaller], all_first: bool) -> Iterable[ChoiceCaller]:
         """Each choice once it is built, the next ones being built meanwhile; or, where building
@@ -506,7 +523,7 @@ class _Tuning:
                 break
             for later in left[:ahead]:
                 self._guarded(later, later.trial.start)
-            group = [c for c in left if is_foreign(c.trial) == is_foreign(left[0].trial)]
+            group = [c for c in left if c.is_foreign == left[0].is_foreign]
             choice = self._next(group[:ahead], until, limit)
             if choice is None and (self._late() or time.perf_counter() >= limit):
                 continue
@@ -602,7 +619,7 @@ class _Tuning:
             return False
         if not choice.checked:
             wrong: list[str] = []
-            remote = _remote(choice)
+            remote = trying.remote_of(choice)
             check = choice.trial.check if remote is None else lambda: child.checked(remote)
             if not self._guarded(choice, lambda: wrong.append(check())):
                 return False
@@ -655,7 +672,7 @@ class _Tuning:
             self.selector.count(f"benchmarking.Benchmarker.benchmark_{kind}")
             best = self._best()
             long = best is not None and best.time.median_us > ONCE
-            remote = _remote(choice, long and not choice.trial.is_library)
+            remote = trying.remote_of(choice, long and not choice.trial.is_library)
             seconds = 0.5 + best.time.median_us / 1e6 if long and best is not None else None
             choice.is_quiet = self.clock.is_quiet
             choice.bench = (self.clock.bench(choice.trial.run, self.subject.sets)
@@ -710,26 +727,6 @@ class _Tuning:
 def _compilers() -> int:
     """How many run at once."""
     return config.compile_threads or len(os.sched_getaffinity(0))
-
-
-def _remote(choice: ChoiceCaller, to_be_ended: bool = False) -> child.Remote | None:
-    """The choice as it is sent to the process that times, where that is wanted and it can be: by
-    the options, or for who is not ours, or where a run may have to be ended."""
-    made = getattr(choice.trial, "remote", None)
-    wanted = config.autotune_in_subproc
-    if wanted is None:
-        wanted = to_be_ended or is_foreign(choice.trial)
-    return made() if made is not None and wanted else None
-
-
-def is_foreign(trial: Trial) -> bool:
-    """Whether somebody else's code is tried: it may do anything."""
-    return bool(getattr(trial, "is_foreign", False))
-
-
-def _own_first(order: Sequence[ChoiceCaller]) -> list[ChoiceCaller]:
-    """What may harm the card, or this process, is tried last: there is something to take then."""
-    return sorted(order, key=lambda c: is_foreign(c.trial))
 
 
 # Given every question, which then is not measured: somebody else will.
