@@ -6,13 +6,16 @@ import itertools
 from collections.abc import Sequence
 
 from tilewright import config
-from tilewright.gemm.cutedsl import grouped, quack, toolchain
+from tilewright.gemm.cutedsl import gated, grouped, quack, toolchain
 from tilewright.gemm.problem import GemmProblem
 from tilewright.gemm.provider import Candidate, Effort, register
 from tilewright.ir import index as ix
 
 MOST: dict[Effort, int | None] = {"none": 1, "quick": 3, "default": 8, "max": None}
-FAMILIES = ((quack.why_not, quack.limits, quack.candidates),)
+FAMILIES = (
+    (quack.why_not, quack.limits, quack.candidates),
+    (quack.why_not, gated.limits, gated.candidates),
+)
 """Each says why it is not there, why it cannot, and gives candidates, best first."""
 
 
