@@ -298,7 +298,6 @@ def test_in_a_program_it_is_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REASONS: dict[str, tuple[Callable[[], Made], str]] = {
-    "no pair": (lambda: problem("mm", torch.randn(M, K).to(bf16), weights()[0]), "no pair"),
     "columns of their own": (
         lambda: pair(torch.randn(K, N).to(bf16), torch.randn(K, N).to(bf16)), "contiguous along k"),
     "other strides": (lambda: pair(weights()[0], torch.randn(N, 2 * K).to(bf16)[:, :K].t()),
@@ -336,9 +335,8 @@ def test_what_is_no_gate_of_it_has_a_reason(name: str) -> None:
     make, said = REASONS[name]
     p = make().problem
     assert said in gated.limits(p)
-    if p.op == "mm_pair":
-        assert said in CuteDSLProvider().supports(p)
-        assert CuteDSLProvider().candidates(p, "max") == []
+    assert CuteDSLProvider().supports(p) == gated.limits(p)
+    assert CuteDSLProvider().candidates(p, "max") == []
 
 
 def test_the_model_counts_both_products() -> None:

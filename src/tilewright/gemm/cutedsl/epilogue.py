@@ -126,7 +126,7 @@ class _Translation:
             raise NotImplementedError("an operand is not a plain window")
         kind = _kind(view)
         step = {"row": view.stride[-1], "col": view.stride[-2]}.get(kind, ix.ONE)
-        if step is not ix.ONE or (kind == "scalar" and dtype != torch.float32):
+        if step is not ix.ONE:
             raise NotImplementedError("an operand is read with steps")
         self.operands[node] = Beside(f"x{len(self.operands)}", kind, view)
 

@@ -28,10 +28,8 @@ KINDS = ("col", "scalar")  # of operands that are the same for both of a pair
 
 
 def limits(problem: GemmProblem) -> str:
-    """Why the kernel cannot compute a problem, or an empty string."""
+    """Why the kernel cannot compute a pair of products, or an empty string."""
     p = problem
-    if p.op != "mm_pair":
-        return "it is no pair of products of one operand"
     reason = quack.of_operands(p)
     if reason:
         return reason

@@ -36,7 +36,7 @@ from tilewright.target import Target
 PACKAGE = "quack-kernels"
 VERSIONS = ">=0.6.5,<0.7"
 OPERANDS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-_OP = {"row": "RowVecLoad", "col": "ColVecLoad", "tile": "TileLoad", "scalar": "Scalar"}
+_OP = {"row": "RowVecLoad", "col": "ColVecLoad", "tile": "TileLoad"}
 GENERATIONS = {"sm_90": 9, "sm_100": 10}  # as the library counts them
 SMALLEST = 16  # of m, n and k that a tile is worth its while for
 
@@ -107,8 +107,6 @@ def limits(problem: GemmProblem) -> str:
     p = problem
     if p.op == "mm_plus_mm":
         return "it is the sum of two products"
-    if p.op == "mm_pair":
-        return "it is two products"
     reason = of_operands(p)
     if reason:
         return reason
@@ -159,13 +157,23 @@ def multiples(p: GemmProblem, found: Epilogue) -> dict[str, int] | None:
     are not, or cannot be told to be, multiples of 16 bytes."""
     made: dict[str, int] = {}
     tiles = [b.view for b in (*found.operands, *found.results) if b.kind == "tile"]
-    for e, whole in steps([*(o.view for o in p.operands), *tiles]):
+    wanted = steps([*(o.view for o in p.operands), *tiles])
+    for e, whole in sorted(wanted, key=lambda step: len(_factors(step[0]))):
         if ix.mod(e, whole) is ix.ZERO:
             continue
-        if e.op != "sym" or ix.likely(e) % whole:
+        known = [f.arg for f in _factors(e) if f.op == "const"]
+        rest = whole // math.gcd(whole, math.prod(known))
+        sizes = [f for f in _factors(e) if f.op == "sym" and ix.likely(f) % rest == 0]
+        if not sizes:
             return None
-        made[e.arg.name] = max(whole, made.get(e.arg.name, 1))
+        if not any(made.get(f.arg.name, 1) % rest == 0 for f in sizes):
+            made[sizes[0].arg.name] = max(rest, made.get(sizes[0].arg.name, 1))
     return made
+
+
+def _factors(e: Expr) -> list[Expr]:
+    """Of a product of numbers: how far apart the matrices of a batch are."""
+    return [f for s in e.src for f in _factors(s)] if e.op == "imul" else [e]
 
 
 # ---- text
@@ -245,7 +253,7 @@ class Text:
 
     def kernel(self) -> list[str]:
         beside = self.epilogue.operands
-        ops = ", ".join(f'"{b.name}": {_OP[b.kind]}("{b.name}")' for b in beside)
+        ops = ", ".join(f'"{b.name}": {_op(b)}' for b in beside)
         kinds = "".join(f'("{b.name}", "{b.kind}"), ' for b in beside)
         return self.minted(ops, kinds)
 
@@ -306,16 +314,23 @@ class Text:
         return f"cute.assume(cutlass.Int64({number(e)}), divby={16 // dtype.itemsize})"
 
     def beside(self, b: Beside) -> str:
-        """A tile as it is; of a row or column, one for each of the batch."""
+        """A tile as it is; of a row or column, one for each of the batch; where a number is."""
         view = b.view
         if b.kind == "tile":
             return self.tensor(view)
         batch, step = (view.size[0], view.stride[0]) if len(view.size) == 3 else (ix.ONE, ix.ZERO)
         if b.kind == "scalar":
-            return self.tensor(View(view.buffer, (ix.ONE,), (ix.ONE,), view.offset, view.dtype))
+            return start(view)  # the library loads what a pointer points to
         side = -1 if b.kind == "row" else -2
         return self.tensor(View(view.buffer, (batch, view.size[side]), (step, view.stride[side]),
                                 view.offset, view.dtype))  # fmt: skip
+
+
+def _op(b: Beside) -> str:
+    """What of the library loads it: a number is loaded in its own type."""
+    if b.kind == "scalar":
+        return f'Scalar("{b.name}", dtype={named(b.view.dtype)})'
+    return f'{_OP[b.kind]}("{b.name}")'
 
 
 def start(view: View) -> str:
