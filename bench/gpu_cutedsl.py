@@ -6,7 +6,7 @@ Parts, all of them by default, each with a share of `--minutes`:
 - load: how long a candidate takes to compile for the first time, and to load in a second process
 - template: the documentation's template: three choices, fused with a relu, one kernel for all sizes
 - products: its best candidate beside torch's own product (cuBLAS), 14 shapes of 1024 to 16384
-- fused: programs with an epilogue, only this provider or only libraries and loop kernels, 12 groups
+- fused: programs with an epilogue, only this provider or only libraries and loop kernels, 14 groups
 - grouped: beside a loop of products and ATen's grouped product
 
 All candidates are checked against torch before they are timed; times are medians of CUDA graphs
@@ -114,6 +114,7 @@ def _groups() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
         return torch.randn(*size, device="cuda", dtype=bf16)
 
     x, w, wide = new(4096, 4096), new(4096, 4096), new(4096, 14336)
+    gate, up = (new(14336, 4096).t() for _ in range(2))
     bias, long, res, scale = new(4096), new(14336), new(4096, 4096), new(4096, 1).float()
     return {
         "bias gelu": (lambda x, w, b: F.gelu(torch.addmm(b, x, w)), (x, w, bias)),
@@ -124,6 +125,9 @@ def _groups() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
         "scale": (lambda x, w, s: (torch.mm(x, w).float() * s).to(bf16), (x, w, scale)),
         "silu": (lambda x, w: F.silu(torch.mm(x, w)), (x, w)),
         "silu gate": (lambda x, w, r: F.silu(torch.mm(x, w)) * r, (x, w, res)),
+        "swiglu": (lambda x, w, v: F.silu(torch.mm(x, w)) * torch.mm(x, v), (x, gate, up)),
+        "swiglu kept": (lambda x, w, v: (lambda g, u: (g, u, F.silu(g) * u))(
+            torch.mm(x, w), torch.mm(x, v)), (x, gate, up)),
         "two results": (lambda x, w, b: (lambda z: (z, torch.relu(z)))(torch.addmm(b, x, w)),
                         (x, w, bias)),
         "gelu backward": (lambda x, w, r: torch.ops.aten.gelu_backward(torch.mm(x, w), r),
@@ -241,7 +245,7 @@ def template() -> Found:
 
 LEAST = {"products": 0.97, "fused": 1.0, "over a loop": 1.5, "over ATen": 1.0}
 AT_MOST = {"first": 3.0, "second": 10.0, "compiled again": 0.0}
-WON = 8  # of the twelve groups
+WON = 8  # of the groups
 LOADED = 4  # candidates of which loading is timed
 
 
@@ -276,7 +280,8 @@ def _figures(found: Sequence[Found], name: str) -> list[float]:
 
 SHARES = {"load": 0.5, "template": 0.3, "products": 4.0, "fused": 2.5, "grouped": 1.7}
 NAMES = ("bias gelu", "bias gelu wide", "bias relu", "residual", "bias residual", "scale", "silu",
-         "silu gate", "two results", "gelu backward", "relu backward", "tanh scale")  # fmt: skip
+         "silu gate", "swiglu", "swiglu kept", "two results", "gelu backward", "relu backward",
+         "tanh scale")  # fmt: skip
 
 
 def every_row(chosen: Sequence[str]) -> Iterator[Row]:

@@ -32,6 +32,7 @@ class Builder:
     names: dict[int, Expr]  # values of dynamic sizes, and their symbols
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
+    other: Expr = ix.ZERO  # an element of the second of two products
 
     def __post_init__(self) -> None:
         self.batch, self.m, self.n, self.k = loops(*self.sizes)
@@ -42,6 +43,8 @@ class Builder:
     def view(self, name: str, t: torch.Tensor) -> View:
         """A tensor's own memory as a buffer, and the tensor as a window on it."""
         storage = t.untyped_storage().nbytes() // t.element_size()
+        name = next((n for n, b in self.tensors.items()
+                     if storage and b.untyped_storage() is t.untyped_storage()), name)  # fmt: skip
         base = t.as_strided((storage,), (1,), 0) if storage else t.reshape(-1)
         size, stride = (tuple(map(self.number, v)) for v in (t.shape, t.stride()))
         self.tensors[name] = base
@@ -74,8 +77,9 @@ def problem(
     scales: Sequence[torch.Tensor] = (), fast: bool = False,
 ) -> Made:  # fmt: skip
     """Of the operands given (with a prologue one only says its sizes and dtype). Sizes that are in
-    `dynamic` become symbols. `epilogue` gives (where, what) of further results by name; `scales`
-    are given as `_scaled_mm` takes them."""
+    `dynamic` become symbols. `epilogue` gives (where, what) of further results by name, of a pair
+    of products with the second as `builder.other`; `scales` are given as `_scaled_mm` takes them.
+    Tensors of one storage are windows on one buffer."""
     left, right = given[:2]
     names = {n: sym(f"s{k}", lower=0, hint=n) for k, n in enumerate(dynamic)}
     batched = left.dim() == 3
@@ -111,7 +115,10 @@ def problem(
     made_problem = GemmProblem(
         op, builder.batch, builder.m, builder.n, builder.k, tuple(operands), view, (), target,
         added, alpha, beta, keeps, scales=factors, fast=fast,
+        second=builder.view("c2", torch.empty_like(result)) if op == "mm_pair" else None,
     )  # fmt: skip
+    if made_problem.second is not None:
+        builder.other = made_problem.other
     stores: list[Store] = []
     if epilogue is not None:
         for name, (where, what) in epilogue(builder, made_problem.product).items():

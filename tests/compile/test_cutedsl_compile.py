@@ -484,6 +484,8 @@ PRODUCTS: dict[str, Made] = {
     "addmm in float16": problem("addmm", *matrices(320, 256, 128, dtype=torch.float16),
                                 bias=rows(256, torch.float16), alpha=2.0, beta=0.5),
     "bmm": problem("bmm", *matrices(3, 320, 256, 128)),
+    "bmm of any sizes": problem("bmm", *matrices(3, 320, 256, 128), dynamic=[320, 256, 128]),
+    "a number of sixteen bits": problem("addmm", *matrices(320, 256, 128), bias=rows(1)[0]),
     "eight bits": problem("mm", torch.randn(320, 128).to(torch.float8_e4m3fn),
                           torch.randn(256, 128).to(torch.float8_e4m3fn).t(), dtype=bf16),
     "bias and gelu": problem("mm", *matrices(320, 256, 128), epilogue=bias_gelu, keeps=False),

@@ -4,6 +4,7 @@ host programs and fusion those of a card."""
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,65 @@ def test_a_template_without_hooks_runs_beside_its_neighbours(launches: Launches)
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     code = check(lambda x, y: torch.relu(x + y), x, y)
     assert counter("cutedsl_epilogue_fusion_counter") == before and "triton_poi" in code
+
+
+STORED = '{{store_output("out", "a + b", "m", "n")}}'
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    "a hook there is not": ("{{load_input(", "{{load_inputs(", "'load_inputs' is undefined"),
+    "an input there is not": ('load_input("x"', 'load_input("z"', "def_kernel names x, y"),
+    "a position too few": (STORED, STORED.replace(', "n"', ""), "takes 2 positions, not 1"),
+    "no Python": ("cute.size(out):", "cute.size(out)", "expected ':': if i < cute.size"),
+    "a parameter there is not": ("* THREADS", "* BLOCK", "uses BLOCK, which nothing in it defines"),
+    "a value there is not": ("a + b", "a + q", "uses q, which nothing in it defines .*THREADS"),
+    "another result": ('store_output("out"', 'store_output("o"', "uses o, which nothing"),
+    "a function there is not": ("_jit(from_dlpack(x)", "_jut(from_dlpack(x)", "_jut, which"),
+    "no entry": ('{{def_kernel("x", "y")}}', "def entry(x, y, stream):", "def_kernel makes it"),
+    "a tensor's elements": ("    {{kernel_name}}_jit(from_dlpack(x)",
+                            "    x = x + 1\n    {{kernel_name}}_jit(from_dlpack(x)",
+                            "run once, on descriptions of tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes_in_a_template_are_said_once(
+    name: str, launches: Launches, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The program runs without it, and its author is told what to do."""
+    wrong, instead, said = MISTAKES[name]
+    source = DOCS.read_text().split('r"""\n')[1].split('""")')[0]
+    assert wrong in source
+    made = CuteDSLTemplate("matrix_add", source.replace(wrong, instead))
+    reasons: list[Any] = []
+
+    @cutedsl.lowering(torch.ops.aten.add.Tensor)
+    def add(choices: Any, input_nodes: Any, layout: Any) -> None:
+        for threads in (128, 256):
+            reason = made.maybe_append_choice(choices, input_nodes, layout, THREADS=threads)
+            reasons.append(reason)
+
+    with caplog.at_level("WARNING", logger="tilewright"):
+        check(lambda x, y: torch.relu(x + y), torch.randn(6, 8), torch.randn(6, 8))
+    (warned,) = [r.message for r in caplog.records if "matrix_add" in r.message]
+    assert warned.startswith("the template matrix_add is not used: ") and re.search(said, warned)
+    assert launches == [] and all(isinstance(r, NotImplementedError) for r in reasons)
+
+
+def test_a_template_that_hands_no_memory_on_is_not_fused(
+    launches: Launches, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = DOCS.read_text().split('r"""\n')[1].split('""")')[0]
+    made = CuteDSLTemplate("matrix_add", source.replace('{{unpack_buffers("extra")}}', ""))
+
+    @cutedsl.lowering(torch.ops.aten.add.Tensor)
+    def add(choices: Any, input_nodes: Any, layout: Any) -> None:
+        made.maybe_append_choice(choices, input_nodes, layout, THREADS=128)
+        assert choices[0].withheld == (
+            "the template does not call unpack_buffers: nothing can be fused"
+        )
+
+    before = counter("cutedsl_epilogue_fusion_counter")
+    check(lambda x, y: torch.relu(x + y), torch.randn(6, 8), torch.randn(6, 8))
+    assert len(launches) == 1 and counter("cutedsl_epilogue_fusion_counter") == before
 
 
 EPILOGUES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {

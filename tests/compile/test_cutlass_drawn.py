@@ -24,7 +24,7 @@ from tilewright.gemm.problem import GemmProblem, window
 M, N, K = 24, 40, 16
 
 
-def _computed(source: CutlassSource, args: tuple[Any, ...], folder: Path) -> None:
+def computed(source: CutlassSource, args: tuple[Any, ...], folder: Path) -> None:
     """One call: the sums by torch, all that follows by the visitor."""
     problem = source.problem
     given = dict(zip(source.names, args, strict=True))
@@ -66,7 +66,7 @@ def _checked(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, dynamic: 
         nonlocal calls
         calls += 1
         if self.problem.epilogue:
-            _computed(self, args, folder / f"{seed}_{calls}")
+            computed(self, args, folder / f"{seed}_{calls}")
         else:
             self._otherwise(*args)
 

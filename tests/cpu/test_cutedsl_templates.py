@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -457,6 +458,18 @@ def test_cd_k16_a_choice_or_the_reason_there_is_none() -> None:
     three: list[template.CuteDSLTemplateCaller] = []
     one.template.maybe_append_choice(three, one.input_nodes, one.layout, THREADS=16)
     assert three[0].hash_key() != one.hash_key()
+
+
+def test_what_is_no_template() -> None:
+    with pytest.raises(ValueError, match=r"the template no_jinja is not Jinja: .* line 2: {{b"):
+        CuteDSLTemplate("no_jinja", "a\n{{b\n")
+    assert "no_jinja" not in CuteDSLTemplate.all_templates
+
+
+@pytest.mark.parametrize("params", [{"THREADS": torch.tensor(8)}, {"not a name": 8}])
+def test_parameters_are_constants(params: dict[str, Any]) -> None:
+    reason, choices = choice(**params)
+    assert choices == [] and "no constant of the text" in str(reason)
 
 
 @pytest.mark.parametrize(("source", "said"), [

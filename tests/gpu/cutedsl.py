@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from tilewright import config, metrics
-from tilewright.gemm.cutedsl import build, grouped, lowering, quack
+from tilewright.gemm.cutedsl import build, gated, grouped, lowering, quack
 from tilewright.gemm.cutedsl.resort import Resort
 from tilewright.gemm.cutedsl.source import CuteSource
 from tilewright.gemm.problem import GemmProblem, definition
 from tilewright.ir import index as ix
 from tilewright.runtime import store
 from tilewright.target import Target
-from tilewright.testing import fresh_cache
+from tilewright.testing import fresh_cache, run_and_get_code
 from tilewright.tune import select
 
 DOCS = Path(__file__).parents[2] / "docs" / "cutedsl.md"
@@ -81,6 +81,59 @@ def _product(made: Any, chosen: quack.Config) -> None:
     for name, value in got.items():
         torch.testing.assert_close(value.view(expected[name].shape), expected[name],
                                    rtol=3e-2, atol=6e-2)  # fmt: skip
+
+
+def gates() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Two matrices apart from each other, in both orders, and of one matrix, by every
+    configuration; then a whole block of a transformer, forward and backward."""
+    from tests.compile.test_cutedsl_gated import PAIRS
+
+    for name in PAIRS:
+        for chosen in gated.configurations(Target.of("cuda")):
+            for turned in (False, True):
+                case = f"gate {name} {chosen} {turned}"
+                yield case, lambda n=name, c=chosen, t=turned: _gate(n, c, t)
+    yield "gate in a block", _gated_block
+
+
+def _gate(name: str, chosen: quack.Config, turned: bool) -> None:
+    from tests.compile.test_cutedsl_gated import PAIRS
+
+    made = PAIRS[name]
+    p = made.problem
+    kernel = gated.GatedCandidate(p, chosen, "gate", 1.0).kernel()
+    assert isinstance(kernel.source, CuteSource)
+    build.load(kernel.source.request)  # what cannot be loaded would be torch's own operations
+    memory = _on_card(made)
+    one, two = (v.buffer for v in gated.rights(p))
+    if one != two and (memory[one].data_ptr() < memory[two].data_ptr()) == turned:
+        memory[one], memory[two] = memory[two], memory[one]
+    spare = Resort.of(p, definition(p))
+    expected = _results(p, spare, list(spare.names), made, memory)
+    for name in p.writes:
+        memory[name].fill_(float("nan"))
+    kernel.source(*(memory[n] if n in memory else made.values[n] for _, n in kernel.arguments))
+    for name, value in expected.items():
+        near = 0.02 * value.abs().max().item()
+        torch.testing.assert_close(memory[name].float(), value, rtol=3e-2, atol=near)
+
+
+def _gated_block() -> None:
+    def block(x: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -> Any:
+        return (torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t()
+
+    sizes = ((1000, 512), (1408, 512), (1408, 512), (512, 1408))
+    given = [(torch.randn(s, device="cuda") / 8).to(bf16).requires_grad_() for s in sizes]
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "CUTEDSL"}
+    torch._dynamo.reset()
+    with config.patch(options):
+        found, codes = run_and_get_code(torch.compile(block, backend="tilewright"), *given)
+        mine = torch.autograd.grad(found.float().square().sum(), given)
+    assert "mm_pair" in codes[0], "the gate is not one kernel"
+    expected = block(*given)
+    theirs = torch.autograd.grad(expected.float().square().sum(), given)
+    for a, e in zip((found, *mine), (expected, *theirs), strict=True):
+        torch.testing.assert_close(a, e, rtol=5e-2, atol=0.02 * e.abs().max().item())
 
 
 def groups() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -271,7 +324,7 @@ def main() -> int:
     wanted, failed, ran = sys.argv[1:], 0, 0
     with fresh_cache():
         for name, check in (*templates(), *choices(), *together(), *masks(), *packaged(),
-                            *groups(), *products()):  # fmt: skip
+                            *groups(), *gates(), *products()):  # fmt: skip
             if wanted and not any(w in name for w in wanted):
                 continue
             ran, start = ran + 1, time.perf_counter()

@@ -5,7 +5,7 @@
 - `vocabulary.py` the text of every operation; `device.py` what it calls, `writer.py` lines of it
 - `call.py`      operators that templates compute: sites like products
 - `provider.py`  products: `quack.py` a library's kernel, `epilogue.py` what follows in its terms
-- `grouped.py`   grouped products
+- `gated.py`     two products of one operand, as one; `grouped.py` grouped products
 - `build.py`     compiled once for all processes; with `shim.cpp` nothing of the DSL is needed then
 - `source.py`    a kernel as it is called; `toolchain.py` the DSL as it is installed
 """

@@ -427,6 +427,9 @@ class _Provider:
         if not toolchain.architecture(problem.target):
             return f"the CuTe DSL compiles for no {problem.target.arch}"
         choices = problem.call.choices
+        withheld = next((c.withheld for c in choices if c.withheld), "")
+        if withheld and not problem.is_bare:
+            return withheld
         if problem.epilogue:
             if not all(c.hooked[0] for c in choices):
                 return "the template has no store hook"

@@ -9,6 +9,9 @@ arguments, and the library needs the DSL no more.
 from __future__ import annotations
 
 import ast
+import builtins
+import re
+import symtable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 
 from tilewright.gemm.cutedsl.build import Argument, Number, Pointer
-from tilewright.gemm.cutedsl.kernel import MAIN, CuteDSLTemplateKernel
+from tilewright.gemm.cutedsl.kernel import MAIN, CuteDSLTemplateKernel, Mistake
 from tilewright.gemm.cutedsl.types import memory
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
@@ -77,7 +80,7 @@ class Text:
         return Text(f"({shown(other)} * {self.text})")
 
     def __bool__(self) -> bool:
-        raise NotImplementedError(
+        raise Mistake(
             f"an entry depends on {self.text}, which is known only at run time: decide inside the "
             "@cute.jit function"
         )
@@ -111,7 +114,7 @@ class Described:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(
+        raise Mistake(
             f"an entry uses {name!r} of a tensor: it may ask for shape, stride(), dtype, and give "
             "it to from_dlpack; the rest belongs into the @cute.jit function"
         )
@@ -140,7 +143,7 @@ def shown(value: Any) -> str:
         case bool() | int() | float() | str() | None:
             return repr(value)
         case _:
-            raise NotImplementedError(f"an entry passes on a {type(value).__name__}")
+            raise Mistake(f"an entry passes on a {type(value).__name__}")
 
 
 def _size(e: Expr) -> Any:
@@ -153,6 +156,23 @@ def flattened(kernel: CuteDSLTemplateKernel, text: str, suffix: str = MAIN) -> R
     return _Flat(kernel, text, suffix).rendered()
 
 
+def undefined(text: str) -> list[str]:
+    """Names that a module uses and nothing in it defines."""
+    module = symtable.symtable(text, "<template>", "exec")
+    if re.search(r"^\s*from .* import \*", text, re.MULTILINE):
+        return []  # who knows
+    known = {s.get_name() for s in module.get_symbols()
+             if s.is_assigned() or s.is_imported() or s.is_namespace()}  # fmt: skip
+    found: list[str] = []
+    tables = [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        found += [s.get_name() for s in table.get_symbols()
+                  if s.is_referenced() and (s.is_global() or table is module)]  # fmt: skip
+    return sorted(n for n in {*found} - known if not hasattr(builtins, n))
+
+
 class _Flat:
     def __init__(self, kernel: CuteDSLTemplateKernel, text: str, suffix: str) -> None:
         self.kernel, self.text = kernel, text
@@ -163,10 +183,16 @@ class _Flat:
 
     def rendered(self) -> Rendered:
         entry = self._entry()
+        missing = undefined(self.text)
+        if missing:
+            raise Mistake(
+                f"the text uses {', '.join(missing)}, which nothing in it defines (parameters of "
+                f"the choice: {', '.join(self.kernel.constants) or 'none'})"
+            )
         lines = self._tensors()
         self._run(entry)
         if not self.calls:
-            raise NotImplementedError(f"{self.name} calls no @cute.jit function")
+            raise Mistake(f"{self.name} calls no @cute.jit function")
         numbers = self.kernel.numbers()
         kinds = {n: Number("Int32") for n in numbers}
         flat = f"{self.name}_{FLAT}"
@@ -212,7 +238,13 @@ class _Flat:
                   "tw": Text("tw")}  # fmt: skip
         lone = ast.Module([entry], [])
         exec(compile(lone, f"<entry {self.name}>", "exec"), names)
-        names[self.name](*self._described())
+        try:
+            names[self.name](*self._described())
+        except (TypeError, NameError, AttributeError) as error:
+            raise Mistake(
+                f"the entry {self.name} fails: {error}. It is run once, on descriptions of tensors "
+                "(shape, stride(), dtype), and calls @cute.jit functions of the text"
+            ) from error
 
     def _constant(self, node: ast.AnnAssign | ast.Assign, names: dict[str, Any]) -> None:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets

@@ -1,8 +1,9 @@
 """What follows a product, in the terms of a kernel that loads and stores whole tiles.
 
-Such a kernel calls a function for each element of the accumulator. Beside it stand operands: a row
-(one value for each column), a column, a tile, or one number; it gives the elements of the results.
-`translated` says which operands and results an epilogue comes down to, and writes the function.
+Such a kernel calls a function for each element of the accumulator, or for one of each of two.
+Beside it stand operands: a row (one value for each column), a column, a tile, or one number; it
+gives the elements of the results. `translated` says which operands and results an epilogue comes
+down to, and writes the function.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Beside:
     name: str
     kind: Kind
     view: View
+
+
+SUMS = ("acc", "other")  # what the function calls the accumulator, and that of a second product
 
 
 @dataclass(frozen=True)
@@ -71,23 +75,29 @@ class _Translation:
         read = dict.fromkeys(loads(*([] if bias is None else [bias]),
                                    *(s.value for s in p.epilogue)))  # fmt: skip
         for node in read:
-            if node is not p.product:
+            if node not in self._sums():
                 self._operand(node)
         return self._function(bias)
+
+    def _sums(self) -> dict[Expr, str]:
+        """What stands for the products in the epilogue, and the sum each of them rounds."""
+        p = self.problem
+        found = (p.product,) if p.second is None else (p.product, p.other)
+        return dict(zip(found, SUMS, strict=False))
 
     def _function(self, bias: Expr | None) -> Epilogue:
         p = self.problem
         w = Writer(CSE(), _nothing, _nothing)
         for node, found in self.operands.items():
             w.know(node, w.let(vocabulary.cast(found.name, torch.float32, node.dtype)))
-        total = "acc"
-        if p.alpha != 1:
-            total = w.let(f"{total} * cutlass.Float32({p.alpha!r})")
-        if bias is not None:
-            added = vocabulary.cast(w.value(bias), bias.dtype, torch.float32)
-            scale = "" if p.beta == 1 else f" * cutlass.Float32({p.beta!r})"
-            total = w.let(f"{total} + {added}{scale}")
-        w.know(p.product, w.let(vocabulary.cast(total, torch.float32, p.dtype)))
+        for node, total in self._sums().items():
+            if p.alpha != 1:
+                total = w.let(f"{total} * cutlass.Float32({p.alpha!r})")
+            if bias is not None:
+                added = vocabulary.cast(w.value(bias), bias.dtype, torch.float32)
+                scale = "" if p.beta == 1 else f" * cutlass.Float32({p.beta!r})"
+                total = w.let(f"{total} + {added}{scale}")
+            w.know(node, w.let(vocabulary.cast(total, torch.float32, p.dtype)))
         stores = [(p.result.buffer, p.product.src[0], p.product)] if p.keeps else []
         stores += [(s.buffer, s.index, s.value) for s in p.epilogue]
         results, values = [], []
@@ -116,7 +126,7 @@ class _Translation:
             raise NotImplementedError("an operand is not a plain window")
         kind = _kind(view)
         step = {"row": view.stride[-1], "col": view.stride[-2]}.get(kind, ix.ONE)
-        if step is not ix.ONE or (kind == "scalar" and dtype != torch.float32):
+        if step is not ix.ONE:
             raise NotImplementedError("an operand is read with steps")
         self.operands[node] = Beside(f"x{len(self.operands)}", kind, view)
 

@@ -124,6 +124,7 @@ class GroupedCaller:
     mutated: tuple[str, ...] = ()
     template: _Template = _Template()
     hooked: tuple[bool, frozenset[int]] = (False, frozenset())
+    withheld: str = ""
 
     @property
     def description(self) -> str:

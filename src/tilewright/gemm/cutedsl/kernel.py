@@ -37,6 +37,11 @@ POSITIONS = ("b", "h", "m", "n", "q_idx", "kv_idx")  # fixed inputs of subgraphs
 _TOKEN = re.compile(r"^( *)(<[A-Z][A-Z_0-9a-z]*>)[ ]*$", re.MULTILINE)
 _INLINE = re.compile(r"<[A-Z][A-Z_0-9a-z]*>")
 Lines = Callable[[], list[str]]
+_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
+
+
+class Mistake(NotImplementedError):
+    """In a template itself, whatever it is asked for: its author hears of it."""
 
 
 class _Name(str):
@@ -125,11 +130,17 @@ class CuteDSLTemplateKernel:
         self.entries: dict[str, tuple[str, ...]] = {}  # suffix -> names of the inputs
         self.has_store_hook = False
         self.picks = False
+        self.hands_on: set[str] = set()  # which of the two hooks for buffers were called
         self.load_hooks: set[int] = set()
         self._params: dict[str, Any] = {}
         self._hooks: dict[str, Lines] = {}
         self._count = 0
         self._digest = ""
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of the choice's parameters."""
+        return tuple(self._params)
 
     # ---- rendering
 
@@ -167,6 +178,11 @@ class CuteDSLTemplateKernel:
     def gen_defines(self, **params: Any) -> str:
         """A constant of the module, or of a function, for each parameter of the choice."""
         chosen = params or self._params
+        for name, value in chosen.items():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            if not name.isidentifier() or not all(isinstance(v, _CONSTANTS) for v in parts):
+                raise Mistake(f"{name} = {value!r} is no constant of the text: a parameter has a "
+                              "name of Python's, and is a number, a string or a dtype")  # fmt: skip
         return "".join(f"{n}: cutlass.Constexpr = {v!r}\n" for n, v in chosen.items())
 
     def _token(self, name: str, lines: Lines) -> str:
@@ -235,6 +251,7 @@ class CuteDSLTemplateKernel:
 
     def get_tensor_buffers(self) -> str:
         """A list of them, as the entry hands it on."""
+        self.hands_on.add("get_tensor_buffers")
         return self._numbered("BUFFERS", lambda: [self._listed()])
 
     def _listed(self) -> str:
@@ -257,7 +274,7 @@ class CuteDSLTemplateKernel:
 
     def unpack_buffers(self, name: str) -> str:
         """The same list taken apart in a function that it was given to under a name."""
-
+        self.hands_on.add("unpack_buffers")
         return self._numbered(
             "UNPACK", lambda: [f"{v} = {name}[{k}]" for k, v in enumerate(self._extras())]
         )

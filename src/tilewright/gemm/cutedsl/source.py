@@ -18,6 +18,7 @@ from tilewright.gemm.cutedsl.build import Number, Pointer, Request
 from tilewright.runtime import driver
 
 log = logging.getLogger("tilewright.build")
+FAR = 1 << 39  # bytes: a tensor descriptor's strides have 36 bits, of pieces of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class CuteSource:
     otherwise: Callable[..., Any] | None = None  # for memory that is not aligned as was assumed
     multiples: tuple[tuple[int, int], ...] = ()  # (which integer, of what it has to be a multiple)
     scratch: int = 0  # bytes of memory of its own: the last argument
+    near: tuple[int, int] | None = None  # tensors that one descriptor reaches both of
 
     @property
     def text(self) -> str:
@@ -57,7 +59,7 @@ class CuteSource:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CuteSource, (self.name, self.request, self.device, self.otherwise, self.multiples,
-                            self.scratch)  # fmt: skip
+                            self.scratch, self.near)  # fmt: skip
 
 
 class CuteDSLKernelWrapper:
@@ -87,17 +89,19 @@ class CuteDSLKernelWrapper:
         if any(given[k] & bits for k, bits in self._aligned) or any(
             given[k] % n for k, n in self.source.multiples
         ):
-            self._elsewhere(args)
+            self._elsewhere(args, "memory at multiples of 16 bytes")
+            return
+        near = self.source.near
+        if near is not None and abs(given[near[0]] - given[near[1]]) >= FAR:
+            self._elsewhere(args, "operands that are near each other")
             return
         code = self._function(*given, stream)
         if code:
             driver.driver().check(code, self.source.name)
 
-    def _elsewhere(self, args: tuple[Any, ...]) -> None:
+    def _elsewhere(self, args: tuple[Any, ...], assumed: str) -> None:
         if self.source.otherwise is None:
-            raise RuntimeError(
-                f"{self.source.name} is compiled for memory at multiples of 16 bytes"
-            )
+            raise RuntimeError(f"{self.source.name} is compiled for {assumed}")
         self.source.otherwise(*args)
 
 

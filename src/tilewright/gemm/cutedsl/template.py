@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -21,12 +23,14 @@ import jinja2
 from tilewright.gemm.cutedsl import toolchain
 from tilewright.gemm.cutedsl.build import Request
 from tilewright.gemm.cutedsl.entry import Rendered, flattened
-from tilewright.gemm.cutedsl.kernel import MAIN, CuteDSLTemplateKernel, Fused, Subgraph
+from tilewright.gemm.cutedsl.kernel import MAIN, CuteDSLTemplateKernel, Fused, Mistake, Subgraph
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr
 from tilewright.ir.program import Buffer, View
 from tilewright.runtime import store
 from tilewright.target import Target
+
+log = logging.getLogger("tilewright.choose")
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,14 @@ class CuteDSLTemplate:
         self.name, self.source = name, source
         self.subgraph_fn, self.mask_fn = subgraph_fn, mask_fn
         self.reads_once, self.beside = reads_once, beside
-        self.template = parsed(source)
+        try:
+            self.template = parsed(source)
+        except jinja2.TemplateSyntaxError as error:
+            line = source.splitlines()[error.lineno - 1].strip()
+            raise ValueError(
+                f"the template {name} is not Jinja: {error.message}, at line {error.lineno}: {line}"
+            ) from None
+        self._said: set[str] = set()
         self.all_templates[name] = self
 
     @functools.cached_property
@@ -79,14 +90,32 @@ class CuteDSLTemplate:
                                          tuple(params.items()), tuple(subgraphs), suffix,
                                          tuple(mutated))  # fmt: skip
             made.rendered()
+        except Mistake as error:
+            return self._warned(error)
         except NotImplementedError as error:
             return error
         except Exception as error:
-            wrapped = NotImplementedError(f"{self.name}: {type(error).__name__}: {error}")
+            wrapped = Mistake(f"{self.name}: {type(error).__name__}: {_told(error)}")
             wrapped.__cause__ = error
-            return wrapped
+            return self._warned(wrapped)
         choices.append(made)
         return None
+
+    def _warned(self, error: Mistake) -> Mistake:
+        """What is wrong with the template is said once, for the program runs without it."""
+        said = re.sub(rf"(cutedsl_{re.escape(self.name)})_\d+", r"\1", str(error))
+        said = said.removeprefix(f"{self.name}: ")
+        if said not in self._said:
+            self._said.add(said)
+            log.warning("the template %s is not used: %s", self.name, said)
+        return error
+
+
+def _told(error: Exception) -> str:
+    """Of text that is no Python also the line."""
+    if isinstance(error, SyntaxError) and error.text:
+        return f"{error.msg}: {error.text.strip()}"
+    return str(error)
 
 
 @functools.lru_cache(256)
@@ -129,11 +158,28 @@ class CuteDSLTemplateCaller:
                                      self.fused, self.mutated, self.instances)  # fmt: skip
 
     @functools.cached_property
-    def hooked(self) -> tuple[bool, frozenset[int]]:
-        """Whether what follows can be fused, and which inputs computed where they are read."""
+    def _plain(self) -> CuteDSLTemplateKernel:
+        """All hooks called."""
         kernel = self.kernel()
         kernel.render(self.template.template, **dict(self.params)).finalize_all()
+        return kernel
+
+    @functools.cached_property
+    def hooked(self) -> tuple[bool, frozenset[int]]:
+        """Whether what follows can be fused, and which inputs computed where they are read."""
+        kernel = self._plain
+        if self.withheld:
+            return False, frozenset()
         return kernel.has_store_hook, frozenset(kernel.load_hooks)
+
+    @property
+    def withheld(self) -> str:
+        """Why memory of what could be fused does not reach the kernel, or an empty string."""
+        missing = {"get_tensor_buffers", "unpack_buffers"} - self._plain.hands_on
+        hooks = self._plain.has_store_hook or self._plain.load_hooks
+        if not hooks or not missing:
+            return ""
+        return f"the template does not call {' and '.join(sorted(missing))}: nothing can be fused"
 
     def with_fused(self, fused: Fused, input_nodes: Sequence[View], layout: Layout, name: str
                    ) -> CuteDSLTemplateCaller:  # fmt: skip

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tilewright import caches, config, metrics
-from tilewright.gemm.cutlass import install
+from tilewright.gemm.cutlass import install, nvidia_model
 from tilewright.gemm.cutlass.arrange import Arranged
 from tilewright.gemm.cutlass.matrices import BYTES, SHORT
-from tilewright.gemm.cutlass.operations import Operation, operations
+from tilewright.gemm.cutlass.operations import Numbers, Operation, operations
 from tilewright.target import Target
 
 log = logging.getLogger("tilewright.cutlass")
@@ -256,7 +257,37 @@ def ranked(p: Arranged, arch: int, target: Target) -> list[Ranked]:
     most = config.cuda.cutlass_max_profiling_configs
     if most is not None:
         return rows[:most]
-    return varied(sorted(rows, key=lambda r: (r.estimate, r.operation.name)))
+    return varied(ordered(rows, target))
+
+
+def ordered(rows: Sequence[Ranked], target: Target) -> list[Ranked]:
+    """Best first by our model; where NVIDIA's is installed, tiles are ordered by that one, and ours
+    says what it does not know: how warps take turns, and how long it takes where sums are shared
+    out."""
+    known = {
+        (r.operation.tile, r.operation.cluster): nvidia_model.microseconds(
+            target,
+            r.problem.hints,
+            (r.operation.a, r.operation.b, r.operation.d),
+            r.operation.tile,
+            r.operation.cluster,
+        )
+        for r in rows
+    }
+    if not any(known.values()):
+        return sorted(rows, key=lambda r: (r.estimate, r.operation.name))
+    best: dict[Numbers, float] = {}  # of a tile, by our model
+    for r in sorted(rows, key=lambda r: (r.operation.is_stream_k, r.estimate)):
+        best.setdefault(r.operation.tile, r.estimate)
+    usual = statistics.median(t / best[tile] for (tile, _), t in known.items() if t)
+
+    def time(r: Ranked) -> tuple[float, str]:
+        theirs = known[r.operation.tile, r.operation.cluster]
+        if theirs is None or r.operation.is_stream_k:
+            return usual * r.estimate, r.operation.name
+        return theirs * r.estimate / best[r.operation.tile], r.operation.name
+
+    return sorted(rows, key=time)
 
 
 def varied(rows: Sequence[Ranked]) -> list[Ranked]:
