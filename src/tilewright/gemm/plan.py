@@ -120,7 +120,7 @@ class Described:
     extents: tuple[tuple[str, int], ...] = ()  # elements that are read beyond a buffer's own
     estimate: float = math.inf  # microseconds that a run takes at best
     filled: tuple[str, ...] = ()  # what plans write, compared or not
-    contents: tuple[tuple[str, tuple[int, ...]], ...] = ()  # integers that are not zero
+    contents: tuple[tuple[str, tuple[int, ...]], ...] = ()  # integers, repeated to the end
 
 
 class Beyond(Exception):
@@ -178,8 +178,8 @@ class Memory:
                 one = {name: self._sets[0][name] for name in self.described.filled}
                 for name, values in self.described.contents:
                     held = self._sets[-1][name]
-                    whole = len(values) == 1  # the same everywhere
-                    held[: None if whole else len(values)] = torch.tensor(values).to(held)
+                    again = -(-held.numel() // len(values))
+                    held[:] = torch.tensor(values).to(held).repeat(again)[: held.numel()]
         return self._sets
 
     def arguments(self, names: Sequence[Argument], which: int,
