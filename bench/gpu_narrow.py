@@ -115,6 +115,17 @@ def int4_groups(x: Tensor, w: Tensor, s: Tensor, z: Tensor) -> Tensor:
     )
 
 
+def int4_tiles(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+    """As torch packs them for a card's matrix units."""
+    return torch.ops.aten._weight_int4pack_mm(x, w, GROUP, s)
+
+
+def int4_tiles_in_float64(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+    """Of the weights that the library has unpacked: a product with ones."""
+    one = torch.eye(x.shape[1], dtype=BF16, device="cuda")
+    return x.double() @ int4_tiles(one, w, s).double()
+
+
 def in_float64(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *a: fn(*(t.double() if t.is_floating_point() else t for t in a))
 
@@ -177,6 +188,10 @@ def cases() -> list[Case]:
                               torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"),
                               draw(n, g, dtype=BF16), positive(n, g).to(BF16) * 8),
                           in_float64(int4_groups)))  # fmt: skip
+        found.append(Case("int4 tiles", (m, n, k), int4_tiles,
+                          lambda m=m, n=n, k=k, g=groups: (
+                              draw(m, k, dtype=BF16), _tiles(n, k), draw(g, n, 2, dtype=BF16)),
+                          int4_tiles_in_float64))  # fmt: skip
     for m in (1, 16):
         n, k = WEIGHTS[0]
         found.append(Case("int8 groups", (m, n, k), int8_groups,
@@ -184,6 +199,11 @@ def cases() -> list[Case]:
                                                  draw(n, k // GROUP, dtype=BF16)),
                           in_float64(int8_groups)))  # fmt: skip
     return found
+
+
+def _tiles(n: int, k: int) -> Tensor:
+    pairs = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    return torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
 
 
 # ---- measuring

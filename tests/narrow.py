@@ -139,6 +139,17 @@ LAYERS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]
 }  # fmt: skip
 
 
+def tiled(q: Tensor, inner: int) -> Tensor:
+    """Numbers of four bits [n, k] as `_convert_weight_to_int4pack` lays them out on a card: eight
+    in a word, of two tiles of 8 by 16, those with an even k in its lower half."""
+    n, k = q.shape
+    apart = q.view(n // 8, 8, k // (16 * inner), inner // 2, 2, 2, 4, 2)  # (.., j, t, h, c, b)
+    t, h, b = (torch.arange(2).view(shape) for shape in ((2, 1, 1, 1), (2, 1, 1), (2,)))
+    words = (apart << 4 * (4 * b + 2 * t + h)).sum((4, 5, 7))  # n, n, k, j, c
+    words = words - ((words >> 31) << 32)
+    return words.permute(0, 2, 1, 4, 3).reshape(n // 8, -1, 32, inner // 2).to(torch.int32)
+
+
 def micro(x: Tensor) -> tuple[Tensor, Tensor]:
     """Eight-bit numbers, 32 of a row to a scale of eight bits; scales lie in tiles of 128 by 4."""
     rows, columns = x.shape

@@ -1,7 +1,7 @@
 """Products of eight-bit operands and of packed weights on a card.
 
-Their twins are in `tests/cpu/test_fp8.py`, `tests/compile/test_gemm_scaled.py` and
-`tests/compile/test_gemm_packed.py`.
+Their twins are in `tests/cpu/test_fp8.py`, `tests/compile/test_gemm_scaled.py`,
+`tests/compile/test_gemm_packed.py`, `tests/compile/test_gemm_tiled_weights.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.gemm_programs import most_fused
 from tests.gpu.cases import case, check, cuda
 from tests.gpu.gemm_cases import BF16, F16, FEW, code
-from tests.narrow import KINDS, LAYERS, K, expected, micro, scales
+from tests.narrow import KINDS, LAYERS, K, expected, micro, scales, tiled
 from tilewright import metrics
 from tilewright.tune import select
 
@@ -141,6 +141,21 @@ def packed_weights() -> None:
                 assert error <= 4 * (function(x, *given).double() - exact).abs().max()
     finally:
         select.clear_preprocessing_fns()
+
+
+@case
+def weights_in_tiles() -> None:
+    """The library's packing of four bits, read as it lies: pieces, groups and rows of all kinds."""
+    packed = torch.ops.aten._weight_int4pack_mm
+    for inner, group in ((2, 32), (4, 64), (8, 128), (8, 32), (4, 256)):
+        q = torch.randint(0, 16, (K, 2 * K), device="cuda")
+        pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
+        w = torch.ops.aten._convert_weight_to_int4pack(pairs, inner)
+        assert torch.equal(w, tiled(q.cpu(), inner).cuda()), "the layout is another"
+        s = cuda(2 * K // group, K, 2, dtype=BF16)
+        for rows in (1, 5, 16, 64):
+            code(lambda x, w, s, group=group: packed(x, w, group, s).relu() + 1,
+                 cuda(rows, 2 * K, dtype=BF16) / 16, w, s, **TRITON, tolerance=NEAR)  # fmt: skip
 
 
 @case

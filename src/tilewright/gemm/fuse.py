@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright import config
-from tilewright.gemm import convolution, grouped, narrow, parts, sparse, weights
+from tilewright.gemm import convolution, grouped, narrow, parts, sparse, tiled_weights, weights
 from tilewright.gemm.problem import NARROW, GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
@@ -37,7 +37,7 @@ OPS: dict[Any, Op] = {
     aten._int_mm.default: "_int_mm", aten._int_mm.out: "_int_mm",
     aten._scaled_mm.default: "_scaled_mm", aten._scaled_mm.out: "_scaled_mm",
 }  # fmt: skip
-OF_THEIR_OWN = (convolution, grouped, sparse, weights)  # operators whose arguments a module reads
+OF_THEIR_OWN = (convolution, grouped, sparse, weights, tiled_weights)  # their arguments, too
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 MORE_READ = 1.1  # times the bytes of an operand that its prologue may read instead
 UNPACKED = 0.75  # of these, where it unpacks what is in memory: arithmetic is not too much then,

@@ -19,6 +19,7 @@ import torch
 
 from tilewright import config
 from tilewright.codegen.triton.plan.config import clamp, power
+from tilewright.gemm import parts
 from tilewright.gemm.hooks import UNITS
 from tilewright.gemm.problem import SCALED, GemmProblem, Operand, sm_carveout, takes_tf32
 from tilewright.gemm.roofline import buffer_bytes
@@ -191,7 +192,8 @@ def sums(problem: GemmProblem) -> int:
 def scaled(configs: Iterable[GemmConfig], problem: GemmProblem) -> Iterator[GemmConfig]:
     """Blocks no larger than the problem, and no more warps than blocks can feed; each once."""
     _, m, n, k = problem.hints
-    least_k, most_k = 32 if operand_bytes(problem) == 1 else 16, longest(problem)
+    least_k = max(32 if operand_bytes(problem) == 1 else 16, problem.tile_k)
+    most_k = longest(problem)
     seen: set[GemmConfig] = set()
     for c in configs:
         bm, bn = (clamp(16, min(b, power(s)), b) for b, s in ((c.block_m, m), (c.block_n, n)))
@@ -329,10 +331,17 @@ def _step(problem: GemmProblem, c: GemmConfig, card: Rates, dot: bool) -> float:
         slow = 1.0 if access.aligned else 5.5
         loaded += block * c.block_k * size * access.waste(c.block_k, block, size) * slow
         if not operand.is_plain:
-            count = sum(n.op in TABLE for n in walk(operand.value))
-            compute += block * c.block_k * count / _LANES
+            compute += block * c.block_k * _operations(problem, operand) / _LANES
     spilled = max(0.0, _registers(problem, c, dot) - 200) / 60
     return max(compute, loaded / card.cache) * (1 + spilled)
+
+
+def _operations(problem: GemmProblem, operand: Operand) -> float:
+    """For an element, of an operand that is computed where it is read: of those that are unpacked
+    from one element of memory each has a value of its own."""
+    found = parts.packed(operand.value, (problem.k, problem.n, problem.m))
+    values = [operand.value] if found is None else parts.unpacked(operand.value, *found)[1]
+    return sum(n.op in TABLE for n in walk(*values)) / len(values)
 
 
 def estimate(problem: GemmProblem, c: GemmConfig, dot: bool = True, persistent: bool = False
@@ -526,6 +535,7 @@ class RowsHeuristic(SplitKHeuristic):
             rows = power(m)
             bn = min(c.block_n, power(n))
             bk = min(max(c.block_k // rows, 16), power(k), longest(problem))
+            bk = max(bk, problem.tile_k)
             seen[replace(c, block_m=rows, block_n=bn, block_k=bk)] = None
         every = (s for c in seen for s in itertools.chain((c,), self.splits(problem, c)))
         return itertools.islice(dict.fromkeys(every), config.test_configs.max_mm_configs)

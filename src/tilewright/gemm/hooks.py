@@ -423,7 +423,8 @@ class _Operand:
         self.even = hooks.is_even(p.k)
         if not self.even:
             w.masked.add(self.k)
-        self.split: dict[Expr, tuple[str, str, str]] = {}
+        # where tiles start, how far the one at the first k of a block is, and lanes
+        self.split: dict[Expr, tuple[str, Expr, str]] = {}
 
     def text(self) -> Text:
         w, k, lane = self.w, self.depth, self.lane.name
@@ -495,14 +496,17 @@ class _Operand:
         return turned[0] if dim else f"tl.trans({turned[0]})"
 
     def _divide(self, node: Expr) -> None:
-        """Split an affine index: where the tile starts, how far a step in k goes, its lanes."""
+        """Split an index: where the tile starts, how far the block of k at hand is, its lanes."""
         w, k = self.w, self.depth
         index = node.src[0]
-        slope = ix.coefficient(index, k)
+        anywhere = self.hooks.grouped is self.hooks.problem.k  # blocks begin where groups do
+        far = advance(index, k, 1 if anywhere else self.hooks.shape.block_k // self.of_k)
         lanes = [a.var for a in self.across]
-        if slope is None or free_vars(slope) & set(lanes):
+        if far is None or free_vars(far) & set(lanes):
             return
         place = substitute(index, {k: self.lane.var})
+        if self.lane.var not in free_vars(place) and far is not ix.ZERO:
+            return  # one element for all of a block
         start = ix.without(place, [*lanes, self.lane.var])
         base = self.hooks.pointer(node.arg)
         if start is not ix.ZERO:
@@ -511,7 +515,7 @@ class _Operand:
         have = w.support(rest)
         want = frozenset((*(a for a in self.axes if a in w.support(node)), self.lane)) - {self.k}
         offsets = w.let(w.spread(w.index(rest), have, want), "off")
-        self.split[node] = base, w.index(slope), offsets
+        self.split[node] = base, far, offsets
 
     def _load(self, node: Expr) -> str:
         w = self.w
@@ -519,11 +523,22 @@ class _Operand:
         mask = w.mask(support, *(w.operand(s) for s in node.src[1:]))
         if node not in self.split:
             return self.hooks.read(w, node)
-        base, slope, offsets = self.split[node]
+        base, far, offsets = self.split[node]
+        return self.hooks.loaded(node, f"{base}{self._far(far)} + {offsets}", mask, self.is_plain)
+
+    def _far(self, far: Expr) -> str:
+        """How far the block at hand is, to be added."""
+        w, hooks = self.w, self.hooks
+        slope = ix.coefficient(far, self.depth)
+        scalar = f"(tl.full([1, 1], 0, {hooks.index_type}) + {self.first})"
+        if slope is None:
+            first = var(f"first_{self.name}", self.depth.src[0])
+            w.know(first, scalar)
+            return f" + {w.index(substitute(far, {self.depth: first}))}"
         k0 = self.first if self.of_k == 1 else f"({self.first})"
-        k0 = f"(tl.full([1, 1], 0, tl.int64) + {self.first})" if self.hooks.wide else k0
-        step = f" + {k0}" if slope == "1" else f" + {k0} * {slope}"
-        return self.hooks.loaded(node, f"{base}{step} + {offsets}", mask, self.is_plain)
+        k0 = scalar if hooks.wide else k0
+        step = w.index(slope)
+        return f" + {k0}" if step == "1" else f" + {k0} * {step}"
 
 
 class _Epilogue:
@@ -572,6 +587,38 @@ class _Epilogue:
         mask = w.mask(self.axes, *conditions)
         masked = f", {mask}" if mask else ""
         w.line(f"tl.store({self.hooks.pointer(store.buffer)} + ({place}), {value}{masked})")
+
+
+def advance(index: Expr, k: Expr, block: int) -> Expr | None:
+    """How far an index is at a k that is a multiple of `block`, for what is added to that k adds
+    the same to it everywhere; None where it does not. What is left of k when it is divided is the
+    same in all blocks that have whole multiples of the divisor."""
+    found: list[Expr] = []
+    for atoms, factor in ix.poly(index).items():
+        inside = [a for a in atoms if k in free_vars(a)]
+        if not inside:
+            continue
+        ahead = _ahead(inside[0], k, block)
+        if len(inside) > 1 or ahead is None:
+            return None
+        others = list(atoms)
+        others.remove(inside[0])
+        found.append(ix.mul(factor, ahead[0], *others))
+    return ix.add(*found) if found else ix.ZERO
+
+
+def _ahead(e: Expr, k: Expr, block: int) -> tuple[Expr, int] | None:
+    """The same of one factor, and a number that all it can be are multiples of (0: it is 0)."""
+    if e is k:
+        return k, block
+    if e.op not in ("ifloordiv", "imod") or e.src[1].op != "const":
+        return None
+    inner, by = _ahead(e.src[0], k, block), int(e.src[1].arg)
+    if inner is None or inner[1] % by:
+        return None
+    if e.op == "imod":
+        return ix.ZERO, 0
+    return ix.floordiv(inner[0], by), inner[1] // by
 
 
 def narrowed(value: Expr) -> Expr:

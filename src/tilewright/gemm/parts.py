@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, const, substitute, var, walk
+from tilewright.ir.expr import Expr, const, free_vars, loads, substitute, var, walk
 from tilewright.ir.program import Store, View
 from tilewright.schedule.nests.access import terms
 
@@ -71,7 +71,11 @@ def packed(value: Expr, loops: Sequence[Expr]) -> tuple[Expr, int] | None:
         found = [n.src[1].arg for n in walk(value)
                  if n.op == "imod" and n.src[0] is v and n.src[1].op == "const"]  # fmt: skip
         count = next((p for p in PARTS if p in found), None)
-        if count is not None and size is not None and size % count == 0:
+        if count is None or size is None or size % count:
+            continue
+        unit, values = unpacked(value, v, count)
+        common = set[Expr].intersection(*(set(loads(part)) for part in values))
+        if any(unit in free_vars(n) for n in common):
             return v, count
     return None
 

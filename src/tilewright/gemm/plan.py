@@ -128,7 +128,7 @@ class Described:
     extents: tuple[tuple[str, int], ...] = ()  # elements that are read beyond a buffer's own
     estimate: float = math.inf  # microseconds that a run takes at best
     filled: tuple[str, ...] = ()  # what plans write, compared or not
-    contents: tuple[tuple[str, tuple[int, ...]], ...] = ()  # integers that are not zero
+    contents: tuple[tuple[str, tuple[int, ...]], ...] = ()  # integers, repeated to the end
 
 
 class Beyond(Exception):
@@ -193,8 +193,9 @@ class Memory:
                 else _filled(b, self._counts[b.name], generator)
                 for b in self.described.buffers}  # fmt: skip
         for name, values in self.described.contents:
-            whole = len(values) == 1  # the same everywhere
-            made[name][: None if whole else len(values)] = torch.tensor(values).to(made[name])
+            held = made[name]
+            again = -(-held.numel() // len(values))
+            held[:] = torch.tensor(values).to(held).repeat(again)[: held.numel()]
         return made
 
     def _sums(self) -> dict[str, torch.Tensor]:

@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 Op = Literal[
     "mm", "addmm", "bmm", "baddbmm", "mm_plus_mm", "_int_mm", "_scaled_mm", "_grouped_mm",
-    "mm_pair", "_sparse_semi_structured_mm", "_weight_int8pack_mm",
+    "mm_pair", "_sparse_semi_structured_mm", "_weight_int8pack_mm", "_weight_int4pack_mm",
 ]  # fmt: skip
 NARROW: tuple[Op, ...] = ("_int_mm", "_scaled_mm")
 SCALED = 128  # elements along k that have a scale in common, where it depends on k
@@ -116,6 +116,12 @@ class GemmProblem:
         return any(self.k in free_vars(s.value) for s in self.scales)
 
     @property
+    def tile_k(self) -> int:
+        """Neighbours along k that lie together in memory, in an order of their own: a block of k
+        has all of them."""
+        return 1
+
+    @property
     def reads_again(self) -> bool:
         """Whether an element of an operand is loaded more than once."""
         return True
@@ -132,7 +138,7 @@ class GemmProblem:
 
     @property
     def contents(self) -> dict[str, tuple[int, ...]]:
-        """What integers buffers hold while it is timed; others hold zeros."""
+        """What integers buffers hold while it is timed, again and again; others hold zeros."""
         return {}
 
     @property

@@ -290,7 +290,7 @@ def _file(name: str) -> str:
 
 
 _TWO: tuple[Op, ...] = ("mm", "addmm", "_scaled_mm")
-_PACKED: tuple[Op, ...] = ("_weight_int8pack_mm",)
+_PACKED: tuple[Op, ...] = ("_weight_int8pack_mm", "_weight_int4pack_mm")
 _BATCHED: tuple[Op, ...] = ("bmm", "baddbmm")
 mm_template = TritonTemplate("mm", _file("mm"), (*_TWO, *_PACKED, "_int_mm"))
 bmm_template = TritonTemplate("bmm", _file("mm"), _BATCHED)

@@ -1,4 +1,4 @@
-"""Products with weights of eight bits (`_weight_int8pack_mm`).
+"""Products with weights of eight bits (`_weight_int8pack_mm`); `tiled_weights` has four.
 
     result[m, n] = (sum over k of x[m, k] * weights[n, k]) * scales[n]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class WeightsProblem(GemmProblem):
     def bare(self) -> GemmProblem:
         if self.is_bare:
             return self
-        x = plain(self.operands[0].view, (self.m, self.k))
+        x = plain(self.operands[0].view, self.positions[0])
         made = replace(self, operands=(x, self.operands[1]), epilogue=(), keeps=True)
         used = {*made.reads, *made.writes}
         return replace(made, buffers=tuple(b for b in self.buffers if b.name in used))
@@ -64,22 +64,21 @@ class WeightsProblem(GemmProblem):
         return Library(self)
 
     @property
-    def views(self) -> tuple[View, ...]:
-        """As the operator takes them, the result last."""
+    def given(self) -> tuple[View | int, ...]:
+        """What the operator takes."""
         x, weights = (o.view for o in self.operands)
         turned = replace(weights, size=weights.size[::-1], stride=weights.stride[::-1])
-        return x, turned, self.scales[0].view, self.result
+        return x, turned, self.scales[0].view
 
     @property
     def operator(self) -> Opaque | None:
-        *args, out = self.views
-        return Opaque(OP, into, tuple(args), {}, (), (), Origin(()), out=out)
+        call = partial(into, self.op)
+        return Opaque(self.op, call, self.given, {}, (), (), Origin(()), out=self.result)
 
 
-def into(x: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor
-         ) -> None:  # fmt: skip
+def into(op: str, *given: torch.Tensor | int, out: torch.Tensor) -> None:
     """The library's product, where it is wanted."""
-    out.copy_(aten._weight_int8pack_mm(x, weights, scales))
+    out.copy_(getattr(aten, op)(*given))
 
 
 # ---- from a call
@@ -127,12 +126,12 @@ def _refused(x: View, weights: View, scales: View, result: View) -> str:
     kinds = (weights.dtype, scales.dtype, result.dtype)
     if x.dtype not in DTYPES or kinds != (torch.int8, x.dtype, x.dtype):
         return f"no kernels for {x.dtype} by {weights.dtype} with scales of {scales.dtype}"
-    if x.stride[1] is not ix.ONE or not all(map(_is_contiguous, (weights, scales))):
+    if x.stride[1] is not ix.ONE or not all(map(is_contiguous, (weights, scales))):
         return "its operands are not contiguous"
     return ""
 
 
-def _is_contiguous(view: View) -> bool:
+def is_contiguous(view: View) -> bool:
     step = 1
     for size, stride in zip(reversed(view.size), reversed(view.stride), strict=True):
         n, s = ix.value_of(size), ix.value_of(stride)
@@ -155,7 +154,7 @@ class Library:
 
     @property
     def name(self) -> str:
-        return OP
+        return self.problem.op
 
     @property
     def estimate(self) -> float:
@@ -163,13 +162,15 @@ class Library:
 
     @property
     def key(self) -> str:
-        return store.key(OP, self.problem.key, torch.__version__)
+        return store.key(self.name, self.problem.key, torch.__version__)
 
     def kernel(self) -> Kernel:
-        views = self.problem.views
+        p = self.problem
+        views = [v for v in (*p.given, p.result) if isinstance(v, View)]
         names = tuple(dict.fromkeys(v.buffer for v in views))
         arguments: tuple[Argument, ...] = tuple(("ptr", name) for name in names)
-        return Kernel(f"extern_kernels.{OP}", LibraryCall(views, names), arguments)
+        call = LibraryCall(self.name, p.given, p.result, names)
+        return Kernel(f"extern_kernels.{self.name}", call, arguments)
 
 
 @dataclass(frozen=True)
@@ -177,17 +178,19 @@ class LibraryCall:
     """The operator, which makes its result; it is never put in a program, where the call is
     there already."""
 
-    views: tuple[View, ...]  # x, weights, scales, and the result
+    op: str
+    given: tuple[View | int, ...]
+    result: View
     names: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        return f"extern_kernels.{OP}"
+        return f"extern_kernels.{self.op}"
 
     def __call__(self, *args: Any) -> None:
-        given = dict(zip(self.names, args, strict=True))
-        x, weights, scales, out = (window(v, given) for v in self.views)
-        into(x, weights, scales, out=out)
+        memory = dict(zip(self.names, args, strict=True))
+        given = (window(g, memory) if isinstance(g, View) else g for g in self.given)
+        into(self.op, *given, out=window(self.result, memory))
 
 
 class _Provider:
@@ -206,4 +209,4 @@ class _Provider:
 
 PROVIDER = _Provider()
 
-__all__ = ["Library", "WeightsProblem", "is_tuned", "parsed"]
+__all__ = ["Library", "WeightsProblem", "is_contiguous", "is_tuned", "parsed"]
