@@ -90,11 +90,9 @@ def _surroundings() -> str:
     """What tracing asks of the process rather than of the graph."""
     devices = ("cpu", "cuda")
     cuda = torch.backends.cuda
-    settings: Any = torch.utils.deterministic
     facts: tuple[Any, ...] = (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
-        torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory,
         torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled,
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(), functorch_config.get_hash().hex(),
@@ -175,8 +173,10 @@ class Recording:
             return
         if any(symbol_is_type(s, SymT.FLOAT) for g in env.guards[self.earlier_guards :]
                for s in g.expr.free_symbols):  # fmt: skip
-            self.refused = self.refused or "a number that the graph was made for"
-            return
+            if not self.saves:
+                self.refused = self.refused or "a number that the graph was made for"
+                return
+            self.name = None  # Dynamo saves its guard with the program, which the store would not
         if not sizes:
             return
         if any(env.is_unbacked_symint(s) for x in sizes for s in x.node.expr.free_symbols):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,6 +43,8 @@ FILES = (
     "test_scatter_optimization",
     "test_torchbind",
 )
+# Never drawn: what is about programs of the reference's for use without Python, or needs a card.
+LEFT_OUT = re.compile("aoti|aot_inductor|cpp_wrapper|cuda")
 OURS, REFERENCE = "tilewright", "reference"
 
 
@@ -72,7 +75,7 @@ def drawn(tests: Sequence[str], file: str, seed: int, number: int) -> list[str]:
     """`number` of a file's tests: a larger number draws the same ones and more."""
     order = sorted(tests)
     random.Random(f"{seed}/{file}").shuffle(order)
-    return order[:number]
+    return [test for test in order if not LEFT_OUT.search(test)][:number]
 
 
 def shares(sizes: Mapping[str, int], sample: int, least: int) -> dict[str, int]:

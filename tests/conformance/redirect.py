@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.testing._internal.inductor_utils as utilities
 from torch._inductor import compile_fx as entry
 from torch._inductor.codecache import output_code_log
 from torch._inductor.graph import GraphLowering
+from torch.testing._internal import triton_utils
 
 import tilewright.backend
 from tilewright import config, metrics
@@ -27,7 +29,7 @@ graphs_seen = 0
 
 def count_graphs() -> None:
     """For the reference's own run: nothing is changed, only counted."""
-    _without_looking_for_loops()
+    _shared()
     theirs = entry.compile_fx
 
     @functools.wraps(theirs)
@@ -40,7 +42,7 @@ def count_graphs() -> None:
 
 
 def to_tilewright() -> None:
-    _without_looking_for_loops()
+    _shared()
     entry.compile_fx = _compile_fx(entry.compile_fx)
     metrics.on_code.append(_show)
     _same_counters()
@@ -111,7 +113,25 @@ def _same_counters() -> None:
     module.__class__ = _Counters
 
 
-def _without_looking_for_loops() -> None:
-    """Tests of test_torchinductor_codegen_dynamic_shapes compile and run a program, and then look
-    for a loop with the reference's names in its text. That last step is left out, for both."""
+def _shared() -> None:
+    """What is left out of the tests for both.
+
+    Tests of test_torchinductor_codegen_dynamic_shapes compile and run a program, and then look for
+    a loop with the reference's names in its text. Tests of control flow that have a case for the
+    CPU are skipped, that case too, where there is no card.
+    """
     utilities._check_has_dynamic_shape = lambda self, code: None
+    triton_utils.requires_gpu = _unless_for_cpu
+
+
+def _unless_for_cpu(test: Any) -> Any:
+    if isinstance(test, type):
+        return test
+
+    @functools.wraps(test)
+    def run(self: unittest.TestCase, *args: Any, **kwargs: Any) -> Any:
+        if "cpu" not in self.id():
+            raise unittest.SkipTest("it needs a card")
+        return test(self, *args, **kwargs)
+
+    return run
