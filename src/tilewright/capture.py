@@ -28,6 +28,8 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import AOTConfig
 from torch._functorch.aot_autograd import AOT_COUNTER
 from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from tilewright import config, metrics
 from tilewright.errors import location_of
@@ -88,11 +90,9 @@ def _surroundings() -> str:
     """What tracing asks of the process rather than of the graph."""
     devices = ("cpu", "cuda")
     cuda = torch.backends.cuda
-    settings: Any = torch.utils.deterministic
     facts: tuple[Any, ...] = (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
-        torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory,
         torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled,
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(), functorch_config.get_hash().hex(),
@@ -121,6 +121,8 @@ class Recording:
         self.built: Any = None  # the wrapper AOTAutograd made of these values
         self.plain: Call | None = None  # the program, where the wrapper only calls it
         self.has_own = any(True for _ in gm.parameters()) or any(True for _ in gm.buffers())
+        env = _symbols(TracingContext.try_get())
+        self.earlier_guards = len(env.guards) if env is not None else 0  # Dynamo's, of its bytecode
         self.parts: dict[str, Part] = {}
         self.guards: str | None = None
         self.backward_graph: bytes | None = None
@@ -165,9 +167,17 @@ class Recording:
         return function if self.plain is None or self.has_own else native.entry(self.plain)
 
     def _note_guards(self, context: TracingContext, inputs: Inputs) -> None:
-        env = context.fake_mode.shape_env if context.fake_mode is not None else None
+        env = _symbols(context)
         sizes = _symbolic(inputs)
-        if env is None or not sizes:
+        if env is None:
+            return
+        if any(symbol_is_type(s, SymT.FLOAT) for g in env.guards[self.earlier_guards :]
+               for s in g.expr.free_symbols):  # fmt: skip
+            if not self.saves:
+                self.refused = self.refused or "a number that the graph was made for"
+                return
+            self.name = None  # Dynamo saves its guard with the program, which the store would not
+        if not sizes:
             return
         if any(env.is_unbacked_symint(s) for x in sizes for s in x.node.expr.free_symbols):
             self.refused = self.refused or "sizes that are data"
@@ -280,6 +290,11 @@ def _line_numbers(gm: torch.fx.GraphModule) -> dict[str, int]:
     return found
 
 
+def _symbols(context: TracingContext | None) -> ShapeEnv | None:
+    mode = context.fake_mode if context is not None else None
+    return mode.shape_env if mode is not None else None
+
+
 def _symbolic(inputs: Inputs) -> list[torch.SymInt]:
     """The symbolic sizes among the inputs, which are inputs of their own."""
     return [x for x in inputs if isinstance(x, torch.SymInt) and not x.node.is_constant()]
@@ -353,8 +368,7 @@ def _guards_hold(entry: Entry, inputs: Inputs) -> bool:
     """Whether the sizes satisfy what the programs rely on; from here on Dynamo guards it too."""
     if entry.guards is None:
         return True
-    context = TracingContext.try_get()
-    env = context.fake_mode.shape_env if context is not None and context.fake_mode else None
+    env = _symbols(TracingContext.try_get())
     return env is not None and bool(env.evaluate_guards_expression(entry.guards, _symbolic(inputs)))
 
 

@@ -51,13 +51,12 @@ from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.take_apart import Limits
 from tilewright.schedule.plan import Grouping, Schedule, arranged, planned
 from tilewright.schedule.traffic import traffic
-from tilewright.target import Target
+from tilewright.target import KINDS, Target
 
 log = logging.getLogger("tilewright.generate")
 
 Compiled = Callable[[list[Any]], Any]
 
-GENERATED = frozenset({"cpu", "cuda"})  # devices we write kernels for
 FAULTS = (TilewrightError, VerifyError, ScheduleError, CodegenError)
 """What a fault of ours raises, these classes themselves: others derived from them are meant for the
 user."""
@@ -232,7 +231,7 @@ def write(plan: Schedule) -> Artifact:
 
 
 def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
-           devices: frozenset[str] = GENERATED) -> Schedule:  # fmt: skip
+           devices: frozenset[str] = KINDS) -> Schedule:  # fmt: skip
     """The stages that decide what will run, without writing it: all traffic is known after them.
 
     The graph is simplified in place.
@@ -242,7 +241,7 @@ def decide(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
 
 
 def grouped(gm: torch.fx.GraphModule, boundary: Boundary = EVERYTHING,
-            devices: frozenset[str] = GENERATED, limits: Limits | None = None
+            devices: frozenset[str] = KINDS, limits: Limits | None = None
             ) -> Grouping:  # fmt: skip
     """The stages before products are chosen for. The graph is simplified in place."""
     dump.stage("graph", gm)

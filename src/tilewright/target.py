@@ -29,6 +29,7 @@ KIB, MIB = 1024, 1024 * 1024
 ACCESS, SECTOR, LINE = 16, 32, 128
 PIECE = ACCESS // 2
 REGISTERS = 1 << 16  # of an SM
+KINDS = frozenset({"cpu", "cuda"})  # of devices that kernels are written for
 # Microseconds of a launch that nothing hides, and, about, until memory answers where it is busy.
 LAUNCH, LATENCY = 2.0, 0.8
 

@@ -342,3 +342,15 @@ def test_a_second_process_traces_nothing(tmp_path: Any, monkeypatch: pytest.Monk
     assert (first["traced"], first["restored"]) == (1, 0)
     assert (second["traced"], second["restored"], second["bad"]) == (0, 1, 0)
     assert first["sums"] == second["sums"]
+
+
+def test_a_number_that_a_graph_was_made_for_is_guarded_each_time() -> None:
+    """AOTAutograd puts 2 k into the graph as a constant and starts again: without its guard, which
+    only tracing adds, the second start would be for every k."""
+    with fresh_cache():
+        for _ in range(2):
+            start_again()
+            compiled = torch.compile(lambda x, k: (x.sum() + k, k * 2), backend="tilewright")
+            results = [compiled(torch.ones(2), k)[1] for k in (2.0, 0.5, 7.0)]
+            assert results == [4.0, 1.0, 14.0]
+            assert "not kept: a number that the graph was made for" in reasons()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,3 +72,29 @@ def test_dynamic() -> None:
         ]  # fmt: skip
 
     check(fn, torch.randn(6, 6), dynamic=True)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def uninitialised(x: Tensor) -> list[Tensor]:
+    made = [torch.empty(2, 3), x.new_empty(4), torch.empty_like(x), torch.empty_strided((2,), (3,))]
+    kinds = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.uint16)
+    return made + [torch.empty(3, dtype=kind) for kind in kinds]
+
+
+def test_deterministic_memory_is_filled(deterministic: None) -> None:
+    check(uninitialised, torch.randn(3), bits=True)
+
+
+def test_only_deterministic_memory_is_filled(deterministic: None) -> None:
+    """The same graph is compiled once for each: what was kept of one is not the other's."""
+    compiled = torch.compile(lambda x: torch.empty(3) * x, backend="tilewright")
+    assert compiled(torch.ones(3)).isnan().all()
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+    assert not compiled(torch.ones(3)).isnan().any()

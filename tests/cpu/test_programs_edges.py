@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.against_eager import check, compiled
@@ -199,3 +200,18 @@ def test_a_single_row_is_given_to_libraries_as_dense_layouts_have_it() -> None:
     calls = [line for text in code for line in text.splitlines() if "= extern_" in line]
     assert any("addmm" in line for line in calls)
     assert not any("(1, 1,)" in line for line in calls)
+
+
+def test_a_tensor_without_memory_is_refused():
+    """A kernel would write where there is nothing."""
+    function = compiled(lambda x: x.sin().sum(0))
+    function(torch.ones(3, 4))
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="FakeTensor, which has no memory"):
+        function(torch.empty(3, 4))
+
+
+def test_tensors_of_devices_without_kernels_are_torchs(caplog):
+    x = torch.empty(3, 4, device="meta")
+    result = compiled(lambda x: (x @ x.t()).softmax(-1))(x)
+    assert result.shape == (3, 3) and result.device.type == "meta"
+    assert not [r for r in caplog.records if r.name.startswith("tilewright") and r.levelno > 20]

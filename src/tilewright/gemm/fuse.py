@@ -25,7 +25,7 @@ from tilewright.ir.program import Buffer, Opaque, Program, Store, View
 from tilewright.schedule.fusion.group import Group
 from tilewright.schedule.fusion.legality import is_alone
 from tilewright.schedule.nests.hints import hint_product
-from tilewright.target import Target
+from tilewright.target import KINDS, Target
 
 aten = torch.ops.aten
 
@@ -130,6 +130,9 @@ def followed(program: Program, groups: Sequence[Group], position: int, ops: froz
 
 def _parsed(program: Program, call: Opaque) -> GemmProblem | str:
     """The bare problem, still in the program's names."""
+    devices = {program.buffers[name].device.type for name in call.writes}
+    if devices - KINDS:
+        return f"no kernels are written for {', '.join(sorted(devices - KINDS))}"
     for module in OF_THEIR_OWN:
         if module.is_tuned(call):
             return module.parsed(program, call, _result(program, call))

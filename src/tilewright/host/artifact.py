@@ -209,10 +209,14 @@ def tell_passes_apart() -> None:
 
 def named(*made_from: str) -> str:
     """The name of what this compiler, with these options, makes for this machine; and with what is
-    written into kernels: how float32 is multiplied, and for how many SMs."""
+    written into kernels: how float32 is multiplied, for how many SMs, and whether sums come in one
+    order and memory is filled."""
+    settings: Any = torch.utils.deterministic
+    same = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     taken = repr(sorted((str(target), digest) for target, digest in OVERRIDES.items()))
+    written = str(takes_tf32()), str(sm_carveout()), str(same)
     return store.key(*made_from, repr(config.code_key()), torch.__version__, compiler_digest(),
-                     Target.host().key, taken, str(takes_tf32()), str(sm_carveout()))  # fmt: skip
+                     Target.host().key, taken, *written)  # fmt: skip
 
 
 # ---- why a graph was not found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,16 +37,27 @@ def _constant(value: int) -> LoweringFn:
 
 
 _CONSTANTS: dict[int, list[Any]] = {
-    # what an uninitialised tensor holds is free: zeros cost nothing until they are read
-    0: [aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default,
-        aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
-        aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
-        prims.empty_strided.default, prims.empty_permuted.default],
+    0: [aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default],
     1: [aten.ones.default, aten.ones_like.default, aten.new_ones.default],
-}  # fmt: skip
+}
 
 for _value, _targets in _CONSTANTS.items():
     lowers(*_targets)(_constant(_value))
+
+
+@lowers(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+        aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
+        prims.empty_strided.default, prims.empty_permuted.default)  # fmt: skip
+def empty(ctx: Lowering, *_: Any, **__: Any) -> Tensor:
+    """What an uninitialised tensor holds is free: zeros cost nothing until they are read. Where
+    torch is told to be deterministic, eager fills it."""
+    dtype = _result(ctx).dtype
+    settings: Any = torch.utils.deterministic
+    if not (torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory):
+        return filled(ctx, 0)
+    if dtype.is_floating_point or dtype.is_complex:
+        return filled(ctx, math.nan)
+    return filled(ctx, dtype == torch.bool or torch.iinfo(dtype).max)
 
 
 @lowers(aten.full.default, aten.full_like.default, aten.new_full.default)

@@ -345,9 +345,20 @@ def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:
     """A function of addresses, called with tensors."""
 
     def call(*args: Any) -> None:
-        function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
+        function(*(_address(a) if isinstance(a, torch.Tensor) else a for a in args))
 
     return call
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """As in launch.cpp; a tensor of FakeTensorMode has elements and no memory."""
+    found = tensor.data_ptr()
+    if not found and tensor.numel():
+        raise RuntimeError(
+            f"a compiled program was given a {type(tensor).__name__}, which has no memory: call the "
+            "function that was compiled, or do so outside of FakeTensorMode"
+        )
+    return found
 
 
 # ------------------------------------------------------------------------- the compiler's own facts

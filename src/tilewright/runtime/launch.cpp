@@ -63,12 +63,28 @@ PyObject* data_ptr_name;
 PyObject* data_ptr_of;  // the method of torch's own tensor type, found at the first tensor
 PyTypeObject* tensor_type;
 
+// Of a tensor of another type than torch's own; one of FakeTensorMode has elements and no memory.
+uint64_t address_of_other(PyObject* value) {
+    PyObject* number = PyObject_CallMethodNoArgs(value, data_ptr_name);
+    if (!number) return UINT64_MAX;
+    const uint64_t found = PyLong_AsUnsignedLongLong(number);
+    Py_DECREF(number);
+    if (found) return found;
+    PyObject* elements = PyObject_CallMethod(value, "numel", nullptr);
+    const int some = elements ? PyObject_IsTrue(elements) : -1;
+    Py_XDECREF(elements);
+    if (some > 0)
+        PyErr_Format(PyExc_RuntimeError,
+                     "a compiled program was given a %.100s, which has no memory: call the function"
+                     " that was compiled, or do so outside of FakeTensorMode", Py_TYPE(value)->tp_name);
+    return some ? UINT64_MAX : 0;
+}
+
 // The address of a tensor, or a number as one; -1 with an error set for anything else.
 uint64_t address(PyObject* value) {
     if (PyLong_Check(value)) return PyLong_AsUnsignedLongLong(value);
-    PyObject* number = Py_TYPE(value) == tensor_type
-                           ? PyObject_Vectorcall(data_ptr_of, &value, 1, nullptr)
-                           : PyObject_CallMethodNoArgs(value, data_ptr_name);
+    if (Py_TYPE(value) != tensor_type) return address_of_other(value);
+    PyObject* number = PyObject_Vectorcall(data_ptr_of, &value, 1, nullptr);
     if (!number) return UINT64_MAX;
     const uint64_t found = PyLong_AsUnsignedLongLong(number);
     Py_DECREF(number);
