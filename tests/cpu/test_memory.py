@@ -544,7 +544,7 @@ def test_mp_1_buffers_alive_at_once_come_from_one_pool(dynamic: bool) -> None:
     with config.patch(memory_planning=True):
         text = host(three_alive, torch.randn(5, 5), torch.randn(5, 5), dynamic=dynamic)
     assert len(re.findall(r"pool\d+ = empty", text)) == 1
-    assert len(re.findall(r"= recast\(pool0", text)) >= 2
+    assert len(re.findall(r"= recast\(pool0", text)) == 2
     if dynamic:
         assert re.search(r"pool0 = empty_cpu\(\(.* // \(", text)
 
