@@ -138,7 +138,7 @@ def test_members_that_cannot_share_a_kernel_are_kernels_of_their_own() -> None:
 
     with mock.patch.object(pipeline, "_cannot", apart):
         check(lambda x: torch.softmax(x, -1), torch.randn(5, 30))
-    assert metrics.generated_kernel_count > 1
+    assert metrics.generated_kernel_count == 4
 
 
 def test_launches_of_a_program() -> None:
@@ -148,7 +148,7 @@ def test_launches_of_a_program() -> None:
         first, second = call(x, y)
         (done,) = driver.launches
         assert done.name.startswith("triton_poi_fused_")
-        assert done.stream == 7 and done.grid[0] >= 1 and done.grid[1:] == (1, 1)
+        assert done.stream == 7 and done.grid == (26, 1, 1)
         assert {x.data_ptr(), y.data_ptr(), first.data_ptr(), second.data_ptr()} == set(
             done.words[:4]
         )

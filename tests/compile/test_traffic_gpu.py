@@ -12,3 +12,4 @@ from tests.traffic import BY_NAME, count_by_name
 def test_case(name: str) -> None:
     case, found = BY_NAME[name], run(count_by_name, name, "cuda")
     assert (found.elements, found.moved) == case.expected("cuda")
+    assert case.kernels in (None, found.kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from typing import Any
 
@@ -523,6 +524,8 @@ def test_cd_m6_entries_have_suffixes_of_their_own() -> None:
     assert main.entry.endswith("_main_flat") and other.entry.endswith("_turned_flat")
     assert main.text.rstrip().endswith("(t_arg_input_a, t_arg_input_b, t_arg_c, stream)")
     assert other.text.rstrip().endswith("(t_arg_input_b, t_arg_input_a, t_arg_c, stream)")
+    names = [set(re.findall(r"^def (\w+)", made.text, re.M)) for made in (main, other)]
+    assert min(map(len, names)) >= 3 and not names[0] & names[1]  # both can be in one module
 
 
 def test_an_entry_cannot_decide_by_what_is_known_at_run_time() -> None:

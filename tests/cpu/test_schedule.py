@@ -79,7 +79,7 @@ def test_fused_with_dynamic_sizes_too() -> None:
     ],
 )
 def test_not_fused(function: Callable[..., Any]) -> None:
-    assert kernels(function, torch.randn(64, 65), torch.randn(33, 70)) > 1
+    assert kernels(function, torch.randn(64, 65), torch.randn(33, 70)) == 2
 
 
 def test_a_refusal_has_a_reason() -> None:
@@ -277,7 +277,7 @@ def buffers_allocated(plan: Schedule) -> list[str]:
 def test_local_values_need_no_memory() -> None:
     plan = plan_of(lambda x: F.softmax(x.sin(), -1), torch.randn(64, 65))
     (step,) = plan.steps
-    assert len(step.group.local) >= 2
+    assert len(step.group.local) == 4
     assert len(step.allocate) == 1
 
 
@@ -420,5 +420,5 @@ def test_bytes_of_a_fused_chain() -> None:
 def test_kernel_counts_add_up_over_graphs() -> None:
     x = torch.randn(64, 65, requires_grad=True)
     compiled(lambda t: F.softmax(t, -1).square().sum())(x).backward()
-    assert metrics.generated_kernel_count >= 2
+    assert metrics.generated_kernel_count == 2
     assert x.grad is not None

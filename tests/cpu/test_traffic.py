@@ -17,6 +17,7 @@ from tilewright.testing import fresh_cache
 def test_case(case: Case) -> None:
     found = count(case)
     assert (found.elements, found.moved) == case.expected("cpu")
+    assert case.kernels in (None, found.kernels)
     assert sum(found.nodes) == pytest.approx(found.elements, abs=len(found.nodes))
 
 

@@ -611,7 +611,9 @@ def test_ut_2_the_same_kernel_is_emitted_once() -> None:
             x = plus(user.add_kernel)(x, y)
         return x
 
-    _, codes = run_and_get_code(compiled(run), torch.randn(20), torch.randn(20))
+    x, y = torch.randn(20), torch.randn(20)
+    result, codes = run_and_get_code(compiled(run), x, y)
+    torch.testing.assert_close(result, x + 3 * y)
     assert codes[0].count("def add_kernel(") == 1
     assert launches(codes[0], "add_kernel_0") == 3
     assert "tests/kernels.py" in codes[0]

@@ -189,13 +189,16 @@ def renderings_are_shared() -> None:
     assert chain(turn).abs().max() > 0.1
     code(chain, turn, max_autotune_gemm_backends="TRITON")
     args = cuda(10, 22), cuda(22, 30), cuda(10, 11), cuda(8, 30), cuda(3, 30)
-    code(both, *args, max_autotune_gemm_backends="TRITON", tolerance={"rtol": 5e-2, "atol": 5e-2})
     counters = metrics.counters["inductor"]
-    assert counters["generated_module_cache_miss"] > 0
-    again = counters["generated_module_cache_miss"]
-    compiled(both, *args, max_autotune_gemm_backends="TRITON", fx_graph_cache=False,
-             tolerance={"rtol": 5e-2, "atol": 5e-2})  # fmt: skip
-    assert counters["generated_module_cache_miss"] >= again
+    misses = 0
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            before = counters["generated_module_cache_miss"]
+            compiled(both, *args, max_autotune_gemm_backends="TRITON", fx_graph_cache=False,
+                     tolerance={"rtol": 5e-2, "atol": 5e-2})  # fmt: skip
+            misses, first = counters["generated_module_cache_miss"] - before, misses
+    assert first > 0 and misses == 0  # what was rendered once is there
 
 
 @case

@@ -238,7 +238,10 @@ def products_beyond_32_bits() -> None:
     code(torch.mm, cuda(65536, 32, dtype=F16), cuda(32, 65536, dtype=F16), **plain,
          tolerance=rounded(F16, 32))  # fmt: skip
     x, w = cuda(262144, 10000, dtype=BF16), cuda(10000, 32, dtype=BF16)
-    code(lambda x, w: x[-32768:] @ w, x, w, **plain, tolerance=rounded(BF16, 10000))
+    torch._dynamo.mark_dynamic(x, 0)
+    text = code(lambda x, w: x[x.shape[0] // 8 * 7 :] @ w, x, w, **plain,
+                tolerance=rounded(BF16, 10000))  # fmt: skip
+    assert "_wide)(" in text  # of any number of rows
 
 
 @case
@@ -288,7 +291,8 @@ def epilogues_of_dynamic_sizes() -> None:
         call = torch.compile(f, backend="tilewright", dynamic=True, fullgraph=True, options=options)
         for m in (5, 8):
             x, mul = cuda(4, m, dtype=F16), cuda(m, 3, dtype=F16)
-            torch.testing.assert_close(call(x, mul), f(x, mul), **rounded(F16, 4))
+            with torch._dynamo.config.patch(error_on_recompile=m == 8):
+                torch.testing.assert_close(call(x, mul), f(x, mul), **rounded(F16, 4))
 
 
 @case
