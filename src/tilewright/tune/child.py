@@ -580,7 +580,9 @@ def harms(error: Exception) -> bool:
 def asked(job: Job, seconds: float | None = None) -> Any:
     """What a job gives in the process that times. Raises `Crashed` where it took the process with
     it, or had to be ended."""
+    global _holds
     with _asking:
+        _holds = True
         return answered(_process, job, seconds)
 
 
@@ -601,10 +603,19 @@ def answered(process: TuningProcess, job: Job, seconds: float | None = None) -> 
 
 
 def tidied() -> None:
-    """Have the process that times, if there is one, give up the memory it timed on."""
-    with _asking, contextlib.suppress(Exception):  # one that cannot is started anew
-        if _process.is_alive:
+    """Have the process that times give up the memory it timed on, if it has any, and nobody else
+    is tuning."""
+    global _holds
+    if not _asking.acquire(blocking=False):
+        return
+    try:
+        if _holds and _process.is_alive:
             answered(_process, release)
+    except Exception:
+        _process.kill()
+    finally:
+        _holds = False
+        _asking.release()
 
 
 @caches.register
@@ -620,6 +631,7 @@ def _in_a_fork() -> None:
 
 
 _asking = threading.RLock()  # one question at a time: an answer belongs to the one before it
+_holds = False  # whether the process may have memory that was timed on
 _process = TuningProcess()
 atexit.register(_process.kill)
 os.register_at_fork(after_in_child=_in_a_fork)
