@@ -51,20 +51,20 @@ class There(Fake):
 
     file: Path = Path()
     how: str = ""
-    slow: str = ""
+    slower_on: str = ""
 
     def remote(self) -> tuning_jobs.Looked:
-        return tuning_jobs.Looked(self.key, self.us, str(self.file), self.how, self.slow)
+        return tuning_jobs.Looked(self.key, self.us, str(self.file), self.how, self.slower_on)
 
 
 @dataclass
 class Several:
     file: Path
-    slow: str = ""
+    slower_on: str = ""
     hows: dict[int, str] = field(default_factory=dict[int, str])
 
     def trials(self, times: list[float]) -> list[There]:
-        given: dict[str, Any] = {"file": self.file, "slow": self.slow, "estimate": 10.0}
+        given: dict[str, Any] = {"file": self.file, "slower_on": self.slower_on, "estimate": 10.0}
         first = There("mm", 100.0, "ATEN", **given)
         return [first, *(There(f"t{k}", us, how=self.hows.get(k, ""), **given)
                          for k, us in enumerate(times))]  # fmt: skip
@@ -86,7 +86,7 @@ TIMES = [50.0, 55.0, 60.0, *(90.0 + k for k in range(9))]
 def test_ma_c2_what_is_far_slower_is_looked_at_once_and_elsewhere(tmp_path):
     """Each by one card; those that may win meet here. A card that is slower has a slower library,
     and costs nobody anything."""
-    several = Several(tmp_path / "said", slow="7")
+    several = Several(tmp_path / "said", slower_on="7")
     trials = several.trials(TIMES)
     verdict = choose(*trials)
     assert verdict.winner.name == "t0" and verdict.source == "measured" and verdict.complete

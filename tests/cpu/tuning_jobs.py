@@ -157,13 +157,13 @@ def held() -> tuple[str, int]:
 @dataclass(frozen=True)
 class Looked:
     """A candidate as it is sent to several cards. It says in a file which card it is run on, and
-    takes as long as it is told to; on a card that is `slow` twice as long."""
+    takes as long as it is told to; on a card that is slower twice as long."""
 
     key: str
     us: float
     file: str
     how: str = ""
-    slow: str = ""
+    slower_on: str = ""
     site: str = "site"
     sets: int = 1
 
@@ -211,7 +211,7 @@ class Looked:
     waited = 0.0
 
     def sample(self) -> float:
-        return self.us * (2.0 if visible() == self.slow else 1.0)
+        return self.us * (2.0 if visible() == self.slower_on else 1.0)
 
 
 def of_main() -> Any:

@@ -378,16 +378,17 @@ class _Options:
         self._context = contextvars.Context()
 
     def run(self, job: Job, packed: bytes) -> Any:
-        if packed != self._packed or self._settings is None:
-            self._settings = pickle.loads(packed)
+        settings = self._settings
+        if packed != self._packed or settings is None:
+            settings = cast("Settings", pickle.loads(packed))
             self._context = contextvars.copy_context()
-            self._context.run(config.patch(dict(self._settings.options)).__enter__)
-            self._packed = packed
-        self._settings.take()
+            self._context.run(config.patch(dict(settings.options)).__enter__)
+            self._packed, self._settings = packed, settings
+        settings.take()
         try:
             return self._context.copy().run(job)
         finally:
-            if tuple(self._context.run(config.snapshot).items()) != self._settings.options:
+            if tuple(self._context.run(config.snapshot).items()) != settings.options:
                 self._settings = None  # the job has set some itself
 
 
