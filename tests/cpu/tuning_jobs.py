@@ -157,13 +157,13 @@ def held() -> tuple[str, int]:
 @dataclass(frozen=True)
 class Looked:
     """A candidate as it is sent to several cards. It says in a file which card it is run on, and
-    takes as long as it is told to; on a card that is `slow` twice as long."""
+    takes as long as it is told to; on a card that is slower twice as long."""
 
     key: str
     us: float
     file: str
     how: str = ""
-    slow: str = ""
+    slower_on: str = ""
     site: str = "site"
     sets: int = 1
 
@@ -185,10 +185,19 @@ class Looked:
             sleep()
         if self.how == f"fails on {card}":
             raise RuntimeError("CUDA error: unknown error")
-        if self.how.startswith("fails"):
-            time.sleep(0.05)  # the card that fails takes the next one meanwhile
+        if self.how.startswith("fails"):  # the card that fails is given something meanwhile
+            end = time.monotonic() + 60
+            while self._is_early() and time.monotonic() < end:
+                time.sleep(0.01)
         child._table.clock = cast("Any", self)
         return self
+
+    def _is_early(self) -> bool:
+        """Whether the card that fails has had less than this one, as long as it is in use."""
+        lines = [line.split() for line in Path(self.file).read_text().splitlines()]
+        cards = [card for card, key in lines if key != "mm"]
+        failed = cards.count(self.how.split()[-1])
+        return failed < min(2, len(cards) - failed)
 
     def run(self, stream: int, which: int) -> None: ...
 
@@ -202,7 +211,7 @@ class Looked:
     waited = 0.0
 
     def sample(self) -> float:
-        return self.us * (2.0 if visible() == self.slow else 1.0)
+        return self.us * (2.0 if visible() == self.slower_on else 1.0)
 
 
 def of_main() -> Any:

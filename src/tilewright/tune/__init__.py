@@ -2,7 +2,8 @@
 
 - `results.py`  what a trial, a time and a verdict are; the rule that decides
 - `clock.py`    how long a run takes, on a card and on a CPU
-- `child.py`    the process in which candidates are timed that may crash, when asked for
+- `child.py`    the process in which candidates are timed that may crash, when asked for; `pool.py`
+                several of them, or one in the background; `spread.py` a first look on several cards
 - `choices.py`  filters, the user's functions, the model's order and cut
 - `race.py`     who is sampled how often
 - `records.py`  what is remembered: rows in SQLite, a log of decisions

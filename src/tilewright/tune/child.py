@@ -378,16 +378,17 @@ class _Options:
         self._context = contextvars.Context()
 
     def run(self, job: Job, packed: bytes) -> Any:
-        if packed != self._packed or self._settings is None:
-            self._settings = pickle.loads(packed)
+        settings = self._settings
+        if packed != self._packed or settings is None:
+            settings = cast("Settings", pickle.loads(packed))
             self._context = contextvars.copy_context()
-            self._context.run(config.patch(dict(self._settings.options)).__enter__)
-            self._packed = packed
-        self._settings.take()
+            self._context.run(config.patch(dict(settings.options)).__enter__)
+            self._packed, self._settings = packed, settings
+        settings.take()
         try:
             return self._context.copy().run(job)
         finally:
-            if tuple(self._context.run(config.snapshot).items()) != self._settings.options:
+            if tuple(self._context.run(config.snapshot).items()) != settings.options:
                 self._settings = None  # the job has set some itself
 
 
@@ -580,7 +581,9 @@ def harms(error: Exception) -> bool:
 def asked(job: Job, seconds: float | None = None) -> Any:
     """What a job gives in the process that times. Raises `Crashed` where it took the process with
     it, or had to be ended."""
+    global _holds
     with _asking:
+        _holds = True
         return answered(_process, job, seconds)
 
 
@@ -601,10 +604,19 @@ def answered(process: TuningProcess, job: Job, seconds: float | None = None) -> 
 
 
 def tidied() -> None:
-    """Have the process that times, if there is one, give up the memory it timed on."""
-    with _asking, contextlib.suppress(Exception):  # one that cannot is started anew
-        if _process.is_alive:
+    """Have the process that times give up the memory it timed on, if it has any, and nobody else
+    is tuning."""
+    global _holds
+    if not _asking.acquire(blocking=False):
+        return
+    try:
+        if _holds and _process.is_alive:
             answered(_process, release)
+    except Exception:
+        _process.kill()
+    finally:
+        _holds = False
+        _asking.release()
 
 
 @caches.register
@@ -620,6 +632,7 @@ def _in_a_fork() -> None:
 
 
 _asking = threading.RLock()  # one question at a time: an answer belongs to the one before it
+_holds = False  # whether the process may have memory that was timed on
 _process = TuningProcess()
 atexit.register(_process.kill)
 os.register_at_fork(after_in_child=_in_a_fork)

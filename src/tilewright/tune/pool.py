@@ -69,7 +69,7 @@ class TuningProcessPool:
         self._all = [TuningProcess(device) for device in self.devices]
         self.processes = _Idle(self._all)
         self._faults: Counter[TuningProcess] = Counter()
-        self.is_open = True
+        self.is_open, self.is_ready = True, False  # whether one of them has been started
         self._threads = ThreadPoolExecutor(len(self._all), thread_name_prefix="tilewright-tune")
         atexit.register(self.shutdown)
 
@@ -147,6 +147,9 @@ class TuningProcessPool:
             if process is None:
                 break
             try:
+                if not process.is_alive:  # all that the job needs is imported
+                    answered(process, functools.partial(callable, job), START)
+                self.is_ready = True
                 answer = answered(process, job, seconds)
             except NotStarted as error:  # it says nothing of the job
                 self._at_fault(process, str(error))

@@ -109,14 +109,17 @@ class _Sift:
             ) -> tuple[list[ChoiceCaller], list[ChoiceCaller]]:  # fmt: skip
         """Those to look at here, and the others."""
         looks = [u.look for u in self._under if u.look is not None]
-        while wait(looks, OFTEN).not_done:
-            if late(OFTEN):
-                self._pool.shutdown()  # what is under way hangs, or takes too long
+        ended: set[Future[Look]] = set()
+        while left := wait(looks, OFTEN).not_done:
+            if late(OFTEN if self._pool.is_ready else 0.0):  # to start a process is not to measure
+                ended = {look for look in left if look.running()}
+                self._pool.shutdown()
                 break
-        for under in self._under:
-            if under.look is not None and under.look.done() and not _is_missed(under.look):
-                timed = functools.partial(self._timed, under.choice, under.look)
-                self._guarded(under.choice, timed)
+        for choice, look in ((u.choice, u.look) for u in self._under):
+            if look in ended:  # it may hang, and would hang here as well
+                choice.reject("it was under way on another card when time was up", lasting=False)
+            elif look is not None and look.done() and not _is_missed(look):
+                self._guarded(choice, functools.partial(self._timed, choice, look))
         self._pool.tidied()
         alive = [u.choice for u in self._under if not u.choice.reason]
         best = min((c.time.median_us for c in alive), default=math.inf)
