@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,22 @@ bf16, f32 = torch.bfloat16, torch.float32
 def cache() -> Generator[Path]:
     with fresh_cache() as folder, config.patch(compile_threads=1, max_autotune=True):
         yield folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Generator[None]:
+    """What the DSL makes of a request is the same every time: tests of the store, of launches and
+    of processes share it."""
+    kept: dict[str, Any] = {}
+    compiles = build.traced
+
+    def traced(request: Request) -> Any:
+        if request.key not in kept:
+            kept[request.key] = compiles(request)
+        return kept[request.key]
+
+    with mock.patch.object(build, "traced", traced):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -429,8 +429,23 @@ def test_cu_h16_layouts() -> None:
     assert reason == "no result has rows that begin at multiples of 16 bytes"
 
 
+def test_cu_h18_the_accumulator_is_a_result_too() -> None:
+    """E = accumulator; D = E + bias: stored by the visitor, and added to in the next node."""
+
+    def stores(b: Builder, c: Expr) -> Stores:
+        return {"D": (out(F32), op("add", f32(c), f32(b.read("bias", rand(M, 1), b.m, b.n))))}
+
+    text = offered(made_of(stores, keeps=True).problem)[0].rendered.text
+    kinds = ("AccFetch", "ColBroadcast<0", "Compute<Each0", "AuxStore<Store3", "Compute<Each1")
+    for k, kind in enumerate(kinds):
+        assert f"using Node{k} = fusion::Sm90{kind}" in text, kind
+    assert "cute::tuple<seq<>, seq<>, seq<0>, seq<2>, seq<0, 1>>" in text
+    assert "node3{static_cast<cutlass::half_t*>(p3) + offset3, {x3_m, _1{}, x3_l}};" in text
+    assert "fused{node0, node1, node2, node3, node4};" in text
+
+
 def test_cu_h17_arguments_follow_the_nodes() -> None:
-    """CU-H17, CU-H18, CU-H19: nodes in order, each with its arguments; distances are arguments of
+    """CU-H17, CU-H19: nodes in order, each with its arguments; distances are arguments of
     the function, 0 and 1 are types; a pointer has its offset beside it."""
     made = made_of(_three)
     text = offered(made.problem)[0].rendered.text
