@@ -213,6 +213,26 @@ def gate_cases() -> list[Case]:
                       for m, n, k in sizes[1:3])]  # fmt: skip
 
 
+def normed(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+    return F.linear(F.rms_norm(x, x.shape[-1:], scale), w)
+
+
+def layer_normed(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+    return F.linear(F.layer_norm(x, x.shape[-1:], scale, scale), w)
+
+
+def norm_cases() -> list[Case]:
+    """Of few rows, as they are when one token after the other is made."""
+    found = [Case(f"{fn.__name__} product {m}x{n}x{k}", fn,
+                  lambda m=m, n=n, k=k: (rand(m, k), rand(1, k)[0], rand(n, k)), fused=True)
+             for fn in (normed, layer_normed) for m in (1, 16, 64)
+             for n, k in ((6144, 4096), (4096, 4096))]  # fmt: skip
+    return [*found, *(Case(f"norm and gate {m}x11008x4096", normed_gate,
+                           lambda m=m: (rand(m, 4096), rand(1, 4096)[0], rand(11008, 4096).t(),
+                                        rand(11008, 4096).t()), fused=True)
+                      for m in (1, 16))]  # fmt: skip
+
+
 def _image(n: int, c: int, side: int) -> Tensor:
     return rand(n, c, side, side).to(memory_format=LAST)
 
@@ -257,7 +277,7 @@ def convolution_cases() -> list[Case]:
 
 CASES: dict[str, Callable[[], list[Case]]] = {
     "singles": lambda: [*PRODUCTS, *drawn(SINGLES, 11)],
-    "fused": lambda: [*FUSED, *BACKWARD, *drawn_groups(GROUPS, 11)],
+    "fused": lambda: [*FUSED, *BACKWARD, *drawn_groups(GROUPS, 11), *norm_cases()],
     "gates": gate_cases, "grouped": grouped_cases, "convolutions": convolution_cases,
 }  # fmt: skip
 

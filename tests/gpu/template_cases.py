@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.gemm_programs import host
 from tests.gpu.cases import case, cuda
 from tests.gpu.gemm_cases import BF16, F16, FEW, code, rounded
 from tests.gpu.spec_cases import failing
@@ -294,3 +295,30 @@ def convolutions_of_one_point() -> None:
     for _ in range(2):
         a, b = (torch.randint(0, 2, (224,), device="cuda") for _ in range(2))
         torch.testing.assert_close(call(x, a, b), sliced(x, a, b), rtol=2e-2, atol=2e-2)
+
+
+@case
+def norms_of_rows() -> None:
+    """Computed by the product that reads them, either way, in every template that can."""
+
+    def rms(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        return F.linear(F.rms_norm(x, x.shape[-1:], g), w)
+
+    def layer(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        return F.linear(F.layer_norm(x, x.shape[-1:], g, g), w)
+
+    def gate(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        y = F.rms_norm(x, x.shape[-1:], g)
+        return F.silu(F.linear(y, w[:384])) * F.linear(y, w[384:])
+
+    for function, names in ((rms, ("scaled", "rows")), (layer, ("rows",)), (gate, ("scaled",))):
+        for rows in (1, 5, 64):
+            templates = ("mm_pair",) if function is gate else ("mm", "mm_split_k",
+                                                               *(["mv"] * (rows < 8)))  # fmt: skip
+            for name in (f"triton_{t}_\\d+_prologue_{way}" for t in templates for way in names):
+                args = [cuda(*size, dtype=BF16) for size in ((rows, 1000), (1000,), (768, 1000))]
+                text = code(function, *args, max_autotune_gemm_backends="TRITON",
+                            tolerance={"rtol": 3e-2, "atol": 0.5},
+                            **{"test_configs.autotune_choice_name_regex": name})  # fmt: skip
+                called = re.findall(r"^ *(triton_\w+|extern_\w+)\(", host(text), re.M)
+                assert len(called) == 1, called

@@ -16,7 +16,16 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright import config
-from tilewright.gemm import convolution, grouped, narrow, parts, sparse, tiled_weights, weights
+from tilewright.gemm import (
+    convolution,
+    grouped,
+    narrow,
+    parts,
+    rows,
+    sparse,
+    tiled_weights,
+    weights,
+)
 from tilewright.gemm.problem import NARROW, GemmProblem, Op, Operand, loops, plain
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, load, loads, rewrite, substitute, walk
@@ -59,6 +68,22 @@ class Fusion:
     names: Mapping[str, str]  # the problem's buffers -> the program's
     before: tuple[int, ...] = ()  # groups that became prologues
     after: int | None = None  # the group that became the epilogue
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Groups that normalise rows of the left operand, as what is multiplied and, where they are
+    scaled last, what a row of the product is multiplied by."""
+
+    positions: tuple[int, ...]  # the one that makes the operand is the last
+    value: Expr
+    factor: Expr | None = None
+
+    def of(self, problem: GemmProblem) -> GemmProblem:
+        """The product with them."""
+        operands = tuple(o if k % 2 else Operand(o.view, self.value, is_plain=False)
+                         for k, o in enumerate(problem.operands))  # fmt: skip
+        return replace(problem, operands=operands, factor=self.factor)
 
 
 @dataclass(frozen=True)
@@ -208,8 +233,14 @@ class _Finder:
 
     def site(self) -> Site:
         after = self._epilogue() if config.epilogue_fusion else None
-        before = self._prologues() if config.prologue_fusion else []
+        until = self.position if after is None else after[0]  # where all of it runs
+        fused = config.prologue_fusion
+        norms = self._norms(self.problem, (self.position,), until) if fused else []
+        before = self._prologues(norms, until) if fused else []
         fusions: list[Fusion] = []
+        for norm in norms:
+            ways = [after, None] if after is not None else [None]
+            fusions += [self._fusion(way, before, norm=norm) for way in ways]
         for with_after, with_before in every((True, False), (True, False)):
             if (with_after and after is None) or (with_before and not before):
                 continue
@@ -226,14 +257,17 @@ class _Finder:
 
     def _fusion(self, after: tuple[int, list[Store]] | None,
                 before: Sequence[tuple[int, Values]],
-                both: tuple[int, GemmProblem] | None = None) -> Fusion:  # fmt: skip
+                both: tuple[int, GemmProblem] | None = None,
+                norm: Norm | None = None) -> Fusion:  # fmt: skip
         taken = tuple(k for k, _ in before) + (() if both is None else (both[0],))
+        taken += () if norm is None else norm.positions
         problem = self.problem if both is None else both[1]
         values = {k: value for _, made in before for k, value in made.items()}
         if values:
             operands = tuple(Operand(o.view, values[k], is_plain=False) if k in values else o
                              for k, o in enumerate(problem.operands))  # fmt: skip
             problem = replace(problem, operands=operands)
+        problem = problem if norm is None else norm.of(problem)
         if after is not None:
             problem = replace(problem, epilogue=tuple(after[1]), keeps=self._is_kept(after[0]))
         found, names = _canonical(problem, self.program.buffers)
@@ -361,7 +395,13 @@ class _Finder:
                 stores.append(Store(b.result.buffer, both.other.src[0], both.other))
             both = replace(both, epilogue=tuple(stores),
                            keeps=first._kept_by_others({last.position, after[0]}))  # fmt: skip
-            return [Fusion(*_canonical(both, self.program.buffers), (there.position,), after[0])]
+            norms = (self._norms(both, (first.position, last.position), after[0])
+                     if config.prologue_fusion else [])  # fmt: skip
+            ways = [norm.of(both) for norm in norms]
+            taken = [norm.positions for norm in norms]
+            return [Fusion(*_canonical(way, self.program.buffers), (there.position, *more),
+                           after[0]) for way, more in zip([*ways, both], [*taken, ()],
+                                                          strict=True)]  # fmt: skip
         return []
 
     def _gated(self, name: str, after: int) -> tuple[int, Opaque, GemmProblem] | None:
@@ -415,20 +455,61 @@ class _Finder:
 
     # ---- prologues
 
-    def _prologues(self) -> list[tuple[int, Values]]:
+    def _norms(self, problem: GemmProblem, readers: tuple[int, ...], until: int) -> list[Norm]:
+        """The groups that make the left operand of the product at these positions, where they
+        reduce rows: the ways to compute them where they are read, `until` which nothing that they
+        read may change."""
+        left = problem.operands[0]
+        others = [*problem.operands[1::2], *([] if problem.bias is None else [problem.bias])]
+        maker = self._maker(left, readers)
+        if maker is None or not problem.target.is_gpu or problem.is_batched:
+            return []
+        if any(o.view.buffer == left.view.buffer for o in others):
+            return []
+        positions = (*self._reducing(maker), maker)
+        taken = [self.groups[k] for k in positions]
+        if not any(m.reduce for g in taken for m in g.members):
+            return []
+        reads = frozenset(b for g in taken for b in g.reads - g.local)
+        disturbed = self._disturbed(reads, positions[0], until)
+        value = disturbed or rows.value(taken, problem)
+        apart = value if isinstance(value, str) else rows.factored(problem, value)
+        found = [] if isinstance(apart, str) else [Norm(positions, *apart)]
+        if not isinstance(value, str) and problem.hints[1] <= rows.MOST_WALKED:
+            found.append(Norm(positions, value))
+        if not found:
+            self.refused[taken[-1].nodes[0].name] = str(apart)
+        return found
+
+    def _reducing(self, maker: int) -> tuple[int, ...]:
+        """The groups that make nothing but numbers of rows which this one alone needs."""
+        found: set[int] = set()
+        for name in self.groups[maker].reads - self.groups[maker].local:
+            first = self._maker_of(name, (maker,))
+            if first is None or self.groups[first].call is not None:
+                continue
+            made = self.groups[first].writes - self.groups[first].local
+            sizes = [hint_product(self.program.buffers[b].size) for b in made]
+            alone = all(self._maker_of(b, (maker,)) == first for b in made)
+            if alone and max(sizes) <= self.problem.hints[1]:
+                found.add(first)
+        return tuple(sorted(found))
+
+    def _prologues(self, norms: Sequence[Norm], until: int) -> list[tuple[int, Values]]:
         """Groups that make nothing but operands of this product, with the value of each."""
+        others = {k for norm in norms for k in norm.positions}
         makers: dict[int, list[int]] = {}
         for k, operand in enumerate(self.problem.operands):
             if not operand.is_plain:
                 continue  # it is not read as it lies
             maker = self._maker(operand, (self.position,))
-            if maker is not None and self.groups[maker].call is None:
+            if maker is not None and maker not in others and self.groups[maker].call is None:
                 makers.setdefault(maker, []).append(k)
         found: list[tuple[int, Values]] = []
         for position, operands in makers.items():
-            values = self._operand_values(position, operands)
+            values = self._operand_values(position, operands, until)
             if isinstance(values, str):
-                self.refused[self.groups[position].nodes[0].name] = values
+                self.refused.setdefault(self.groups[position].nodes[0].name, values)
             else:
                 found.append((position, values))
         return found
@@ -446,7 +527,8 @@ class _Finder:
             return None
         return users[0]
 
-    def _operand_values(self, position: int, operands: Sequence[int]) -> Values | str:
+    def _operand_values(self, position: int, operands: Sequence[int], until: int
+                        ) -> Values | str:  # fmt: skip
         group = self.groups[position]
         names = [self.problem.operands[k].view.buffer for k in operands]
         made = group.writes - group.local
@@ -457,7 +539,7 @@ class _Finder:
             return "it makes more than this operand"
         if len(names) != len(set(names)) and any(m.ops - MOVES for m in group.members):
             return "it would be computed for both operands"
-        reason = self._disturbed(frozenset(group.reads), position, self.position)
+        reason = self._disturbed(frozenset(group.reads), position, until)
         if reason:
             return reason
         inlined = _inlined(group, made, in_parts=True)
@@ -596,6 +678,7 @@ def _canonical(problem: GemmProblem, known: Mapping[str, Buffer]
     if problem.second is not None:
         names.setdefault(problem.second.buffer, "c2")
     values = [o.value for o in problem.operands]
+    values += [] if problem.factor is None else [problem.factor]
     for node in loads(*values, *(e for s in problem.epilogue for e in s.exprs)):
         names.setdefault(node.arg, f"x{len(names)}")
     for s in problem.epilogue:
@@ -625,6 +708,7 @@ def _renamed(problem: GemmProblem, names: Mapping[str, str]) -> GemmProblem:
         scales=tuple(operand(o) for o in problem.scales),
         second=None if problem.second is None else view(problem.second),
         ends=None if problem.ends is None else operand(problem.ends),
+        factor=None if problem.factor is None else rewrite(problem.factor, rule),
         result=view(problem.result),
         epilogue=tuple(Store(names[s.buffer], rewrite(s.index, rule), rewrite(s.value, rule),
                              s.mode, s.mask) for s in problem.epilogue),

@@ -365,7 +365,17 @@ def estimate(problem: GemmProblem, c: GemmConfig, dot: bool = True, persistent: 
     whole, rest = divmod(-(-programs // target.sms), live)
     busy = whole * turn(live) + (turn(rest) if rest else 0.0)
     memory = traffic(problem) / card.memory / min(1.0, programs / target.sms)
-    return _LAUNCH + (busy**6 + memory**6) ** (1 / 6) + _sharing(c, tiles, card)
+    first = -(-programs // target.sms) * _walked(problem, c, card)
+    return _LAUNCH + first + (busy**6 + memory**6) ** (1 / 6) + _sharing(c, tiles, card)
+
+
+def _walked(problem: GemmProblem, c: GemmConfig, card: Rates) -> float:
+    """Microseconds in which a program reduces its rows before it multiplies them: they come from
+    the cache, block after block."""
+    folds = {n for n in walk(problem.operands[0].value) if n.op == "reduce"}
+    passes = sum(2 if n.arg.kind == "welford" else 1 for n in folds)
+    rows = c.block_m * problem.hints[3] * width(problem, problem.operands[0])
+    return passes * (rows / card.cache + _LATENCY)
 
 
 def _sharing(c: GemmConfig, tiles: int, card: Rates) -> float:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from tilewright.codegen.triton.analysis.index_width import narrow, valued
 from tilewright.codegen.triton.analysis.precision import coarse
+from tilewright.codegen.triton.plan.config import power
 from tilewright.codegen.triton.plan.tiling import Axis
 from tilewright.codegen.triton.tile.kernel import BAD_INDEX
 from tilewright.codegen.triton.tile.lower import Writer
@@ -23,6 +25,7 @@ from tilewright.gemm.descriptors import Matrix, Words
 from tilewright.gemm.exact import unrounded
 from tilewright.gemm.problem import SCALED, GemmProblem, takes_tf32
 from tilewright.gemm.provider import Argument
+from tilewright.gemm.row_hooks import MOST_HELD, RowWalk, folds
 from tilewright.ir import index as ix
 from tilewright.ir.expr import Expr, const, free_vars, make, rebuild, rewrite, substitute, var, walk
 from tilewright.ir.ops import TABLE
@@ -69,6 +72,7 @@ class Shape:
     rows: bool = False  # without the matrix unit: elements are multiplied as they are added up
     described: bool = False  # results are stored through them
     pieces: int = 1  # along n, in which a block of the result is stored
+    split: bool = False  # the loop over k is shared out
 
     @property
     def piece(self) -> str:
@@ -144,6 +148,7 @@ class Hooks:
         found += [] if p.bias is None or p.beta == 0 else [p.bias.value]
         found += [s.value for s in p.scales]
         found += [] if p.ends is None else [p.ends.value]
+        found += [] if p.factor is None else [p.factor]
         return [*found, p.product, *(e for s in p.epilogue for e in s.exprs)]
 
     def _assumed(self) -> list[Expr] | None:
@@ -229,13 +234,15 @@ class Hooks:
             if self.shape.rows and self.problem.is_block_scaled:
                 wide = make("cast", torch.float32, (value,), torch.float32)
                 value = make("mul", torch.float32, (wide, self.problem.scales[position].value))
+            sums = [n.src[0] for n in self.sums] if position == 0 else []
             if row is not None:
-                value = substitute(value, {self.problem.m: const(row)})
-                made = _Operand(self, value, f"{name}_{row}", [], 0)
+                here = {self.problem.m: const(row)}
+                sums = [substitute(e, here) for e in sums]
+                made = _Operand(self, substitute(value, here), f"{name}_{row}", [], 0, sums)
             elif position % 2:
                 made = _Operand(self, value, name, [self.n], 0)
             else:
-                made = _Operand(self, value, name, [self.m], 1)
+                made = _Operand(self, value, name, [self.m], 1, sums)
             self._operands[name, row] = made.text()
         return self._operands[name, row]
 
@@ -340,14 +347,36 @@ class Hooks:
         """The first column of a piece."""
         return f"pid_n * BLOCK_N + {k} * PIECE_N" if k else "pid_n * BLOCK_N"
 
+    @cached_property
+    def sums(self) -> list[Expr]:
+        """What is summed over k beside the product, to scale its rows."""
+        return [] if self.problem.factor is None else folds(self.problem.factor)
+
+    def row_sum(self, j: int) -> str:
+        """One of these, of each row at hand."""
+        if not self.shape.rows:
+            return f"tl.reduce(row_a{j}, 1, tri.add, keep_dims=True)"
+        rows = ix.value_of(self.problem.m.src[0])
+        assert rows is not None
+        made = "tl.full([BLOCK_M, 1], 0.0, tl.float32)"
+        for row in range(rows):
+            one = f"tl.reduce(row_a_{row}{j}, 0, tri.add, keep_dims=True)"
+            made = f"tl.where(m == {row}, {one}, {made})"
+        return made
+
     def gather(self, total: str) -> list[str]:
         """A share of the sum goes to the workspace; `arrived` says how many were there before."""
         workspace, counters = self.pointer(WORKSPACE), self.pointer(COUNTERS)
         own = f" + grid_m * grid_n * (SPLIT_K * {DESCRIPTORS})" if self.shape.tma else ""
+        size = "SPLIT_K * BLOCK_M * BLOCK_N"
+        size += f" + SPLIT_K * BLOCK_M * {len(self.sums)}" if self.sums else ""
+        rows = [f"tl.store({self._of_rows('part', j)}, {self.row_sum(j)})"
+                for j in range(len(self.sums))]  # fmt: skip
         return [
             "lanes = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]",
-            f"shares = {workspace}{own} + spot.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N)",
+            f"shares = {workspace}{own} + spot.to(tl.int64) * ({size})",
             f"tl.store(shares + part * (BLOCK_M * BLOCK_N) + lanes, {total})",
+            *rows,
             "tl.debug_barrier()  # all threads have stored before one of them says so",
             f'arrived = tl.atomic_add({counters} + spot, 1, sem="acq_rel")',
         ]
@@ -358,9 +387,18 @@ class Hooks:
         return [
             f"tl.store({self.pointer(COUNTERS)} + spot, 0)",
             f"{total} = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)",
+            *(f"row{j} = tl.full((BLOCK_M, 1), 0, tl.float32)" for j in range(len(self.sums))),
             "for each in range(SPLIT_K):",
             f"    {total} += {share}",
-        ]
+            *(f'    row{j} += tl.load({self._of_rows("each", j)}, cache_modifier=".cg")'
+              for j in range(len(self.sums))),
+        ]  # fmt: skip
+
+    def _of_rows(self, part: str, j: int) -> str:
+        """Where a share has the sums of its rows: behind all shares."""
+        lanes = "tl.arange(0, BLOCK_M)[:, None]"
+        at = f"({part} * {len(self.sums)} + {j}) * BLOCK_M"
+        return f"shares + SPLIT_K * BLOCK_M * BLOCK_N + {at} + {lanes}"
 
     # ---- the whole
 
@@ -398,7 +436,8 @@ class _Operand:
     tile of each of them is made, and these are put together, neighbour by neighbour.
     """
 
-    def __init__(self, hooks: Hooks, value: Expr, name: str, across: list[Axis], dim: int) -> None:
+    def __init__(self, hooks: Hooks, value: Expr, name: str, across: list[Axis], dim: int,
+                 sums: Sequence[Expr] = ()) -> None:  # fmt: skip
         p = hooks.problem
         self.hooks, self.name, self.dim = hooks, name, dim
         whole = narrowed(value)
@@ -419,7 +458,12 @@ class _Operand:
             constant = f"{axis.block} // {self.count}"
             self.across = [Tile(f"{axis.name}{name}", (unit,), axis.dim, constant)]
         self.axes = [*self.across, self.k]
-        self.w = w = hooks.writer([*self.axes, self.lane], self._load)
+        held = max(hooks.shape.block_k, MOST_HELD // hooks.shape.block_m)
+        held = min(held, power(ix.likely(p.row.src[0])))
+        row = Tile("row", (p.row,), 1, str(held))
+        self.sums = list(sums)  # over k, beside the product
+        self.w = w = hooks.writer([*self.axes, self.lane, row], self._load)
+        self.walk = RowWalk(w, row, held, hooks.wide)
         self.even = hooks.is_even(p.k)
         if not self.even:
             w.masked.add(self.k)
@@ -434,11 +478,18 @@ class _Operand:
         w.line(f"{lane} = tl.arange(0, {self.k.block}){where}{wide}")
         w.know(self.lane.var, lane)
         self._begin_across()
-        for node in walk(*self.values):
+        self.walk.write(self.values)
+        inside = set(walk(*(e for n in folds(*self.values) for e in n.src)))
+        for node in walk(*self.values, *self.sums):
+            if node in inside and self.hooks.problem.row in free_vars(node):
+                continue
             if node.op == "load" and k in free_vars(node):
                 self._divide(node)
             elif k not in free_vars(node) and (node.op == "load" or node.op in TABLE):
                 w.value(node)
+        for j, _ in enumerate(self.sums):
+            shape = w.shape(frozenset(self.axes))
+            w.line(f"row_{self.name}{j} = tl.full({shape}, 0.0, tl.float32)")
         before = w.taken()
         w.inner()
         self.first = f"k0{per}"
@@ -450,6 +501,8 @@ class _Operand:
                    f"{self.k.name}mask = {lane} < K - k0")  # fmt: skip
         tiles = [self._tile(value) for value in self.values]
         w.line(f"{self.name} = {self._together(tiles)}")
+        for j, value in enumerate(self.sums):
+            w.line(f"row_{self.name}{j} += {self._tile(value)}")
         return Text(before, w.taken())
 
     def _begin_across(self) -> None:
@@ -557,6 +610,13 @@ class _Epilogue:
     def lines(self, total: str) -> list[str]:
         p, w = self.hooks.problem, self.w
         made = accumulator(p)
+        second = f"{total}2"
+        if p.factor is not None:
+            for j, node in enumerate(self.hooks.sums):
+                w.know(node, f"row{j}" if self.hooks.shape.split else w.let(self.hooks.row_sum(j)))
+            scale = w.operand(p.factor)
+            second = w.let(f"{second} * {scale}") if p.second is not None else second
+            total = w.let(f"{total} * {scale}")
         if p.alpha != 1:
             total = w.let(f"{total} * {p.alpha!r}")
         if p.scales and not p.is_block_scaled:
@@ -566,7 +626,7 @@ class _Epilogue:
             total = w.let(f"{total} + {bias}" + (f" * {p.beta!r}" if p.beta != 1 else ""))
         w.know(p.product, w.let(cast(total, made, p.dtype), "c"))
         if p.second is not None:
-            w.know(p.other, w.let(cast(f"{total}2", made, p.dtype), "c"))
+            w.know(p.other, w.let(cast(second, made, p.dtype), "c"))
         if p.keeps:
             self._store(Store(p.result.buffer, p.product.src[0], p.product))
         for store in p.epilogue:
@@ -693,7 +753,10 @@ def limits(problem: GemmProblem) -> str:
     """Why hooks cannot be written for a problem, or an empty string."""
     p = problem
     loops = {p.batch, p.m, p.n, p.k}
-    exprs = [o.value for o in (*p.operands, *p.scales)]
+    exprs = [o.value for o in (*p.operands[1:], *p.scales)]
+    if not free_vars(p.operands[0].value) <= loops | {p.row}:
+        return "an expression walks loops that are not the product's"
+    exprs += [] if p.walks_rows else [p.operands[0].value]
     for e in [*exprs, *(x for s in p.epilogue for x in s.exprs)]:
         if not free_vars(e) <= loops:
             return "an expression walks loops that are not the product's"

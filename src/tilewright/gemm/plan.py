@@ -348,7 +348,9 @@ class Plan:
 
     @property
     def name(self) -> str:
+        problem = self.fusion.problem
         fused = ["prologue"] * bool(self.fusion.before)
+        fused += ["rows"] * problem.walks_rows + ["scaled"] * (problem.factor is not None)
         fused += ["epilogue"] * (self.fusion.after is not None)
         return "_".join([self.candidate.name, *fused])
 

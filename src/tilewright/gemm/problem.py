@@ -12,7 +12,7 @@ What is computed, for every point of `batch`, `m` and `n` (mm_plus_mm adds a sec
 
 In a scaled product each term of the sum is multiplied by all `scales`. Those of rows, of columns or
 of everything do not depend on k and can wait until all is added up; those of blocks are the same
-for `SCALED` neighbours along k.
+for `SCALED` neighbours along k. A `factor` is of a row, and made of sums over k (`rows.py`).
 
 An operand is a plain window on memory, or, with a prologue, any expression over its position.
 """
@@ -28,7 +28,7 @@ import torch
 from torch._ops import OpOverload
 
 from tilewright.ir import index as ix
-from tilewright.ir.expr import Expr, free_vars, load, loads, syms, var
+from tilewright.ir.expr import Expr, free_vars, load, loads, make, substitute, syms, var, walk
 from tilewright.ir.program import Buffer, Nest, Node, Opaque, Origin, Store, View
 from tilewright.ir.show import show_expr
 from tilewright.runtime import store
@@ -81,6 +81,7 @@ class GemmProblem:
     fast: bool = False  # of _scaled_mm: sums may be taken in fewer bits
     ends: Operand | None = None  # of _grouped_mm: where a group ends
     second: View | None = None  # of mm_pair: the second product's result
+    factor: Expr | None = None  # what a row of the product is multiplied by, before all else
 
     # ---- sizes
 
@@ -114,6 +115,16 @@ class GemmProblem:
     def is_block_scaled(self) -> bool:
         """Whether a scale depends on k, so that it is applied before all is added up."""
         return any(self.k in free_vars(s.value) for s in self.scales)
+
+    @property
+    def row(self) -> Expr:
+        """The loop over a row of the left operand that `reduce` nodes of its value walk."""
+        return var("row", self.k.src[0])
+
+    @property
+    def walks_rows(self) -> bool:
+        """Whether rows of the left operand are reduced before it is multiplied."""
+        return any(n.op == "reduce" for n in walk(self.operands[0].value))
 
     @property
     def tile_k(self) -> int:
@@ -164,6 +175,7 @@ class GemmProblem:
         if self.bias is not None and self.beta != 0:
             values.append(self.bias.value)
         values += [] if self.ends is None else [self.ends.value]
+        values += [] if self.factor is None else [self.factor]
         values += [e for s in self.epilogue for e in s.exprs]
         own = {self.result.buffer, *([] if self.second is None else [self.second.buffer])}
         found = {node.arg for node in loads(*values)} - own
@@ -182,6 +194,7 @@ class GemmProblem:
         exprs += [] if self.bias is None else [self.bias.value]
         exprs += [o.value for o in self.scales]
         exprs += [] if self.ends is None else [self.ends.value]
+        exprs += [] if self.factor is None else [self.factor]
         exprs += [e for s in self.epilogue for e in s.exprs]
         return tuple(sorted(syms(*exprs), key=lambda e: e.arg.name))
 
@@ -217,7 +230,7 @@ class GemmProblem:
             o if o.is_plain else plain(o.view, position)
             for o, position in zip(self.operands, self.positions, strict=True)
         )
-        made = replace(self, operands=operands, epilogue=(), keeps=True)
+        made = replace(self, operands=operands, epilogue=(), keeps=True, factor=None)
         used = {*made.reads, *made.writes}
         return replace(made, buffers=tuple(b for b in self.buffers if b.name in used))
 
@@ -246,6 +259,7 @@ class GemmProblem:
             else [f"ends {self.ends.view} {type(self).__name__} {self.place}"]
         )
         lines += [] if self.second is None else [f"second {self.second}"]
+        lines += [] if self.factor is None else [f"factor {show_expr(self.factor)}"]
         lines += [f"{self.result}", *map(str, self.buffers), *map(str, self.epilogue)]
         return "\n".join(lines)
 
@@ -298,14 +312,18 @@ def _placed(view: View, known: tuple[tuple[str, int], ...]
 def definition(problem: GemmProblem) -> tuple[Node, ...]:
     """The problem as nodes of the IR: operands, the library's product, what follows. Buffers that
     the problem itself does not touch (prologues' operands, a product not kept) are used as well."""
-    nodes: list[Node] = []
+    folds, first = statistics(problem)
+    nodes: list[Node] = [nest for nest, _ in folds]
     own = problem.operator
+    lead = (problem.batch,) if problem.is_batched else ()
     for k, (operand, place) in enumerate(zip(problem.operands, problem.positions, strict=True)):
         is_image = len(operand.view.size) != len(place)  # a convolution's own reading of it
         if not (operand.is_plain or is_image) and problem.bare.operands[k].is_plain:
             index = _at(operand.view, place)
-            made = Store(operand.view.buffer, index, operand.value)
-            nodes.append(Nest(f"operand{k}", place, (), (made,), _ORIGIN))
+            value = operand.value if k % 2 else first
+            over = (problem.k, problem.n) if k % 2 else (problem.m, problem.k)
+            made = Store(operand.view.buffer, index, value)
+            nodes.append(Nest(f"operand{k}", (*lead, *over), (), (made,), _ORIGIN))
     if own is not None:
         after = Nest("epilogue", problem.place, (), problem.epilogue, _ORIGIN)
         return (*nodes, own, after) if problem.epilogue else (*nodes, own)
@@ -331,6 +349,29 @@ def definition(problem: GemmProblem) -> tuple[Node, ...]:
     if problem.epilogue:
         nodes.append(Nest("epilogue", problem.place, (), problem.epilogue, _ORIGIN))
     return tuple(nodes)
+
+
+def statistics(problem: GemmProblem) -> tuple[list[tuple[Nest, Buffer]], Expr]:
+    """What is reduced over rows of the left operand, each into a buffer; and the operand in terms
+    of these, scaled where its product is."""
+    value, found = problem.operands[0].value, list[tuple[Nest, Buffer]]()
+    if problem.factor is not None:
+        wide = make("cast", torch.float32, (value,), torch.float32)
+        scaled = make("mul", torch.float32, (wide, problem.factor))
+        value = make("cast", value.dtype, (scaled,), value.dtype)
+    known: dict[Expr, Expr] = {}
+    for node in walk(value):
+        several = node.op == "reduce" and node.arg.kind == "welford"
+        if node.op != "part" and (node.op != "reduce" or several):
+            continue
+        name, m = f"row{len(found)}", problem.m
+        over = problem.k if problem.k in free_vars(node) else problem.row
+        store = Store(name, m, substitute(node, known))
+        device = problem.memory[problem.result.buffer].device
+        buffer = Buffer(name, node.dtype, device, (m.src[0],), (ix.ONE,), "temporary")
+        found.append((Nest(name, (m,), (over,), (store,), _ORIGIN), buffer))
+        known[node] = load(name, node.dtype, m)
+    return found, substitute(value, known)
 
 
 _ORIGIN = Origin(())

@@ -178,10 +178,10 @@ class TritonTemplate:
                 ) -> Rendered:  # fmt: skip
         blocks = config.block_m, config.block_n, config.block_k
         described = self.tma and options.triton.enable_template_tma_store
-        hooks = Hooks(problem, Shape(*blocks, wide, self.tma, self.rows, described,
-                                     config.epilogue_subtile))  # fmt: skip
-        text = _Text(hooks)
         split = self.split and config.split_k > 1
+        hooks = Hooks(problem, Shape(*blocks, wide, self.tma, self.rows, described,
+                                     config.epilogue_subtile, split))  # fmt: skip
+        text = _Text(hooks)
         loops = {"batch": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k}
         made = self._template.render(
             head=text.head,
@@ -205,7 +205,8 @@ class TritonTemplate:
             stages=config.num_stages,
             rows=ix.value_of(problem.m.src[0]) if self.rows else 0,
         )
-        shares = config.split_k * config.block_m * config.block_n if split else 0
+        beside = len(hooks.sums)  # numbers that a row of a share has beside its products
+        shares = config.split_k * config.block_m * (config.block_n + beside) if split else 0
         own = config.split_k * DESCRIPTORS if self.tma else 0
         tiles = tiles_of(problem, config)
         return Rendered(

@@ -50,7 +50,8 @@ class WeightsProblem(GemmProblem):
         if self.is_bare:
             return self
         x = plain(self.operands[0].view, self.positions[0])
-        made = replace(self, operands=(x, self.operands[1]), epilogue=(), keeps=True)
+        made = replace(self, operands=(x, self.operands[1]), epilogue=(), keeps=True,
+                       factor=None)  # fmt: skip
         used = {*made.reads, *made.writes}
         return replace(made, buffers=tuple(b for b in self.buffers if b.name in used))
 

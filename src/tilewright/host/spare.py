@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewright.gemm.problem import GemmProblem, definition
+from tilewright.gemm.problem import GemmProblem, definition, statistics
 from tilewright.ir import interp
 from tilewright.ir.program import Buffer, Node, Program
 from tilewright.ir.show import show_node
@@ -36,8 +36,8 @@ class Spare:
     def product(cls, problem: GemmProblem) -> Spare:
         """The library's product between loops."""
         used = {*problem.reads, *problem.writes}
-        local = frozenset(problem.memory) - used
-        return cls._made(definition(problem), problem.memory, local)
+        known = problem.memory | {b.name: b for _, b in statistics(problem)[0]}
+        return cls._made(definition(problem), known, frozenset(known) - used)
 
     @classmethod
     def _made(cls, nodes: tuple[Node, ...], known: dict[str, Buffer],

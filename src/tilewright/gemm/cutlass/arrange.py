@@ -184,7 +184,7 @@ def _refused(problem: GemmProblem) -> str:
         return "it is the sum of two products"
     if problem.is_block_scaled:
         return "its scales are of blocks of k"
-    if all(not o.is_plain for o in problem.operands):
+    if problem.factor is not None or all(not o.is_plain for o in problem.operands):
         return _COMPUTED
     if problem.bias is not None and not problem.bias.is_plain:
         return "its bias is computed where it is read"
