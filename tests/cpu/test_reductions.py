@@ -396,3 +396,15 @@ def test_channels_are_more_than_one_tile(channels: int, threads: int, lanes: int
     assert f"tile += {lanes})" in code
     assert code.count("tile += ") == code.count(f"tile += {lanes})")
     torch.testing.assert_close(found, fn(x), rtol=1e-4, atol=1e-4)
+
+
+def test_place_of_an_extreme_of_a_function():
+    """A function gives another last bit for a vector than for one element: no element was equal to
+    the greatest of its chunk, and the place was another chunk's."""
+    find = compiled(lambda x: (x.sin().t().argmax(), x.sin().argmin(1)))
+    for seed in range(30):
+        x = torch.rand(5, 7, generator=torch.Generator().manual_seed(seed)) * 4 - 2
+        values = x.sin()
+        greatest, least = find(x)
+        assert values.t().flatten()[greatest] >= values.max() - 1e-6
+        assert (values.gather(1, least[:, None])[:, 0] <= values.amin(1) + 1e-6).all()
