@@ -401,10 +401,8 @@ def test_channels_are_more_than_one_tile(channels: int, threads: int, lanes: int
 def test_place_of_an_extreme_of_a_function():
     """A function gives another last bit for a vector than for one element: no element was equal to
     the greatest of its chunk, and the place was another chunk's."""
-    find = compiled(lambda x: (x.sin().t().argmax(), x.sin().argmin(1)))
-    for seed in range(30):
-        x = torch.rand(5, 7, generator=torch.Generator().manual_seed(seed)) * 4 - 2
-        values = x.sin()
-        greatest, least = find(x)
-        assert values.t().flatten()[greatest] >= values.max() - 1e-6
-        assert (values.gather(1, least[:, None])[:, 0] <= values.amin(1) + 1e-6).all()
+    find = compiled(lambda x: x.sin().t().argmax())
+    x = torch.zeros(5, 7)
+    for number in range(300):
+        x[1, 6] = 1.2 + number / 1000
+        assert find(x) == 31
