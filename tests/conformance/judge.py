@@ -18,6 +18,8 @@ from tests.conformance.cases import Result
 RULES = {
     "the text of its kernels": r"FileCheck|\bcodes?\b|source_code|\bkernels\b|run_and_get",
     "its counts of kernels and bytes": r"metrics\.|[kK]ernelCount|num_kernels",
+    "the text of its graphs": r"graph_inductor|post_grad_graphs|assertExpectedInline",
+    "a card": r"cuda|GPU_TYPE",
     "its counts of patterns it matched": r"counters\[|counters\.",
     "its messages and types of errors": r"InductorError|LoweringException|torch\._inductor\.exc",
     "its programs for use without Python": r"aoti|aot_inductor|AOTI|aot_compile",
