@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tests.conformance.cases import OURS, REFERENCE, Result
-from tests.conformance.judge import Verdict, verdict
+from tests.conformance.judge import verdict
 
 
 @dataclass
@@ -34,8 +34,9 @@ class Part:
 
     @property
     def rate(self) -> float:
-        """Of the tests that pass with the reference, the part that passes with ours: those that
-        fail with ours were all run with the reference, of the others a part drawn at random."""
+        """Of the tests that pass with the reference, the part that passes with ours. Those that
+        fail with ours count where the reference does not fail them; of those that pass, a part
+        drawn at random was run with it."""
         share = self.checked_passed / self.checked if self.checked else 1.0
         both = self.passed * share
         return both / (both + len(self.ours)) if both + len(self.ours) else 1.0
@@ -62,14 +63,12 @@ def _count(part: Part, ours: Result, reference: Result | None) -> None:
         if reference is not None:
             part.checked += 1
             part.checked_passed += reference.status == "passed"
-    elif reference is not None and reference.status == "passed":
-        judged: Verdict = verdict(ours)
-        if judged.reason:
-            part.inner[judged.reason] += 1
-        else:
-            part.ours.append(ours)
-    elif reference is not None:
+    elif reason := verdict(ours):
+        part.inner[reason] += 1
+    elif reference is not None and reference.failed:
         part.also_theirs += 1
+    else:
+        part.ours.append(ours)
 
 
 def table(of: Mapping[str, Part]) -> Iterator[str]:

@@ -215,3 +215,31 @@ def test_tensors_of_devices_without_kernels_are_torchs(caplog):
     result = compiled(lambda x: (x @ x.t()).softmax(-1))(x)
     assert result.shape == (3, 3) and result.device.type == "meta"
     assert not [r for r in caplog.records if r.name.startswith("tilewright") and r.levelno > 20]
+
+
+NOTHING: dict[str, Callable[..., Any]] = {
+    "index": lambda x, i: (x * 2)[i],
+    "gather": lambda x, i: x.gather(0, i[:, None].expand(2, 3)),
+    "embedding": lambda x, i: F.embedding(i, x).sin(),
+    "index_select": lambda x, i: x.index_select(0, i) + 1,
+    "index_put": lambda x, i: (x * 2).index_put((i,), torch.ones(2, 3)),
+    "scatter_add": lambda x, i: x.scatter_add(0, i[:, None].expand(2, 3), torch.ones(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_an_index_into_nothing_is_refused(name):
+    """There is no first element to go on with."""
+    values, index = torch.randn(6, 3), torch.tensor([0, 2])
+
+    def chosen(x, mask, i):
+        return NOTHING[name](x[mask], i)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = compiled(chosen)
+        everything = torch.full((6,), True)
+        torch.testing.assert_close(run(values, everything, index), NOTHING[name](values, index))
+        with pytest.raises((IndexError, RuntimeError), match=r"out of"):
+            run(values, ~everything, index)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of|should be positive"):
+        compiled(NOTHING[name])(values[:0], index)

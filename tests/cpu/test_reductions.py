@@ -396,3 +396,13 @@ def test_channels_are_more_than_one_tile(channels: int, threads: int, lanes: int
     assert f"tile += {lanes})" in code
     assert code.count("tile += ") == code.count(f"tile += {lanes})")
     torch.testing.assert_close(found, fn(x), rtol=1e-4, atol=1e-4)
+
+
+def test_place_of_an_extreme_of_a_function():
+    """A function gives another last bit for a vector than for one element: no element was equal to
+    the greatest of its chunk, and the place was another chunk's."""
+    find = compiled(lambda x: x.sin().t().argmax())
+    x = torch.zeros(5, 7)
+    for number in range(300):
+        x[1, 6] = 1.2 + number / 1000
+        assert find(x) == 31

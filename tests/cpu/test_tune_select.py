@@ -772,3 +772,8 @@ def test_what_is_no_terminal_is_told_nothing(capsys, monkeypatch):
     with progress.shown(1):
         choose(aten(100.0), Fake("a", 50.0))
     assert capsys.readouterr().err == ""
+
+
+def test_the_time_left_grows_while_nothing_is_done():
+    assert [progress.time_left(seconds, 0.25) for seconds in (10, 30)] == ["0:00:30", "0:01:30"]
+    assert progress.time_left(3, 0.0) == "-:--:--"

@@ -18,13 +18,16 @@ from tilewright.ir import philox
 Result = Literal["same", "bool", "second", "index", "arg"]
 
 
+CALL = 20
+
+
 @dataclass(frozen=True)
 class Op:
     name: str
     arity: int
     ref: Callable[..., Any]
     result: Result = "same"  # dtype of the result: of the first source, bool, ...
-    cost: int = 1  # in additions; 20 and above is a function call worth not repeating
+    cost: int = 1  # in additions; from CALL on a function call, worth not repeating
     floats_only: bool = False
 
 

@@ -6,6 +6,7 @@ into when the program runs, and an IndexError says so.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 
 from tilewright.ir import build
 from tilewright.ir import index as ix
-from tilewright.ir.expr import INDEX, Expr, const
-from tilewright.ir.ops import SURE
+from tilewright.ir.expr import INDEX, Expr, const, walk
+from tilewright.ir.ops import CALL, SURE
 from tilewright.ir.program import Store
 from tilewright.lower.context import Lowering
 from tilewright.lower.promote import Operand, operand, promoted
@@ -63,8 +64,29 @@ def unchecked(i: Expr, size: Expr) -> Expr:
 
 def table(ctx: Lowering, t: Tensor) -> Tensor:
     """`t` to be read at gathered positions: stored if computing an element costs much."""
+    if t.numel is ix.ZERO:
+        raise Unsupported("an index into nothing: torch says what is wrong with it")
     work, reads = cost(t.body)
-    return ctx.realize(t) if work >= 20 or reads > 2 else t
+    return ctx.realize(t) if work >= CALL or reads > 2 else t
+
+
+def gathered(ctx: Lowering, t: Tensor, size: Size, place: Callable[..., Sequence[Expr]]) -> Tensor:
+    """The elements of `t` at checked positions. An index that is out of range goes on as the first,
+    which a tensor that is empty has not: its positions stand for elements, so they are checked."""
+    source = table(ctx, t)
+    found = view(source, size, place)
+    if ix.known_lt(ix.ZERO, source.numel):
+        return found
+    some = build.op("lt", ix.ZERO, source.numel)
+    positions = [i for i in place(*placeholders(size)) if is_checked(i)]
+    instead = functools.reduce(lambda a, b: build.op("add", a, b), positions)
+    return found.map(
+        lambda v: build.where(some, build.guard(v, some), build.cast(instead, v.dtype))
+    )
+
+
+def is_checked(position: Expr) -> bool:
+    return any(n.op == "index" and n.arg != SURE for n in walk(position))
 
 
 def takes_one_of_few(ctx: Lowering, t: Tensor, dim: int, size: Size) -> bool:
@@ -116,29 +138,31 @@ def _gather(ctx: Lowering, t: Tensor, dim: int, index: Tensor, sparse_grad: bool
     if index.numel is ix.ZERO:  # may have any rank then
         return Tensor(index.size, t.dtype, t.device, zero(t.dtype))
     source, where = at_least_1d(t), at_least_1d(index)
-    if not takes_one_of_few(ctx, source, dim, where.size):
-        source = table(ctx, source)
-    found = view(source, where.size,
-                 lambda *i: replaced(i, dim, checked(where.at(i), source.size[dim])))  # fmt: skip
-    return reshape(found, index.size)
+
+    def place(*i: Expr) -> Sequence[Expr]:
+        return replaced(i, dim, checked(where.at(i), source.size[dim]))
+
+    if takes_one_of_few(ctx, source, dim, where.size):
+        return reshape(view(source, where.size, place), index.size)
+    return reshape(gathered(ctx, source, where.size, place), index.size)
 
 
 @lowers(aten.index_select.default)
 def _index_select(ctx: Lowering, t: Tensor, dim: int, index: Tensor) -> Tensor:
     dim = axis(dim, t.rank)
-    source, where = table(ctx, at_least_1d(t)), at_least_1d(index)
+    source, where = at_least_1d(t), at_least_1d(index)
     size = tuple(replaced(source.size, dim, where.size[0]))
 
     def reindex(*i: Expr) -> list[Expr]:
         return replaced(i, dim, checked(where.at([i[dim]]), source.size[dim]))
 
-    return reshape(view(source, size, reindex), result_size(ctx))
+    return reshape(gathered(ctx, source, size, reindex), result_size(ctx))
 
 
 @lowers(aten.index.Tensor)
 def _index(ctx: Lowering, t: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     chosen = Advanced(t.size, indices, checked_wrapped)
-    return view(table(ctx, t), chosen.size, chosen.source)
+    return gathered(ctx, t, chosen.size, chosen.source)
 
 
 @lowers(aten._unsafe_index.Tensor)
@@ -158,7 +182,7 @@ def _unsafe_masked_index(ctx: Lowering, t: Tensor, mask: Tensor, indices: Sequen
 @lowers(aten.take.default)
 def _take(ctx: Lowering, t: Tensor, index: Tensor) -> Tensor:
     flat = reshape(table(ctx, t), (t.numel,))
-    return view(flat, index.size, lambda *i: [checked_wrapped(index.at(i), t.numel)])
+    return gathered(ctx, flat, index.size, lambda *i: [checked_wrapped(index.at(i), t.numel)])
 
 
 # ---- embedding
@@ -172,7 +196,7 @@ def _embedding(ctx: Lowering, weight: Tensor, indices: Tensor, *unused: Any,
     def reindex(*i: Expr) -> list[Expr]:
         return [checked(indices.at(i[:count]), weight.size[0]), *i[count:]]
 
-    return view(table(ctx, weight), (*indices.size, *weight.size[1:]), reindex)
+    return gathered(ctx, weight, (*indices.size, *weight.size[1:]), reindex)
 
 
 # ---- masks

@@ -25,6 +25,7 @@ from tilewright.lower.indexing import (
     at_least_1d,
     checked,
     checked_wrapped,
+    is_checked,
     unchecked,
 )
 from tilewright.lower.mutation import take
@@ -98,11 +99,19 @@ CHOSEN = 8  # elements of each row that every other is compared with
 
 def scattered(ctx: Lowering, into: Tensor, points: Points, value: Callable[..., Expr],
               mode: StoreMode) -> Tensor:  # fmt: skip
+    _has_places(into, points)
     if mode == "add" and (copies := _copies(into, points, value)):
         return _in_copies(ctx, into, points, value, copies)
     target = Target(ctx, into, combines=mode != "set")
     target.scatter(points, value, mode)
     return target.result
+
+
+def _has_places(into: Tensor, points: Points) -> None:
+    """A position that is out of range goes on as the first, which has to be there."""
+    positions = points.position(*placeholders(points.size))
+    if not ix.known_lt(ix.ZERO, into.numel) and any(map(is_checked, positions)):
+        raise Unsupported("indices into what may be empty: torch says what is wrong with them")
 
 
 def _copies(into: Tensor, points: Points, value: Callable[..., Expr]) -> int:
@@ -175,6 +184,7 @@ def _neutral(mode: StoreMode, dtype: torch.dtype) -> Expr:
 def combined(ctx: Lowering, into: Tensor, points: Points, value: Callable[..., Expr], kind: str,
              include_self: bool) -> Tensor:  # fmt: skip
     mode = _MODES[kind]
+    _has_places(into, points)
     target = Target(ctx, into)
     if not include_self:
         target.scatter(points, lambda *i: _neutral(mode, into.dtype))

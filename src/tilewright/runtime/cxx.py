@@ -355,8 +355,8 @@ def _address(tensor: torch.Tensor) -> int:
     found = tensor.data_ptr()
     if not found and tensor.numel():
         raise RuntimeError(
-            f"a compiled program was given a {type(tensor).__name__}, which has no memory: call the "
-            "function that was compiled, or do so outside of FakeTensorMode"
+            f"a compiled program was given a {type(tensor).__name__}, which has no memory: "
+            "call the function that was compiled, or do so outside of FakeTensorMode"
         )
     return found
 

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Generator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from tilewright import config
@@ -35,7 +36,7 @@ class _Tuned:
     def tried(self, title: str) -> None:
         self._here += 1
         if self._bar is None and time.perf_counter() - self._began >= AFTER:
-            self._bar = _bar()
+            self._bar = _bar(self._began)
         if self._bar is not None:
             part = min(self._here / max(self._offered, 1), 1.0)
             expected = max(self.expected, self._decided + 1)
@@ -109,10 +110,23 @@ def decided(verdict: Verdict, choices: Sequence[ChoiceCaller]) -> None:
         _tuned.decided(verdict, choices)
 
 
-def _bar() -> tuple[Progress, TaskID]:
-    from rich.console import Console
-    from rich.progress import Progress
+def time_left(elapsed: float, done: float) -> str:
+    """By what was done so far: more and more while nothing is, as when a kernel is long in the
+    making (rich goes by the last steps, and said three seconds for half a minute)."""
+    return str(timedelta(seconds=round(elapsed * (1 - done) / done))) if done > 0 else "-:--:--"
 
-    progress = Progress(console=Console(file=sys.stderr), transient=True)
+
+def _bar(began: float) -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
+
+    class Left(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            done = task.completed / task.total if task.total else 0.0
+            return Text(f"{100 * done:3.0f}% {time_left(time.perf_counter() - began, done)}")
+
+    columns = TextColumn("{task.description}"), BarColumn(), Left()
+    progress = Progress(*columns, console=Console(file=sys.stderr), transient=True)
     progress.start()
     return progress, progress.add_task("tuning")

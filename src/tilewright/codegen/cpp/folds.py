@@ -15,12 +15,15 @@ from tilewright.codegen.cpp.emit import Writer
 from tilewright.codegen.cpp.text import CTYPE, combine, neutral
 from tilewright.ir.build import part
 from tilewright.ir.expr import Expr, walk
+from tilewright.ir.ops import CALL, TABLE
 from tilewright.ir.program import Nest
 from tilewright.schedule.nests.segments import Segment
 
 _CLAUSE = {"sum": "+", "prod": "*", "any": "|", "all": "&", "xor": "^", "max": "tw_max",
            "min": "tw_min"}  # fmt: skip
 
+
+ARG_CHUNK = 512  # elements of a loop in which the place of an extreme is searched together
 
 Lanes = int | str
 """Accumulators side by side: a few on the stack, or (given as text) any number on the heap."""
@@ -74,7 +77,7 @@ class Accumulator:
     def join(self, w: Writer, other: Accumulator) -> None:
         w.line(f"{self.part} = {self._combine(self.part, other.part)};")
 
-    def step_chunk(self, w: Writer) -> None:
+    def step_chunk(self, w: Writer, loop: str) -> None:
         w.line(f"{self.part} = {self._combine(self.part, w.value(self.value))};")
 
     def end_chunk(self, w: Writer, loop: str) -> None:
@@ -140,6 +143,9 @@ class ArgAccumulator(Accumulator):
         self.at = f"{name}_at"
         self.extreme = self.kind.removeprefix("arg")
         self.total = self.ctype = CTYPE[self.dtype]
+        # a function computed for a vector need not give what it gives for one element
+        calls = any(n.op in TABLE and TABLE[n.op].cost >= CALL for n in walk(self.value))
+        self.kept = f"{name}_kept" if calls else ""  # the chunk's values
 
     def declare(self, w: Writer, lanes: Lanes) -> None:
         _declare(w, self.ctype, self.name, self._neutral(), lanes)
@@ -150,17 +156,22 @@ class ArgAccumulator(Accumulator):
 
     def start_chunk(self, w: Writer) -> str:
         w.line(f"{self.ctype} {self.part} = {self._neutral()};")
+        if self.kept:
+            w.line(f"alignas(64) {self.ctype} {self.kept}[{ARG_CHUNK}];")
         return f" reduction(tw_{self.extreme}:{self.part})"
 
-    def step_chunk(self, w: Writer) -> None:
-        w.line(f"{self.part} = tw::{self.extreme}({self.part}, {w.value(self.value)});")
+    def step_chunk(self, w: Writer, loop: str) -> None:
+        value = w.value(self.value)
+        if self.kept:
+            w.line(f"{self.kept}[{loop} - chunk] = {value};")
+        w.line(f"{self.part} = tw::{self.extreme}({self.part}, {value});")
 
     def end_chunk(self, w: Writer, loop: str) -> None:
         p, name, at = self.part, self.name, self.at
         takes = f"tw::{self.kind}_takes"
         with (w.block(f"if ({takes}({p}, INT64_C(0), {name}, {at}))"),
               w.block(f"for (int64_t {loop} = chunk; {loop} < stop; ++{loop})")):  # fmt: skip
-            value = w.value(self.value)
+            value = f"{self.kept}[{loop} - chunk]" if self.kept else w.value(self.value)
             with w.block(f"if ({value} == {p} || ({value} != {value} && {p} != {p}))"):
                 position = w.value(self.position)
                 with w.block(f"if ({takes}({p}, {position}, {name}, {at}))"):
@@ -232,7 +243,7 @@ class WelfordAccumulator(Accumulator):
         w.line(f"{self.ctype} {self.part} = 0;")
         return f" reduction(+:{self.part})"
 
-    def step_chunk(self, w: Writer) -> None:
+    def step_chunk(self, w: Writer, loop: str) -> None:
         w.line(f"{self.part} += {w.value(self.value)};")
 
     def end_chunk(self, w: Writer, loop: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from tilewright import config
 from tilewright.codegen.cpp.emit import Writer, uses_flag
 from tilewright.codegen.cpp.folds import (
+    ARG_CHUNK,
     Accumulator,
     ArgAccumulator,
     ScanAccumulator,
@@ -43,7 +44,6 @@ LANES = (256, 128, 64, 32, 16)  # elements of a vectorised outer loop handled to
 COLUMNS = (64, 32, 16, 1)  # the same of a loop of a segment's own
 SCRATCH = 1 << 17  # elements of scratch rows for all lanes that still live in a cache
 CHUNK = 4096  # elements of a loop handled together: partial sums stay accurate, threads get work
-ARG_CHUNK = 512
 LANE_CHUNK = 128  # the same where one lane adds up a chunk alone
 FEWEST_TILES = 16  # of the widest kind; with fewer, some threads would have nothing to do
 PARALLEL_WORK = 8192  # iterations below which starting threads costs more than it gains
@@ -563,7 +563,7 @@ class Kernel:
             else:
                 w.line(f"#pragma omp simd{''.join(clauses)}{self.flag_clause()}")
                 with w.block(f"for (int64_t {v.arg} = chunk; {v.arg} < stop; ++{v.arg})"):
-                    self._fold_point(segment, folds, lambda fold: fold.step_chunk(w))
+                    self._fold_point(segment, folds, lambda fold: fold.step_chunk(w, v.arg))
             for fold in folds:
                 fold.end_chunk(w, v.arg)
 
@@ -578,7 +578,7 @@ class Kernel:
         w = self.w
 
         def point() -> None:
-            self._fold_point(segment, folds, lambda fold: fold.step_chunk(w))
+            self._fold_point(segment, folds, lambda fold: fold.step_chunk(w, v.arg))
 
         w.line("const int64_t half = (stop - chunk) / 2;")
         second = [fold.second_stream() for fold in folds]
@@ -590,7 +590,7 @@ class Kernel:
                 point()
             with w.block(""):
                 w.line(f"const int64_t {v.arg} = chunk + half + at;")
-                self._fold_point(segment, second, lambda fold: fold.step_chunk(w))
+                self._fold_point(segment, second, lambda fold: fold.step_chunk(w, v.arg))
         with w.block(f"for (int64_t {v.arg} = chunk + 2*half; {v.arg} < stop; ++{v.arg})"):
             point()
         for fold, other in zip(folds, second, strict=True):
