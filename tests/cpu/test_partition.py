@@ -52,6 +52,19 @@ def test_relu_keeps_a_mask() -> None:
     assert saved(torch.relu, leaf(5, 7)) == [(torch.bool, 35)]
 
 
+def test_what_both_sides_of_a_product_use_is_kept() -> None:
+    """Neither of the two it is the sum of: the forward pass stores it for what comes later."""
+
+    def function(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        both = x + y
+        return (both.exp() @ w) * both
+
+    given = leaf(16, 8), leaf(16, 8), leaf(8, 8)
+    three = [(torch.float32, 128)] * 3  # the sum, its exponential and the product
+    assert saved(function, *given) == [*three, (torch.float32, 64)]
+    check(function, *given, tolerance={"rtol": 1e-4, "atol": 1e-4})
+
+
 def test_which_is_the_smallest_is_kept_and_not_found_again() -> None:
     """The exponential of a vector may differ from the scalar one in the last bit: computed again,
     none would be the smallest."""
