@@ -79,6 +79,17 @@ def test_which_is_the_smallest_is_kept_and_not_found_again() -> None:
     check(function, x, tolerance={"rtol": 1e-9, "atol": 1e-9})
 
 
+def test_which_equal_what_is_computed_is_kept_and_not_found_again() -> None:
+    """One side is an input, and the other may come out otherwise: both are read there anyway."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(x == F.silu(y), x * y, x.sin() * y)
+
+    given = leaf(5, 8), leaf(5, 8)
+    assert (torch.bool, 40) in saved(function, *given)
+    check(function, *given)
+
+
 def test_which_of_two_is_larger_is_found_again() -> None:
     """Where products and differences of inputs are compared, as quantile losses do."""
 
