@@ -83,5 +83,7 @@ def test_graphs_that_stay(fn: Callable[..., Any], follows: bool) -> None:
     with mock.patch.object(torch._C, "_conv_determine_backend_memory_format", given):
         done, graph = laid_out(fn, torch.bfloat16, batch=4)  # what was evaluated before is kept
     assert not done
-    for call in graph.find_nodes(op="call_function", target=aten.convolution.default):
+    calls = graph.find_nodes(op="call_function", target=aten.convolution.default)
+    assert len(calls) == (3 if fn is net else 1)
+    for call in calls:
         assert all(n.target is not aten.clone.default for n in call.all_input_nodes)

@@ -70,7 +70,9 @@ def test_a_sum_of_positions_is_told_exactly(name: str, compared: str) -> None:
     for limit in (-5, 0, 3, 6, 20):
         for mask in (op(compared, NUMBERS[name], const(limit)),
                      op(compared, const(limit), NUMBERS[name])):  # fmt: skip
-            for anywhere, everywhere, maybe, surely in judged(mask):
+            found = judged(mask)
+            assert found
+            for anywhere, everywhere, maybe, surely in found:
                 assert maybe >= anywhere and surely <= everywhere
                 if name != "apart":  # its least value is not looked for inside
                     assert (maybe, surely) == (anywhere, everywhere)

@@ -582,15 +582,18 @@ def _shaped(flat: Tensor, buffer: Buffer) -> Tensor:
     return flat.as_strided(size, stride)
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 7), (6, 5, 0), (6, 0, 7)])
+@pytest.mark.parametrize(("shape", "backends"), [
+    ((0, 5, 7), "ATEN,TOY"), ((0, 5, 7), "TOY"), ((6, 5, 0), "ATEN,TOY"), ((6, 5, 0), "TOY"),
+    ((6, 0, 7), "ATEN,TOY")])  # fmt: skip
 def test_empty_products(
-    register: Callable[[ToyProvider], None], shape: tuple[int, int, int]
+    register: Callable[[ToyProvider], None], shape: tuple[int, int, int], backends: str
 ) -> None:
-    """MA-I2, MA-I3, MA-I4: nothing to compute, nothing to choose, and nothing is timed."""
+    """MA-I2, MA-I3, MA-I4: nothing to compute, nothing to choose, and nothing is timed, whoever is
+    asked for."""
     register(ToyProvider(toy(), toy()))
     m, k, n = shape
     args = (torch.randn(m, k), torch.randn(n, k), torch.randn(n))
-    check(layer, args, options={**TUNED, "max_autotune_gemm_backends": "ATEN,TOY"})
+    check(layer, args, options={**TUNED, "max_autotune_gemm_backends": backends})
     timed = metrics.counters["inductor"]["benchmarking.Benchmarker.benchmark_cpu"]
     assert not calls and timed == (k == 0)  # of zeros too: the library alone
 
@@ -630,7 +633,7 @@ def test_tuning_leaves_the_users_random_numbers_alone(
         call = compiled(function, options=options)
         torch.manual_seed(5)
         call(x, w).sum().backward()
-    torch.testing.assert_close(x.grad, expected, rtol=1e-1, atol=1e-1)
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_results_are_in_one_place_and_operands_in_many() -> None:

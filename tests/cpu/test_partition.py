@@ -52,6 +52,19 @@ def test_relu_keeps_a_mask() -> None:
     assert saved(torch.relu, leaf(5, 7)) == [(torch.bool, 35)]
 
 
+def test_what_both_sides_of_a_product_use_is_kept() -> None:
+    """Neither of the two it is the sum of: the forward pass stores it for what comes later."""
+
+    def function(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        both = x + y
+        return (both.exp() @ w) * both
+
+    given = leaf(16, 8), leaf(16, 8), leaf(8, 8)
+    three = [(torch.float32, 128)] * 3  # the sum, its exponential and the product
+    assert saved(function, *given) == [*three, (torch.float32, 64)]
+    check(function, *given, tolerance={"rtol": 1e-4, "atol": 1e-4})
+
+
 def test_which_is_the_smallest_is_kept_and_not_found_again() -> None:
     """The exponential of a vector may differ from the scalar one in the last bit: computed again,
     none would be the smallest."""
@@ -64,6 +77,17 @@ def test_which_is_the_smallest_is_kept_and_not_found_again() -> None:
     x = torch.randn(65, 4, 3, dtype=torch.float64, requires_grad=True)
     assert (torch.bool, x.numel()) in saved(function, x)
     check(function, x, tolerance={"rtol": 1e-9, "atol": 1e-9})
+
+
+def test_which_equal_what_is_computed_is_kept_and_not_found_again() -> None:
+    """One side is an input, and the other may come out otherwise: both are read there anyway."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(x == F.silu(y), x * y, x.sin() * y)
+
+    given = leaf(5, 8), leaf(5, 8)
+    assert (torch.bool, 40) in saved(function, *given)
+    check(function, *given)
 
 
 def test_which_of_two_is_larger_is_found_again() -> None:

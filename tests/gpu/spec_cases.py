@@ -6,10 +6,12 @@ Their twins are in `tests/cpu/test_gemm_spec.py`, `tests/cpu/test_gemm_programs.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import SkipTest
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,9 @@ from tests.gpu.cases import case, check, cuda
 from tests.gpu.gemm_cases import BF16, F16, FEW, code, compiled, rounded
 from tilewright import metrics
 from tilewright.gemm import heuristics
+from tilewright.gemm.cutedsl.source import CuteSource
 from tilewright.gemm.heuristics import GemmConfig, MMTemplateHeuristic, get_template_heuristic
+from tilewright.target import Target
 from tilewright.testing import fresh_cache, run_and_get_code
 from tilewright.tune import select
 from tilewright.tune.choices import ChoiceCaller
@@ -526,3 +530,16 @@ def a_choice_that_waits_gives_the_same_program() -> None:
                                              benchmark_epilogue_fusion=waits, **only)))
                 for waits in (False, True)]  # fmt: skip
     assert programs[0] == programs[1], programs
+
+
+@case
+def scores_by_a_template() -> None:
+    """CD-M4, CD-M5: two subgraphs of one template, one of them under a mask."""
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        raise SkipTest("the CuTe DSL is not installed")
+    from tests.compile.test_cutedsl_scores import given, scores
+
+    made = scores(Target.of("cuda"))
+    tensors, expected = given("cuda")
+    CuteSource("scores", made.request, 0)(*(tensors[n] for n in made.names))
+    torch.testing.assert_close(tensors["c"], expected)
