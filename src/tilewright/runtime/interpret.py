@@ -253,7 +253,7 @@ _types: dict[tuple[Any, ...], dict[str, Any]] = {}
 _shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
-def _type_once(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+def _type_once(self: Any, element_ty: Any, shape: list[Any]) -> None:
     """In place of `block_type.__init__`."""
     sizes = [s.value if isinstance(s, tl.constexpr) else s for s in shape]
     key = (str(element_ty), *sizes)

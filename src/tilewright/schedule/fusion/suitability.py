@@ -40,7 +40,7 @@ def _reads_columns_twice(group: Fit, target: Target) -> str:
     channels of 56x56 2.71 ms as one and 1.45 so, 28x28 0.51 and 0.39; 64 channels of 14x14 0.12
     and 0.14, which stay one)."""
     along = contiguous(group.members)
-    if group.outer != (along,):
+    if along is None or group.outer != (along,):
         return ""
     columns = hint_product([along.src[0]])
     rows, widths = walked_again(group, columns)
