@@ -240,10 +240,11 @@ def test_nothing_spills(function: Function, m: int, template: str, c: GemmConfig
 
 
 def test_walking_rows_has_its_time() -> None:
-    """By the model: of few rows little, of more what they take from the cache, in each program."""
+    """By the model: what they take from the cache, in each program. Scaled last they take little
+    more than as they are: they are copied past the registers, too."""
     c = GemmConfig(16, 64, 128, 4, 4)
     site, *_ = sites(llama, *given(64, 512, 4096, BF16))
     scaled, walked = (next(f.problem for f in site.fusions if f.problem.walks_rows == first)
                       for first in (False, True))  # fmt: skip
     apart = [estimate(p, c) for p in (scaled.bare, scaled, walked)]
-    assert apart[0] <= apart[1] < apart[2] - 1
+    assert apart[0] <= apart[1] < min(1.5 * apart[0], apart[2] - 1)

@@ -287,11 +287,15 @@ class _Access:
     aligned: bool  # its rows start at multiples of four bytes: they are copied without registers
 
     @classmethod
-    def of(cls, operand: Operand, is_right: bool) -> _Access:
+    def of(cls, problem: GemmProblem, k: int) -> _Access:
+        operand, is_right = problem.operands[k], bool(k)
         last = operand.view.stride[-1] is ix.ONE
         across = operand.view.stride[-2 if last else -1]
         step = (ix.value_of(across) or 16) * operand.dtype.itemsize
-        return cls(last != is_right, (operand.is_plain or is_unpacked(operand)) and step % 4 == 0)
+        # rows that are normalised where they are read lie as what is never stored would
+        normed = k == 0 and (problem.factor is not None or problem.walks_rows)
+        copied = operand.is_plain or is_unpacked(operand) or normed
+        return cls(last != is_right, copied and step % 4 == 0)
 
     def waste(self, along: int, across: int, itemsize: float) -> float:
         """Bytes read for one that is needed, of a tile of so many elements along k and across."""
@@ -301,7 +305,7 @@ class _Access:
 
 def _registers(problem: GemmProblem, c: GemmConfig, dot: bool) -> float:
     """Of a thread; what cannot be copied past the registers is held in them."""
-    left, right = (_Access.of(o, bool(k)) for k, o in enumerate(problem.operands[:2]))
+    left, right = (_Access.of(problem, k) for k in range(2))
     held = sum(size * c.block_k for size, a in ((c.block_m, left), (c.block_n, right))
                if not a.aligned)  # fmt: skip
     own = sums(problem) * c.accumulator_registers + _OTHERS if dot else 128
@@ -327,7 +331,7 @@ def _step(problem: GemmProblem, c: GemmConfig, card: Rates, dot: bool) -> float:
     loaded = 0.0
     for k, (operand, block) in enumerate(zip(problem.operands[:2], (c.block_m, c.block_n),
                                              strict=True)):  # fmt: skip
-        access, size = _Access.of(operand, bool(k)), width(problem, operand)
+        access, size = _Access.of(problem, k), width(problem, operand)
         slow = 1.0 if access.aligned else 5.5
         loaded += block * c.block_k * size * access.waste(c.block_k, block, size) * slow
         if not operand.is_plain:
