@@ -33,6 +33,7 @@ class Builder:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
     other: Expr = ix.ZERO  # an element of the second of two products
+    shared: bool = False  # tensors of one storage are windows on one buffer
 
     def __post_init__(self) -> None:
         self.batch, self.m, self.n, self.k = loops(*self.sizes)
@@ -43,8 +44,10 @@ class Builder:
     def view(self, name: str, t: torch.Tensor) -> View:
         """A tensor's own memory as a buffer, and the tensor as a window on it."""
         storage = t.untyped_storage().nbytes() // t.element_size()
-        name = next((n for n, b in self.tensors.items()
-                     if storage and b.untyped_storage() is t.untyped_storage()), name)  # fmt: skip
+        if self.shared:
+            start = t.untyped_storage().data_ptr()
+            same = (n for n, b in self.tensors.items() if b.untyped_storage().data_ptr() == start)
+            name = next(same, name)
         base = t.as_strided((storage,), (1,), 0) if storage else t.reshape(-1)
         size, stride = (tuple(map(self.number, v)) for v in (t.shape, t.stride()))
         self.tensors[name] = base
@@ -79,14 +82,14 @@ def problem(
     """Of the operands given (with a prologue one only says its sizes and dtype). Sizes that are in
     `dynamic` become symbols. `epilogue` gives (where, what) of further results by name, of a pair
     of products with the second as `builder.other`; `scales` are given as `_scaled_mm` takes them.
-    Tensors of one storage are windows on one buffer."""
+    Of a pair tensors of one storage are windows on one buffer."""
     left, right = given[:2]
     names = {n: sym(f"s{k}", lower=0, hint=n) for k, n in enumerate(dynamic)}
     batched = left.dim() == 3
     b = left.shape[0] if batched else 1
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
     builder = Builder(tuple(names.get(s, const(s)) for s in (b, m, n, k)), batched,  # type: ignore[arg-type]
-                      torch.device(device, 0), names)  # fmt: skip
+                      torch.device(device, 0), names, shared=op == "mm_pair")  # fmt: skip
     lead = (builder.batch,) if batched else ()
     operands: list[Operand] = []
     for at, t in enumerate(given):
