@@ -133,3 +133,10 @@ def test_no_elements_and_no_dimensions() -> None:
                         torch.cat([x[e], x]) + 1), torch.randn(4, 6), none)  # fmt: skip
     check(lambda z, i: (z.gather(0, i) + 1, z.index_select(0, i) + 1, z.take(i) + 1,
                         z.masked_fill(i == 0, 2)), torch.tensor(1.5), torch.tensor(0))  # fmt: skip
+
+
+def test_dimensions_found_apart_come_first() -> None:
+    """As eager has it: what is indexed is in front where other dimensions lie between."""
+    x, i, j = torch.randn(3, 4, 5, 6), torch.tensor([0, 2, 1]), torch.tensor([5, 0, 3])
+    check(lambda x, i, j: x[:, i, :, j] * 2, x, i, j)
+    check(lambda x, i: x[:, i, i] * 2, x, i)
