@@ -117,6 +117,9 @@ ROWS_OF_PROGRAM = most(4, "rows that one program has", "fuse what reduces them")
 ACCUMULATORS = most(
     1 << 15, "results of a reduction over rows", "accumulate them: more do not stay near"
 )
+COLUMNS_IN_CACHE = most(
+    1 << 18, "bytes of the columns that a CPU's thread has at once", "go along them again"
+)
 COLUMNS_OF_THREADS = least(
     1 << 16,
     "elements of columns that a CPU's thread would have alone",

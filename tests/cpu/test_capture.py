@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
 from tilewright import capture, config, metrics
+from tilewright.host import artifact
 from tilewright.testing import fresh_cache
 
 Make = Callable[[], tuple[Any, ...]]
@@ -209,12 +210,16 @@ def test_what_tracing_asks_of_the_process_is_in_the_key() -> None:
                                            cuda.enable_math_sdp, cuda.enable_cudnn_sdp)),
         functorch_config.patch(max_dist_from_bw=7),
     ]  # fmt: skip
-    found = [capture._surroundings()]
+
+    def name() -> str:
+        return artifact.named("captured", "text", capture._surroundings())
+
+    found = [name()]
     for setting in apart:
         with setting:
-            found.append(capture._surroundings())
+            found.append(name())
     assert len(set(found)) == 1 + len(apart)
-    assert capture._surroundings() == found[0]
+    assert name() == found[0]
 
 
 def test_functions_torch_made_by_one_maker_are_told_apart() -> None:

@@ -222,17 +222,18 @@ def test_an_option_that_a_job_sets_is_its_own(process: TuningProcess) -> None:
             assert child.answered(process, tuning_jobs.option) == number
 
 
-def test_libraries_compute_there_as_they_do_here(process: TuningProcess, monkeypatch: Any) -> None:
+def test_libraries_compute_there_as_they_do_here(process: TuningProcess) -> None:
     """What a candidate leaves behind is not what the next one has either."""
     threads, precise = torch.get_num_threads(), torch.get_float32_matmul_precision()
     child.answered(process, tuning_jobs.imports)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    cudnn = torch.backends.cudnn  # torch's own tests, once imported, have its settings only so
     try:
         torch.set_float32_matmul_precision("medium")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_num_threads(2)
-        for _ in range(2):
-            assert child.answered(process, tuning_jobs.settings) == ["bf16", True, 2, True]
+        with cudnn.flags(enabled=cudnn.enabled, benchmark=True):
+            for _ in range(2):
+                assert child.answered(process, tuning_jobs.settings) == ["bf16", True, 2, True]
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)

@@ -402,8 +402,8 @@ def _compiler_version(compiler: str) -> str:
         return known.decode()
     asked_for = (compiler, "--version")
     try:
-        done = subprocess.run(asked_for, capture_output=True, text=True, check=False)
-    except OSError as error:
+        done = compilers.run(asked_for, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler cannot be started: {error}", command=asked_for,
                          stderr="", hint=_TOO_MANY) from error  # fmt: skip
     if done.returncode != 0:

@@ -10,7 +10,8 @@ from tilewright.schedule.fusion.legality import Fit
 from tilewright.schedule.fusion.row_column import contiguous
 from tilewright.schedule.nests.access import all_loops
 from tilewright.schedule.nests.hints import hint_product, work
-from tilewright.schedule.split.policy import cooperating_programs, walked_again
+from tilewright.schedule.split.pairs import is_pair
+from tilewright.schedule.split.policy import cooperating_programs, dependents, walked_again
 from tilewright.target import Target
 
 CACHE_LINE = 64  # bytes, of a CPU
@@ -28,11 +29,11 @@ def unsuited(group: Fit, target: Target) -> str:
     ):
         return "the loops left to the members are too long to keep their values near"
     if not target.is_gpu:
-        return _reads_columns_twice(group, target)
+        return _reads_columns_twice(group)
     return _more_than_rows(group) or _turns_long_rows(group) or _has_many_rows(group)
 
 
-def _reads_columns_twice(group: Fit, target: Target) -> str:
+def _reads_columns_twice(group: Fit) -> str:
     """A thread of a CPU reduces some columns, a cache line of each row, and goes along them again.
     Where the cache no longer has them, or there are so few that all are one thread's, both are
     kernels that read memory in order, by all threads (batch norm and SiLU in training, channels
@@ -40,16 +41,22 @@ def _reads_columns_twice(group: Fit, target: Target) -> str:
     channels of 56x56 2.71 ms as one and 1.45 so, 28x28 0.51 and 0.39; 64 channels of 14x14 0.12
     and 0.14, which stay one)."""
     along = contiguous(group.members)
-    if along is None or group.outer != (along,):
+    if along is None or group.outer != (along,) or _walk_once(group):
         return ""
     columns = hint_product([along.src[0]])
     rows, widths = walked_again(group, columns)
-    if rows * CACHE_LINE * len(widths) > target.l2 // 4:
+    if rows * CACHE_LINE * len(widths) > rules.COLUMNS_IN_CACHE.limit:
         return "columns leave the cache before they are read again"
     alone = columns <= CACHE_LINE // max(widths, default=1)
     if alone and rows * columns >= rules.COLUMNS_OF_THREADS.limit:
         return "one thread would have all columns"
     return ""
+
+
+def _walk_once(group: Fit) -> bool:
+    """Whether all that needs a reduction is reduced in the same walk, as exponentials relative to
+    the largest value."""
+    return all(any(is_pair(m, top) for top in group.members) for m in dependents(group.members))
 
 
 def _has_many_rows(group: Fit) -> str:

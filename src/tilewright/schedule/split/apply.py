@@ -43,13 +43,13 @@ from tilewright.schedule.nests.segments import segments_of
 from tilewright.schedule.nests.transform import merge, substitute_nest
 from tilewright.schedule.split.cyclic import around_rows, cyclic_chunks, in_pieces, in_tiles
 from tilewright.schedule.split.online_softmax import (
-    is_pair,
     online_softmax,
     recomputed_members,
     relative_to,
     scaled,
     sums,
 )
+from tilewright.schedule.split.pairs import is_pair
 from tilewright.schedule.split.policy import (
     chunks,
     cooperating_programs,

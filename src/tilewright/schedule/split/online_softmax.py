@@ -16,7 +16,7 @@ import torch
 
 from tilewright import rules
 from tilewright.ir import build
-from tilewright.ir.expr import Expr, const, loads, rewrite, walk
+from tilewright.ir.expr import Expr, const, rewrite, walk
 from tilewright.ir.ops import TABLE
 from tilewright.ir.program import Nest, Program
 from tilewright.schedule.fusion.group import Group
@@ -24,6 +24,7 @@ from tilewright.schedule.fusion.legality import Fit, is_alone
 from tilewright.schedule.nests.hints import hint_bytes
 from tilewright.schedule.nests.transform import rename
 from tilewright.schedule.rewrite.rematerialise import inlined
+from tilewright.schedule.split.pairs import is_pair
 from tilewright.schedule.split.policy import starved
 from tilewright.target import Target
 
@@ -132,29 +133,6 @@ def sums(later: Sequence[Nest], first: Sequence[Nest]) -> list[Nest]:
                 found.append(new)
                 break
     return found
-
-
-def is_pair(nest: Nest, top: Nest) -> bool:
-    """Whether all that a nest reduces are exponentials relative to the largest values `top`
-    finds."""
-    folds = [n for n in walk(*nest.exprs) if n.op == "reduce"]
-    if not folds or is_alone(nest) or len(top.stores) != 1 or nest.reduce != top.reduce:
-        return False
-    (store,) = top.stores
-    largest = store.value
-    if largest.op != "reduce" or largest.arg.kind != "max" or nest.loops != top.loops:
-        return False
-    base = [n for n in loads(*nest.exprs) if n.arg == store.buffer]
-    return len(base) == 1 and base[0].src == (store.index,) and all(
-        _is_power(n, largest.src[0], base[0]) for n in folds)  # fmt: skip
-
-
-def _is_power(fold: Expr, value: Expr, base: Expr) -> bool:
-    power = fold.src[0]
-    if fold.arg.kind != "sum" or power.op != "exp" or power.dtype != torch.float32:
-        return False
-    away = power.src[0]
-    return away.op == "sub" and away.src == (value, base) and base.dtype == torch.float32
 
 
 def relative_to(fold: Expr, base: Expr, top: Expr) -> Expr:
