@@ -407,3 +407,10 @@ def test_place_of_an_extreme_of_a_function():
     for number in range(300):
         x[1, 6] = 1.2 + number / 1000
         assert find(x) == 31
+
+
+def test_chunks_of_long_rows_are_added_up_in_double() -> None:
+    """A thousand chunks in float32 are ten times as far off."""
+    x = torch.rand(2, 1 << 22) + 0.5
+    found = torch.compile(lambda x: x.sum(1), backend="tilewright")(x)
+    torch.testing.assert_close(found.double(), x.double().sum(1), rtol=1.2e-7, atol=0)
