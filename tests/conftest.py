@@ -51,6 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     fewer.mark_slow(items)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules are not looked at again by what collects
+
+
 SLOWEST = 30  # files, whose seconds a run ends with
 
 

@@ -67,13 +67,13 @@ def _loss(found: tuple[torch.Tensor, ...], weights: list[torch.Tensor]) -> torch
 
 def test_a_causal_mask_in_blocks_of_odd_size() -> None:
     blocks = create_block_mask(causal, None, None, 150, 150, device="cpu", BLOCK_SIZE=48)
-    given = operands(1, 2, 2, 150, 150, 16)
+    given = operands(1, 1, 1, 150, 150, 16)
     trained(lambda q, k, v: flex_attention(q, k, v, block_mask=blocks, return_lse=True), given)
 
 
 def test_memory_that_a_score_reads_has_gradients() -> None:
     """By place, by head, and as one number; and key heads are shared."""
-    given = (*operands(1, 4, 2, 40, 50, 16, 24), torch.randn(4, 120), torch.rand(4), torch.rand(50))
+    given = (*operands(1, 2, 1, 40, 50, 16, 24), torch.randn(2, 120), torch.rand(2), torch.rand(50))
 
     def fn(q: Any, k: Any, v: Any, bias: Any, slopes: Any, keys: Any) -> Any:
         def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
@@ -108,8 +108,8 @@ def test_a_bias_of_all_scores_is_not_added_to() -> None:
 
 def test_rows_of_which_nothing_is_left_and_blocks_that_are_full() -> None:
     for mask in (strict, prefix):
-        blocks = create_block_mask(mask, None, None, 100, 130, device="cpu", BLOCK_SIZE=32)
-        given = operands(1, 1, 1, 100, 130, 8)
+        blocks = create_block_mask(mask, None, None, 70, 100, device="cpu", BLOCK_SIZE=32)
+        given = operands(1, 1, 1, 70, 100, 8)
         trained(lambda q, k, v, b=blocks: flex_attention(q, k, v, block_mask=b, return_lse=True),
                 given)  # fmt: skip
 

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Made], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", CASES)
 @pretended
 def test_rounded_once(name: str) -> None:

@@ -91,6 +91,7 @@ def test_f8_4_scales_of_every_kind(kind: str, template: str) -> None:
 SIZES = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 131)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("seed", range(16))
 def test_f8_4_fuzzed(seed: int) -> None:
     """F8-4, F8-5, F8-6: any number of rows and columns, strides of padded rows, offsets, both

@@ -22,6 +22,7 @@ def test_every_row_has_text() -> None:
     assert set(RUNNING) == set(SCANS)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", sorted(set(TABLE) - set(rows.SPECIAL)))
 def test_row(name: str) -> None:
     rows.test_row(name)

@@ -59,6 +59,7 @@ def relu(x: Expr) -> Expr:
 # ---- sizes and layouts
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("m", "n", "k", "layout"), [
     (37, 53, 29, "nn"), (37, 53, 29, "nt"), (70, 301, 411, "nn"), (70, 301, 411, "nt"),
     (70, 301, 411, "tn"), (70, 301, 411, "tt"), (70, 301, 411, "ss"),
@@ -71,6 +72,7 @@ def test_odd_sizes_in_every_layout(m: int, n: int, k: int, layout: str) -> None:
     close(out, exact(left, right), k)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("q", "rows", "vecs", "kc", "pc", "qc", "pack_p"), [
     ("m", 6, 2, 64, 12, 32, False), ("n", 6, 2, 64, 12, 32, True), ("n", 4, 3, 200, 96, 48, False),
     ("m", 12, 1, 96, 24, 8, True), ("n", 1, 1, 8, 1, 8, False),
@@ -179,6 +181,7 @@ def test_batches_of_heads() -> None:
     close(out, exact(left, right), 16)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("dtype", "m", "layout"), [
     (torch.bfloat16, 1, "t"), (torch.bfloat16, 3, "n"), (torch.bfloat16, 50, "t"),
     (torch.bfloat16, 50, "n"), (torch.float16, 1, "t"), (torch.float16, 3, "n"),

@@ -61,6 +61,7 @@ def computed(left: Tensor, right: Tensor, unit: Unit, **more: int | str) -> Tens
     return out
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize(("m", "n", "k", "layout"), [
     (37, 53, 29, "nt"), (70, 301, 411, "nn"), (70, 301, 411, "tn"), (33, 65, 64, "ts"),

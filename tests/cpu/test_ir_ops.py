@@ -87,6 +87,7 @@ def _tolerance(name: str, dtype: torch.dtype) -> tuple[float, float]:
     return (1e-10, 1e-10) if dtype == torch.float64 else (2e-5, 2e-6)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", sorted(set(TABLE) - set(SPECIAL)))
 def test_row(name: str) -> None:
     row = TABLE[name]
@@ -219,6 +220,7 @@ def _fold_types(kind: str) -> tuple[torch.dtype, ...]:
 LAYOUTS = {"inner": (20, 75), "outer": (75, 40), "all": (130, 90), "long": (1, 9001)}
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", REDUCTIONS)
 def test_reduction(kind: str, layout: str) -> None:

@@ -160,6 +160,7 @@ EXPANDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", EXPANDED)
 @pytest.mark.parametrize(
     ("dtype", "dynamic"),

@@ -59,6 +59,7 @@ def test_max_pool2d(window: tuple[Any, ...]) -> None:
     check(lambda x: F.max_pool2d(x, *window, return_indices=True), rand(2, 3, 15, 17))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("window", [w for w in WINDOWS if w[3] == 1], ids=str)
 @pytest.mark.parametrize("count_pad", [True, False])
 def test_avg_pool2d(window: tuple[Any, ...], count_pad: bool) -> None:
@@ -86,6 +87,7 @@ def test_layouts_and_types(fn: Callable[..., Any]) -> None:
     check(fn, rand(2, 3, 9, 8, dtype=torch.bfloat16), rtol=2e-2, atol=4e-2)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("size", [1, 3, (4, 5), (5, None), (20, 30)], ids=str)
 def test_adaptive(size: Any) -> None:
     check(lambda x: F.adaptive_avg_pool2d(x, size), rand(2, 3, 15, 17))

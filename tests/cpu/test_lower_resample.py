@@ -43,6 +43,7 @@ SIZES = {"linear": (7,), "bilinear": (7, 9), "trilinear": (3, 4, 5), "bicubic": 
 SMOOTH = [(mode, corners) for mode in SIZES for corners in (False, True)]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 @pytest.mark.parametrize("size", [(7,), (7, 9), (3, 4, 5)], ids=str)
 def test_nearest(mode: str, size: tuple[int, ...]) -> None:

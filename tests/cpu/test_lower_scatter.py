@@ -48,6 +48,7 @@ def test_scatter_with_a_reduction() -> None:
                            reduce="multiply")), x, g, s, exact=False)  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("kind", ["sum", "prod", "mean", "amax", "amin"])
 def test_scatter_reduce(kind: str, dtype: torch.dtype) -> None:

@@ -94,6 +94,7 @@ FOLDS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", FOLDS)
 @pytest.mark.parametrize("rows", [3, 67])
 def test_rows_and_columns(kind: str, rows: int) -> None:
@@ -105,6 +106,7 @@ def test_rows_and_columns(kind: str, rows: int) -> None:
         assert len(found[0].steps) == (1 if rows == 3 else 3 if kind == "everything" else 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", FOLDS)
 @pytest.mark.parametrize("rows", [3, 67])
 @pytest.mark.usefixtures("for_a_card")
