@@ -6,8 +6,6 @@ CXX := $(or $(TILEWRIGHT_CPP_CXX),g++)
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# Tests wait for compilers and processes: one more worker than there are cores keeps these busy.
-WORKERS := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all bench lint docs check-cxx clean
@@ -18,11 +16,14 @@ help: ## show this list
 demo: check-cxx $(STAMP) ## compile and run two small models, checked against eager
 	@$(PY) examples/demo.py
 
-test: check-cxx lint ## lint, then every test that needs no GPU (what CI runs)
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal
+# Tests wait for compilers now and then: lint has the time.
+test: check-cxx $(STAMP) ## lint, and every test that needs no GPU (what CI runs)
+	@$(MAKE) --no-print-directory lint & lint=$$!; \
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal; tests=$$?; \
+	wait $$lint || { echo "lint failed: see above, or run make lint"; exit 1; }; exit $$tests
 
 test-all: test ## the tests, then the slow sweeps and PyTorch's whole operator sample set
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow
 	@$(PY) -m pytest tests/cutlass
 	@$(PY) -m pip install -q -c constraints.txt -e ".[ray]"
 	@$(PY) -m pytest tests/ray

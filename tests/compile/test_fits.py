@@ -124,6 +124,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("shared", [1024, 0])
 def test_programs_on_a_card_with_little_shared_memory(name: str, shared: int) -> None:

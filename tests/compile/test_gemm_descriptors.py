@@ -93,7 +93,7 @@ def stored_by(code: str) -> str:
     return "descriptor" if "desc_to_" in kernel else "pointer"
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transposed", BOTH)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("tma_store", [False, True])
@@ -104,7 +104,7 @@ def test_ma_d1_mm(transposed: tuple[bool, bool], dynamic: bool, tma_store: bool)
     assert stored_by(code) == ("descriptor" if tma_store else "pointer")
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transposed", BOTH)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("tma_store", [False, True])

@@ -45,7 +45,7 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", list(_chosen()))
 def test_group(name: str, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
     baseline = Baseline(tmp_path_factory.mktemp("baseline") / "outcomes.jsonl")

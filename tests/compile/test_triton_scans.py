@@ -45,6 +45,7 @@ WALKED: dict[str, Case] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("name", WALKED)
 def test_long_rows_are_walked_with_the_next_block_under_way(name: str, together: bool) -> None:

@@ -297,6 +297,7 @@ SCATTERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64,
                                    torch.int8])  # fmt: skip
 @pytest.mark.parametrize("name", SCATTERS)

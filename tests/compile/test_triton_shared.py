@@ -55,6 +55,7 @@ def test_one_launch_folds_one_row(name: str) -> None:
     torch.testing.assert_close(found.double(), wide.double(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_types(dtype: torch.dtype) -> None:
     """RD-9: what is left has the type it is folded in."""

@@ -58,6 +58,7 @@ def sources(function: Callable[..., Any], sizes: list[Size]) -> list[TritonSourc
     return found
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pretended
 def test_it_fits(name: str) -> None:

@@ -401,6 +401,7 @@ CASTS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8
          torch.int32, torch.int64, torch.uint8, torch.bool]  # fmt: skip
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("to", [*CASTS, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("source", CASTS, ids=str)
 def test_cd_k14_casts_round_as_eager(source: torch.dtype, to: torch.dtype) -> None:

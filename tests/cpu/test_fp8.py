@@ -150,7 +150,7 @@ def quantised(x: Tensor, per_row: bool) -> tuple[Tensor, Tensor]:
 SPECIALISED = "blackwell_ws_persistent_device_tma"
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tma_store", [False, True])
 @pytest.mark.parametrize(
     ("per_row", "dynamic", "arch"),

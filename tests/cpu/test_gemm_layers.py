@@ -199,7 +199,8 @@ def test_cg_6_a_product_of_integers_is_scaled_in_one_kernel() -> None:
 
 @pytest.mark.parametrize("options", [
     {"coordinate_descent_tuning": True}, {"cpp.threads": 1}, {"cpp.threads": 2},
-    {"max_autotune_gemm_search_space": "EXHAUSTIVE", "test_configs.max_mm_configs": 3},
+    pytest.param({"max_autotune_gemm_search_space": "EXHAUSTIVE", "test_configs.max_mm_configs": 3},
+                 marks=pytest.mark.slow),
 ], ids=repr)  # fmt: skip
 def test_cg_7_however_it_is_walked_the_result_is_the_same(options: dict[str, Any]) -> None:
     """Slices of k, blocks for caches, threads (`test_blocks_of_any_size` has each by itself)."""

@@ -13,6 +13,7 @@ from tests.cpu.against_eager import check
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool])
 def test_filled(dtype: torch.dtype) -> None:
     def fn(x: Tensor) -> list[Tensor]:
@@ -27,6 +28,7 @@ def test_filled(dtype: torch.dtype) -> None:
     check(fn, torch.randn(3, 4).t(), rtol=0, atol=0)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sequences(dtype: torch.dtype) -> None:
     check(lambda: [torch.arange(7, dtype=dtype), torch.arange(2, 9, 3, dtype=dtype),
@@ -43,6 +45,7 @@ def test_float_sequences() -> None:
                    torch.arange(5.0), torch.arange(1e9, 1e9 + 5, dtype=torch.float64)])  # fmt: skip
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("diagonal", [-9, -2, -1, 0, 1, 3, 9])
 def test_triangles(diagonal: int) -> None:
     def fn(x: Tensor) -> list[Tensor]:

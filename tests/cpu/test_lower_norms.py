@@ -189,6 +189,7 @@ def test_channels_that_are_last_are_folded_side_by_side(
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("given", [LAST, FIRST])
 @pytest.mark.parametrize("wanted", [LAST, FIRST])
 @pytest.mark.parametrize("channels", [4, 8])

@@ -87,6 +87,7 @@ def test_in_place() -> None:
     check(fn, tensors(), tensors(seed=1))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("step", [torch._fused_adam_, torch._fused_adamw_])
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
@@ -110,6 +111,7 @@ CLASSES: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("kind", "options"), CLASSES, ids=lambda v: getattr(v, "__name__", None))
 def test_optimizers(kind: type[optim.Optimizer], options: dict[str, Any], foreach: bool) -> None:

@@ -52,6 +52,7 @@ def tolerance(x: Tensor) -> dict[str, float]:
     return {"rtol": 1e-5, "atol": 1e-5} if x.is_floating_point() else {}
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", INPUTS)
 def test_sums_and_logic(name: str) -> None:
     x = INPUTS[name]()
@@ -67,6 +68,7 @@ def test_sums_and_logic(name: str) -> None:
     check(f, x, **tolerance(x))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", INPUTS)
 def test_extremes(name: str) -> None:
     x = INPUTS[name]()
@@ -176,6 +178,7 @@ def test_sizes_known_at_run_time(dtype: torch.dtype) -> None:
         torch.testing.assert_close(run(x), f(x), **tolerance(x))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "nan", "transposed", "bfloat16"])
 def test_softmax(name: str) -> None:
     x = INPUTS[name]()

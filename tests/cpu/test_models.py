@@ -92,7 +92,7 @@ def clean() -> None:
     metrics.reset()
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_step_equals_eager_and_is_native(name: str) -> None:
     case = build(name, "tiny")
@@ -106,7 +106,7 @@ def test_training_step_equals_eager_and_is_native(name: str) -> None:
     assert share >= NATIVE_SHARE, f"{share:.1%} native; left to ATen: {other}"
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_inference_equals_eager(name: str) -> None:
     case = build(name, "tiny")

@@ -83,6 +83,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_pd_02_only_what_is_in_between_is_padded(name: str, dynamic: bool) -> None:

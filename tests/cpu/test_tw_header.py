@@ -134,6 +134,7 @@ LIBMVEC = (
 UNARY = tuple(Row(f"tw::{name}(x)", dtype, dtype, dtype) for name in COMMON for dtype in FLOATS)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", COMMON)
 def test_unary_maths(name: str, dtype: torch.dtype) -> None:
@@ -511,6 +512,7 @@ def cast_sample(source: torch.dtype, to: torch.dtype) -> torch.Tensor:
     return torch.cat([x, ties, (x * 1000).clamp(-70000, 70000)])
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("source", CTYPE, ids=str)
 def test_casts(source: torch.dtype) -> None:
     rows = cast_rows(source)
